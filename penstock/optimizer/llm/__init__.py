@@ -1,1 +1,1 @@
-"""Language models: what `penstock optimize` does with them."""
+"""`penstock optimize` for language models."""

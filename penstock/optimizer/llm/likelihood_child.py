@@ -1,6 +1,6 @@
-"""An engine by itself, asked what it says of given tokens: `python -m
-penstock.optimizer.llm.likelihood_child JOB ANSWER`. It is made of what serves, so what it says is
-what would be served."""
+"""Child process that returns a build's logprobs of given tokens: `python -m
+penstock.optimizer.llm.likelihood_child JOB ANSWER`. It loads the serving engine, so its logprobs
+are those that would be served."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Job(msgspec.Struct):
     settings: Settings
     # Tokens of each text.
     texts: list[list[int]]
-    # So many are added to each first, the likeliest ones.
+    # Tokens to generate greedily and append to each text first.
     num_new: int
-    # Likeliest tokens that are told of each place.
+    # Number of most likely tokens to return per position.
     num_told: int
 
 
@@ -48,7 +48,7 @@ def main(job_path: str, answer_path: str) -> None:
 
 
 def continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
-    """Each with the tokens that the model finds likeliest, ends or not."""
+    """Append `num_new` greedily decoded tokens to each text, ignoring end-of-sequence tokens."""
     found = [list(text) for text in texts]
     sampling = Sampling(temperature=0.0)
     for number, text in enumerate(texts):
@@ -62,7 +62,7 @@ def continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> l
 def likelihoods(
     engine: Engine, texts: Sequence[Sequence[int]], num_told: int
 ) -> list[list[Likelihood]]:
-    """Of each text's tokens after the first."""
+    """Return the logprobs of each text's tokens after the first."""
     found: list[dict[int, Likelihood]] = [{} for _ in texts]
     sampling = Sampling(temperature=0.0, num_prompt_logprobs=num_told)
     for number, text in enumerate(texts):
@@ -76,7 +76,7 @@ def likelihoods(
 
 
 if __name__ == "__main__":
-    # Whoever asked ends it; an interrupt at the terminal is for both.
+    # Ctrl+C at the terminal reaches both processes; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         main(*sys.argv[1:])

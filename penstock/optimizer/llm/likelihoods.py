@@ -1,8 +1,8 @@
-"""What two models say of the same tokens, as one score per text. Pure.
+"""Compare the logprobs of two models on the same tokens, one score per text. Pure.
 
-`kl` is how far the candidate's next-token distribution is from the original's, in nats: over the
-tokens that are likeliest by the original, and all others together. `agreement` is the share of
-places with the same likeliest token, `nll` how unlikely the text was, in nats per token.
+`kl` is KL(original || candidate) of the next-token distributions in nats, over the original's most
+likely tokens and all others lumped together. `agreement` is the share of positions with the same
+most likely token. `nll` is the negative log-likelihood in nats per token.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from penstock.optimizer.budget import Budget
 from penstock.types import Array
 
 METRICS = ("kl", "agreement", "nll")
-# More than ten times what BF16 does to SmolLM2-135M (0.0014).
+# More than ten times the kl of BF16 on SmolLM2-135M (0.0014).
 DEFAULT = Budget("kl", 0.02, is_lower_better=True)
-# Likeliest tokens that are compared, and those that are told so that they are found.
+# Most likely tokens to compare, and how many to request so that the compared ones are among them.
 NUM_COMPARED, NUM_TOLD = 16, 64
 LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Of the tokens of one text after its first."""
+    """Logprobs of one text's tokens after the first."""
 
-    # The logarithm of what each had.
+    # Logprob of each token.
     own: Array
-    # The likeliest, one row a token, from the likeliest on.
+    # The most likely tokens, one row per position, most likely first.
     tokens: Array
     logprobs: Array
 
 
 def check_budget(budget: Budget) -> None:
-    """ConfigError for what is not measured here, or the wrong way round."""
+    """Raise CommandLineError for an unknown metric or the wrong direction."""
     if budget.metric not in METRICS:
         listed = ", ".join(METRICS)
         raise CommandLineError(
@@ -51,7 +51,7 @@ def check_budget(budget: Budget) -> None:
 
 
 def scores(original: Told, candidate: Told) -> dict[str, float]:
-    """Of one text, by metric; the original's own are those of it with itself."""
+    """Return the scores of one text by metric; the baseline's are the original against itself."""
     return {
         "kl": divergence(original, candidate),
         "agreement": float((original.tokens[:, 0] == candidate.tokens[:, 0]).mean()),
@@ -60,8 +60,8 @@ def scores(original: Told, candidate: Told) -> dict[str, float]:
 
 
 def divergence(original: Told, candidate: Told) -> float:
-    """The mean over places. Where the candidate does not tell of a token it has at most what the
-    last has that it tells of, and that is taken."""
+    """Return the mean KL divergence over positions. A token missing from the candidate's list gets
+    the probability of the last one listed, which is an upper bound."""
     tokens = original.tokens[:, :NUM_COMPARED]
     before = np.exp(original.logprobs[:, :NUM_COMPARED].astype(np.float64))
     is_there = tokens[:, :, None] == candidate.tokens[:, None, :]

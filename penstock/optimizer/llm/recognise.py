@@ -1,5 +1,5 @@
-"""Whether a path is a language model: a GGUF file, a Hugging Face folder of one that generates, or
-a version of one in a repository. Reads names and config.json, no weights."""
+"""Detect language models: a GGUF file, a Hugging Face folder of a generative model, or a version of
+one in a repository. Reads names and config.json, no weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from penstock import repository
 from penstock.errors import ConfigError
 
-# What Hugging Face calls models that continue a text; families that we do not serve, too: whoever
-# brings one wants to hear which we do.
+# Hugging Face suffixes of causal language models. They include families that we do not serve, so
+# that the user gets an error that lists those we do.
 GENERATING = ("ForCausalLM", "LMHeadModel")
 
 
@@ -26,7 +26,7 @@ def is_language_model(model: str) -> bool:
 
 
 def _versions(folder: Path) -> list[Path]:
-    """The newest is what counts."""
+    """Return the newest version folder, if any."""
     return [folder / name for name in repository.version_folders(folder)[-1:]]
 
 
@@ -38,7 +38,7 @@ def _holds_one(folder: Path) -> bool:
 
 
 def architectures(folder: Path) -> list[str]:
-    """As config.json has them; none where there is no such file."""
+    """Return the architectures in config.json; empty without such a file."""
     path = folder / repository.TEXT_CONFIG
     if not path.is_file():
         return []

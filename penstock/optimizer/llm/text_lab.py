@@ -1,5 +1,5 @@
-"""How things are found out about a language model's candidates: the journal is asked first, then
-processes. What was found is on disk before it is used."""
+"""Evaluate candidates of a language model: look in the journal first, then run processes. Results
+are on disk before they are used."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from penstock.optimizer.served import repriced
 from penstock.optimizer.time_plan import TookTooLong
 
 CHOICE, HELD_OUT = "choice", "held out"
-# Prompts of each of the two parts, and the tokens of a prompt that are judged, at its beginning and
-# at its end: more would take longer to compute than candidates take to measure.
+# Prompts judged per part, and the tokens of a long prompt that are judged, at its start and at its
+# end. More would take longer than measuring the candidates.
 MAX_JUDGED, FIRST, LAST = 24, 64, 128
-# Tokens of the original's own answer that are judged with its prompt.
+# Generated tokens of the original that are judged together with their prompt.
 NUM_NEW = 16
 REFERENCE = "reference.npz"
-# Of memory for weights: parameters in FP32, and what else an engine takes.
+# Memory per engine: bytes per parameter (FP32), and overhead.
 BYTES, BESIDE = 4, 3 << 30
 
 
 class Scores(msgspec.Struct):
-    """One a text, by metric; the texts of the part to choose by first."""
+    """One score per text, by metric; texts of the choice part come first."""
 
     by_metric: dict[str, list[float]]
     num_choice: int
 
 
 class CutShort(Exception):
-    """What was found by the time that was left; a run with more of it finds more, so it is not
-    kept."""
+    """Results found before the time ran out. A run with more time finds more, so the journal does
+    not keep them."""
 
     def __init__(self, found: list[Served]) -> None:
         super().__init__("the time was up")
@@ -63,8 +63,7 @@ class TextLab:
         self.prompts = prompts
         self.journal = journal
         self.budget = budget
-        # What is being done, for whoever watches; how long a search for a rate may take, and the
-        # process that says what a model makes of texts.
+        # Progress callback; seconds for a rate search; seconds for the logprobs process.
         self.watch: Callable[[str], None] = lambda text: None
         self.search_s: Callable[[], float] = lambda: text_served.SEARCH_S
         self.judge_s: Callable[[], float] = lambda: text_trials.TIMEOUT_S
@@ -116,14 +115,14 @@ class TextLab:
     def _served(
         self, kind: str, key: str, measured: Callable[[], tuple[list[Served], bool]]
     ) -> list[Served]:
-        """At the price of today. A machine that was busy may not be the next time: failures are
-        not kept."""
+        """Return the results at today's price. Failures are not kept: a busy machine may be free
+        the next time."""
 
         def through() -> list[Served]:
             try:
                 found, is_through = measured()
             finally:
-                # The next one starts alone, and so do all that are measured one by one.
+                # The next measurement must start with no other server running.
                 self._servers.close()
             if not is_through:
                 raise CutShort(found)
@@ -138,7 +137,7 @@ class TextLab:
         return [repriced(each, self.plan) for each in found]
 
     def _is_alone(self) -> bool:
-        """Whether two servers at once would not have the memory that one has."""
+        """Return whether memory allows only one server at a time."""
         if self.subject.build.config.device != CPU:
             return True
         needed = 2 * (BYTES * self.subject.num_parameters + BESIDE)
@@ -147,7 +146,7 @@ class TextLab:
     # Accuracy.
 
     def judge(self, candidate: Candidate, part: str = CHOICE, alpha: float = ALPHA) -> Judgement:
-        """The gate's word on one part of the prompts."""
+        """Test a candidate against the accuracy budget on one part of the prompts."""
         found = self._scores(candidate)
         before = self._scores(Candidate()).by_metric[self.budget.metric]
         after = found.by_metric[self.budget.metric]
@@ -158,11 +157,11 @@ class TextLab:
             self.budget,
             alpha=alpha,
             part=part,
-            # Means over the tokens of a text, even where all are 1.
+            # Scores are means over the tokens of a text, not binary, even if all are 1.
             is_binary=False,
         )
         if judged.num_needed is not None and judged.num_needed > MAX_JUDGED:
-            # Nobody is to bring prompts that would not be looked at.
+            # Do not ask for more prompts than would be used.
             judged.num_needed = None
             judged.text += f", and {MAX_JUDGED} are judged at most"
         means = {
@@ -194,7 +193,7 @@ class TextLab:
         return self.journal.remember("scores", candidate.key, Scores, found, passing=passing)
 
     def _reference(self) -> text_trials.Texts:
-        """Prompts with the original's own answers, and what it says of them; kept in a file."""
+        """Return prompts with the original's completions and its logprobs; cached in a file."""
         path = self._work / REFERENCE
         if path.is_file():
             with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
@@ -208,7 +207,7 @@ class TextLab:
         return text_trials.read(path)
 
     def _judged(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts to choose by, and those that are held out."""
+        """Return the prompts to choose by, and the held-out ones."""
         distinct = sorted({shortened(each.tokens) for each in self.prompts.asked})
         random.Random(self.plan.seed).shuffle(distinct)
         texts = [list(each) for each in distinct[: 2 * MAX_JUDGED]]
@@ -219,8 +218,8 @@ class TextLab:
 
 
 def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
-    """A long prompt without its middle: models are used to what is at the beginning, and at the end
-    is what they are to answer."""
+    """Cut the middle out of a long prompt. Its start has the form that models expect, its end
+    what they are to answer."""
     if len(tokens) <= FIRST + LAST:
         return tuple(tokens)
     return (*tokens[:FIRST], *tokens[-LAST:])

@@ -1,5 +1,4 @@
-"""What users ask a language model, from a data file of the bench: sent as load, and continued to
-see what a candidate makes of it."""
+"""Prompts from a benchmark data file: sent as load, and continued to judge accuracy."""
 
 from __future__ import annotations
 
@@ -18,31 +17,31 @@ from penstock.benchmark.inputs.samples import InputSpec, RequestForm
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.llm.text import Text
 
-# Of an answer where a row does not say.
+# Default answer length, for rows without one.
 NUM_NEW = 128
-# Prompts come again under a number of their own: what a server keeps of those it has computed must
-# not answer for it. So many are written for a level.
+# Repeated prompts get a number in front, so that the prefix cache cannot answer them. At least this
+# many are written per level.
 NUM_SENT = 2048
-# A number as long as any: prompts have to leave room for it.
+# The longest number: prompts must leave room for it.
 LONGEST_NUMBER = 999_999
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    # Of a request: `prompt`, or `messages`.
+    # Request fields: `prompt`, or `messages`.
     fields: dict[str, Any]
     max_tokens: int
-    # As the model sees it.
+    # The prompt as the model sees it.
     tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
     asked: Sequence[Asked]
-    # By a model with a template, as messages; else as completions.
+    # Sent as chat messages if the model has a chat template, else as completions.
     is_chat: bool
     digest: str
-    # "200 prompts of prompts.jsonl, asked as chats, 128 tokens each"
+    # "200 prompts of prompts.jsonl, asked as chats, 57 tokens in the middle, answers of 128"
     text: str
 
     @property
@@ -51,8 +50,8 @@ class Prompts:
 
 
 def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
-    """ConfigError with what is wrong with the file. Prompts that the model cannot hold with their
-    answers are left out, and that is told."""
+    """Read the prompts; raise ConfigError if the file is invalid. Prompts that do not fit the
+    context length with their answers are left out, and the description says how many."""
     file = existing(InputSpec(path=path))
     if file.is_dir() or file.suffix not in ROW_SUFFIXES:
         listed = ", ".join(ROW_SUFFIXES)
@@ -98,8 +97,8 @@ def _text(file: Path, found: Sequence[Asked], num_read: int, is_chat: bool) -> s
 
 
 def write_load(prompts: Prompts, path: Path, level: int = 0) -> None:
-    """For the bench. No two levels have a prompt in common; the first time round in the first one,
-    prompts are as they are."""
+    """Write the load of one level for the benchmark. No two levels share a prompt; only the first
+    round of level 0 has the prompts unchanged."""
     encoder = msgspec.json.Encoder()
     num_rounds = max(1, -(-NUM_SENT // len(prompts.asked)))
     with path.open("wb") as file:
@@ -110,7 +109,8 @@ def write_load(prompts: Prompts, path: Path, level: int = 0) -> None:
 
 
 def numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
-    """With a number before what the user says: after that nothing is as it was."""
+    """Put a number before the prompt or the first user message, so that the text after it misses
+    the prefix cache."""
     if "prompt" in fields:
         return {"prompt": f"{_prefix(number)}{fields['prompt']}"}
     messages = [dict(each) for each in fields["messages"]]

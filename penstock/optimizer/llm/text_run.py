@@ -1,6 +1,6 @@
-"""A language model from a plan to a version in the repository: model and prompts are opened, the
-search is asked, the choice is held to prompts that nobody has looked at and measured in turns with
-the original, and committed."""
+"""`penstock optimize` for a language model, from a plan to a version in the repository: open model
+and prompts, search, validate the choice on held-out prompts, measure it in turns with the original,
+and commit it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from penstock.optimizer.search import UNLESS_REFUSED
 from penstock.optimizer.served import repriced
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
 
-# Of a budget of time, for the proof; and how much a candidate takes that is worth beginning.
+# Share of the time budget for the proof; least time that is worth starting a candidate.
 PROOF_SHARE, MIN_TRY_S = 0.4, 20.0
-# Of what is left for candidates, for the search of one.
+# Share of the time left for candidates that one rate search may take.
 SEARCH_SHARE = 0.4
 MIN_PROOF_S = 20.0
 WITHOUT_DATA = (
@@ -59,7 +59,7 @@ FLAGS = {"evaluator": "eval"}
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
-    """ConfigError before anything long begins, if the plan or its files are wrong."""
+    """Run the optimisation. Raise ConfigError for a wrong plan or file before anything slow."""
     check(plan)
     run = Run(plan, watch, command, time.monotonic(), read_machine())
     with _opened(plan) as subject:
@@ -96,7 +96,7 @@ def work_of(plan: Plan) -> Path:
 
 
 def run_key(plan: Plan, machine: Machine, subject: TextSubject, prompts: Prompts) -> str:
-    """The same model, prompts, wishes, tools and machine: then what a journal says holds."""
+    """Hash of model, prompts, options, tools and machine: runs with equal keys share a journal."""
     wishes = replace(
         plan, budget_s=None, out="", price_per_hour=None, model="", data="", is_fresh=False
     )
@@ -106,7 +106,7 @@ def run_key(plan: Plan, machine: Machine, subject: TextSubject, prompts: Prompts
 
 @contextmanager
 def _opened(plan: Plan) -> Iterator[TextSubject]:
-    """The model as it came, in a folder of this process until it is known whose it is."""
+    """Open the model in a folder private to this process, until the run's key is known."""
     work = work_of(plan)
     folder = work / f"{OPENING}{os.getpid()}"
     try:
@@ -122,7 +122,7 @@ def _opened(plan: Plan) -> Iterator[TextSubject]:
 
 
 def _placed(subject: TextSubject, folder: Path) -> TextSubject:
-    """Where the run keeps it; as it was put there by the run that this one goes on with."""
+    """Put the original into the run's folder, or reuse the copy of the resumed run."""
     if not folder.is_dir():
         draft = folder.with_name(f".{folder.name}") / folder.name
         shutil.rmtree(draft.parent, ignore_errors=True)
@@ -138,13 +138,13 @@ def _placed(subject: TextSubject, folder: Path) -> TextSubject:
 class Choice:
     finalist: Finalist
     held_out: Judgement | None
-    # What the held-out prompts did not allow, by key.
+    # Judgements of candidates that failed on the held-out prompts, by key.
     refused: dict[str, Judgement]
 
 
 @dataclass(slots=True)
 class Run:
-    """One call, by its clock."""
+    """One call of `penstock optimize`, with its clock."""
 
     plan: Plan
     watch: Watch
@@ -187,7 +187,7 @@ class Run:
         return None if self.plan.budget_s is None else self.plan.budget_s - self.elapsed_s
 
     def for_candidates_s(self) -> float:
-        """Without what the proof takes."""
+        """Seconds left for candidates, without the proof's share."""
         left_s, budget_s = self.left_s(), self.plan.budget_s
         if left_s is None or budget_s is None:
             return math.inf
@@ -261,7 +261,7 @@ class Run:
         )
 
     def _note_disturbances(self, lab: TextLab, made: Optimization) -> None:
-        """Where the proof contradicts itself or the machine was disturbed, there is no verdict."""
+        """Withhold the verdict if the proof contradicts itself or the machine was disturbed."""
         if made.before is None or made.after is None or not made.is_proven:
             return
         slo = self.plan.slo
@@ -273,7 +273,7 @@ class Run:
             lab.journal.forget(TIMINGS)
 
     def _prove(self, lab: TextLab, findings: Findings, choice: Choice, made: Optimization) -> None:
-        """Original and choice in turns: at the SLO's load, and up to the highest rate of each."""
+        """Measure original and choice in turns: at the SLO's load, then for the highest rate."""
         original, chosen = findings.kept[0], choice.finalist
         made.before, made.after = original.served, chosen.served
         left_s = self.left_s()
@@ -301,7 +301,7 @@ class Run:
 
 
 def _with_rate(proven: Served, finalist: Finalist, plan: Plan) -> Served:
-    """Where the proof had no time for it, the rate that the search found, and its cost."""
+    """Use the search's highest rate and its cost if the proof had no time to measure one."""
     if proven.max_rate is not None:
         return proven
     found = finalist.served
@@ -310,12 +310,12 @@ def _with_rate(proven: Served, finalist: Finalist, plan: Plan) -> Served:
 
 
 def datatype_of(candidate: Candidate) -> Candidate:
-    """Without the steps that change no answers: a datatype comes first."""
+    """Keep only the datatype step, which comes first: the others do not change answers."""
     return Candidate(candidate.steps[:1])
 
 
 def choose(lab: TextLab, findings: Findings) -> Choice:
-    """The best that the held-out prompts allow; what loses nothing needs no leave."""
+    """Return the best finalist that passes on the held-out prompts; lossless ones need no test."""
     refused: dict[str, Judgement] = {}
     for finalist in reversed(findings.kept):
         if not finalist.is_lossy:
@@ -331,14 +331,15 @@ def choose(lab: TextLab, findings: Findings) -> Choice:
 
 
 def _is_as_good(original: Served | None, chosen: Served | None) -> bool:
-    """Whether the original turned out no worse, after all: it is the simplest."""
+    """Return whether the original is no worse after all; it wins ties because it is simplest."""
     if original is None or chosen is None:
         return False
     return goals.order([original, chosen], [0, 1])[0] == 0
 
 
 def _to_save(findings: Findings, chosen: Candidate | None) -> str:
-    """What an interruption saves, by the figures of the search; None: no choice is made yet."""
+    """Return what an interruption would save, by the search's figures. `chosen` is None before the
+    choice is made."""
     if not findings.kept:
         return ""
     found = [each for each in findings.kept if chosen in (None, each.candidate)][-1]

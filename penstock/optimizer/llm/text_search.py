@@ -1,5 +1,5 @@
-"""The search over a language model's candidates: datatypes first, then how steps are filled, each
-on top of the best so far. Decides by what the lab measures, and knows no process and no clock."""
+"""Search over a language model's candidates: datatypes first, then batching, each on top of the
+best so far. Decides by what the lab measures; knows no process and no clock."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served, Try
 
-# A candidate has to keep the SLO at so many times the best rate: less is within the noise.
+# A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
 AHEAD = 1.1
-# What is kept at so many times the rate that is asked for is enough.
+# The search stops once a candidate meets the SLO at this multiple of the required rate.
 ROOM = 1.3
 STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
 NO_ANSWER = "keeps the SLO at no rate that was tried"
@@ -27,10 +27,10 @@ NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 class Lab(Protocol):
     def rated(self, candidate: Candidate, start: float | None) -> Served:
-        """The highest rate from `start` on that keeps the SLO; None in it where none does."""
+        """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """On the prompts that candidates are chosen by."""
+        """Judge the accuracy on the prompts that candidates are chosen by."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Finalist:
 
 
 def is_lossy(candidate: Candidate) -> bool:
-    """Whether its answers may be others than the original's."""
+    """Return whether its answers may differ from the original's."""
     return any(step.pass_name == DTYPE for step in candidate.steps)
 
 
@@ -53,7 +53,7 @@ def is_lossy(candidate: Candidate) -> bool:
 class Findings:
     tries: list[Try] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
-    # The original, then whatever became the best, in this order.
+    # The original, then each candidate that became the best, in that order.
     kept: list[Finalist] = field(default_factory=list)
     is_out_of_time: bool = False
     is_interrupted: bool = False
@@ -64,7 +64,8 @@ class Findings:
 
 
 class TextSearch:
-    """`has_time` says whether another candidate may be begun, `told` what is being tried."""
+    """One search. `has_time` returns whether another candidate may start; `told` is called with
+    each one that starts."""
 
     def __init__(
         self,
@@ -82,13 +83,13 @@ class TextSearch:
         self.findings = Findings()
 
     def run(self, dtypes: Sequence[Offer], others: Callable[[Candidate], Sequence[Knob]]) -> None:
-        """`others` says what may be tried on top of a candidate. PenstockError where not even the
-        original can be measured."""
+        """Try the datatypes, then the knobs that `others` returns for the best one. Raise
+        PenstockError if not even the original can be measured."""
         self._measure_original()
         try:
             self._try_dtypes(dtypes)
             for ways in others(self.findings.best.candidate):
-                # If one way pays, the other does not.
+                # If one direction pays, the other does not.
                 any(map(self._climb, ways))
         except KeyboardInterrupt:
             self.findings.is_interrupted = True
@@ -96,7 +97,7 @@ class TextSearch:
 
     @property
     def is_over(self) -> bool:
-        """Enough was found, or time is up."""
+        """Whether the result is good enough, or time is up."""
         if self.is_enough:
             return True
         if not self._has_time():
@@ -105,7 +106,7 @@ class TextSearch:
 
     @property
     def is_enough(self) -> bool:
-        """Where nobody says how many requests there are, as many as can be are wanted."""
+        """Whether the best meets the required rate with headroom; never if no rate is required."""
         slo = self._plan.slo
         assert slo is not None
         needed = goals.required_rate(slo, self._plan.price_per_hour)
@@ -126,14 +127,14 @@ class TextSearch:
         self.findings.kept.append(Finalist(original, served, rate))
 
     def _try_dtypes(self, dtypes: Sequence[Offer]) -> None:
-        """Each instead of the other: a model has one."""
+        """Try each datatype on the original alone: a model has one datatype."""
         for offer in dtypes:
             if self.is_over:
                 return
             self._try(offer.stage, Candidate((offer.step,)))
 
     def _note_left(self, dtypes: Sequence[Offer]) -> None:
-        """Datatypes that there was no time for, or that an interruption came before."""
+        """Note datatypes left untried because of time or an interruption."""
         if not (self.findings.is_interrupted or self.findings.is_out_of_time):
             return
         cut_by: Literal["time", "interrupt"] = (
@@ -148,7 +149,7 @@ class TextSearch:
         ]
 
     def _climb(self, ladder: Sequence[Offer]) -> bool:
-        """As long as it pays; whether it did at all."""
+        """Try the offers in order while each one pays; return whether the first did."""
         for number, offer in enumerate(ladder):
             best = self.findings.best.candidate
             if self.is_over or not self._try(offer.stage, instead(best, offer.step)):
@@ -156,7 +157,7 @@ class TextSearch:
         return bool(ladder)
 
     def _try(self, stage: Stage, candidate: Candidate) -> bool:
-        """Whether it is the best now."""
+        """Measure a candidate; return whether it is the best now."""
         began = self._clock()
         self._told(stage, candidate, self.findings)
         attempt = Try(candidate, stage, "failed", "")
@@ -196,7 +197,7 @@ class TextSearch:
 
 
 def instead(candidate: Candidate, step: Step) -> Candidate:
-    """With this step in place of another of its kind."""
+    """Return the candidate with this step in place of any other of the same kind."""
     others = (each for each in candidate.steps if each.pass_name != step.pass_name)
     return Candidate((*others, step))
 
@@ -208,7 +209,7 @@ def _behind(start: float, served: Served) -> str:
 
 
 def rate_of(served: Served) -> float:
-    """0 where the SLO is kept at none."""
+    """Return the highest rate that meets the SLO, or 0 if none does."""
     if served.max_rate is None or math.isnan(served.max_rate.value):
         return 0.0
     return served.max_rate.value

@@ -1,5 +1,5 @@
-"""Builds of language models measured as they would be served: `penstock serve`, and the bench as a
-client of OpenAI's API that reads streams."""
+"""Measure builds of language models as served: `penstock serve`, with the benchmark as a streaming
+client of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -43,27 +43,26 @@ from penstock.optimizer.served import (
 from penstock.optimizer.time_plan import MIN_SEARCH_S
 from penstock.slo import Goodput, Latency, Slo
 
-# Answers take seconds, so few come in a level: rates are not known any better than this.
+# Answers take seconds, so a level has few of them: rates cannot be known more precisely than this.
 PRECISION = 0.15
-# All answers are as long as was asked for, so that all candidates have the same work.
+# All answers have the requested length, so all candidates do the same work.
 EXTRA = '{"ignore_eos": true}'
-# Of a measurement of how much is answered at all.
+# Duration of a saturation measurement.
 PROBE_S = 20.0
-# One client alone, to know where rates begin.
+# Duration of a single-client measurement that gives the first rate.
 ALONE_S = 5.0
 NUM_ROUNDS = 2
-# Of what is left, for searches: the last level of each ends after its time.
+# Share of the remaining time for searches: the last level of each overruns its time.
 IN_TIME = 0.7
-# Of the search for the highest rate of one build.
+# Time limit of the rate search of one build.
 SEARCH_S = 90.0
 LOWEST_RATE = 0.01
-# Of a level, and how long those are waited for at most.
+# Requests that a level should have, and the longest time to wait for them.
 MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
 
 
 class TextEndpoint(Endpoint):
-    """Asked over OpenAI's API, in each level by prompts that it has not seen: those of a level are
-    written to `file`."""
+    """Endpoint of the OpenAI API. Each level sends new prompts to the server, written to `file`."""
 
     probe_s = PROBE_S
     precision = PRECISION
@@ -72,7 +71,7 @@ class TextEndpoint(Endpoint):
         super().__init__(build, str(file))
         self._prompts = prompts
         self._patience_s = patience_s
-        # Every server has the same prompts in its levels.
+        # Every server gets the same prompts, level by level.
         self._levels = itertools.count()
 
     def target(self, plan: Plan) -> TargetSpec:
@@ -86,13 +85,13 @@ class TextEndpoint(Endpoint):
         )
 
     def inputs(self, plan: Plan) -> InputSpec:
-        # The same prompts would be found in the cache of what was computed before.
+        # The same prompts again would hit the prefix cache.
         level = next(self._levels)
         write_load(self._prompts, Path(self.data), level)
         return InputSpec(path=self.data, seed=plan.seed + level)
 
     def level_s(self, plan: Plan, load: Load) -> float:
-        """Longer where hardly a request would come in the time that was asked for."""
+        """Extend the level if too few requests would arrive in the configured time."""
         if not isinstance(load, Open):
             return plan.duration_s
         enough_s = MIN_REQUESTS / max(LOWEST_RATE, pacer.mean_rate(load))
@@ -100,8 +99,8 @@ class TextEndpoint(Endpoint):
 
     @property
     def may_be_late(self) -> bool:
-        """Answers take seconds: at a rate that is too high all may be late. Not where nobody is
-        there who could answer."""
+        """Whether all answers of a level may time out: they take seconds, so at too high a rate
+        they can. False if the server has died."""
         return self.is_running
 
     @property
@@ -110,7 +109,7 @@ class TextEndpoint(Endpoint):
 
 
 def patience_of(slo: Slo | None, num_tokens: int) -> float:
-    """How long a whole answer is waited for, by what the SLO says of its parts."""
+    """Return the request timeout, from the SLO's limits for a whole answer or for its parts."""
     limits = {"latency": math.inf, "ttft": math.inf, "tpot": math.inf}
     for term in () if slo is None else slo.terms:
         if isinstance(term, Latency) and term.metric in limits:
@@ -120,8 +119,8 @@ def patience_of(slo: Slo | None, num_tokens: int) -> float:
 
 
 class TextServers:
-    """Servers of builds, started when they are asked for. `is_alone`: one at a time, because each
-    takes what memory there is. All are stopped by `close`."""
+    """Servers of builds, started on demand. `is_alone`: one at a time, because each takes all the
+    memory there is. `close` stops all of them."""
 
     def __init__(self, prompts: Prompts, file: Path, patience_s: float, is_alone: bool) -> None:
         self._prompts, self._file, self._patience_s = prompts, file, patience_s
@@ -145,7 +144,7 @@ class TextServers:
 
 
 def has_limits(plan: Plan) -> bool:
-    """Whether a highest rate can be looked for."""
+    """Return whether the SLO limits latency or goodput, so that a highest rate exists."""
     terms = () if plan.slo is None else plan.slo.terms
     return any(isinstance(term, Latency | Goodput) for term in terms)
 
@@ -158,9 +157,9 @@ def rated(
     start: float | None,
     search_s: float,
 ) -> tuple[Served, bool]:
-    """Up to the highest rate that keeps the SLO, from `start` on; below that nobody wants to know,
-    if one is given. The figures are those of the highest rate that was kept, or else of the lowest
-    that was tried. And whether more time would not have told more."""
+    """Find the highest rate that meets the SLO, from `start` on; if `start` is given, lower rates
+    are not tried. The figures are those of the highest rate that met it, or else of the lowest one
+    tried. Also return whether the result is final: more time would not have improved it."""
     endpoint = servers.opened(build)
     if not has_limits(plan):
         return _whole(endpoint, plan, watch), True
@@ -181,21 +180,21 @@ def rated(
 
 
 def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
-    """Of the highest rate that was kept; of the lowest where none was."""
+    """Return the level of the highest rate that met the SLO, or of the lowest rate if none did."""
     rates = {pacer.mean_rate(each.load): each for each in levels if isinstance(each.load, Open)}
     kept = [each for each in rates if each <= rate.value * (1 + 1e-9)]
     return rates[max(kept)] if kept else rates[min(rates)]
 
 
 def level_plan(endpoint: TextEndpoint, plan: Plan, load: Load) -> bench.Plan:
-    """Clients that wait for their answers begin with the measurement: after a warm-up, the next
-    request of one whose answer takes longer than the level would be due when it is over."""
+    """Return the benchmark plan of one level. A closed loop has no warm-up: with one, a client
+    whose answer takes longer than the level would send its next request after the end."""
     wanted = bench_plan(endpoint, plan, [load])
     return replace(wanted, max_warm_up_s=0.0) if isinstance(load, Closed) else wanted
 
 
 def _first_rate(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> float:
-    """The SLO's, or as many as one client gets answered that never waits."""
+    """Return the SLO's rate, or else the rate of one client in a closed loop."""
     if plan.slo is not None and plan.slo.rate is not None:
         return plan.slo.rate.per_s
     alone = replace(level_plan(endpoint, plan, Closed(1)), duration_s=min(ALONE_S, plan.duration_s))
@@ -207,7 +206,7 @@ def _first_rate(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> float:
 
 
 def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
-    """Where nothing is promised to single requests: as many as there is room for."""
+    """Measure the saturation rate, and one level at the SLO's load: it limits no request."""
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
     (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels
@@ -224,8 +223,9 @@ def prove(
     starts: Sequence[float | None],
     left: Callable[[], float | None],
 ) -> tuple[list[Served], bool]:
-    """At the load of the SLO in turns (A B A B), then up to the highest rate of each, in turns too
-    where all may run at once. Rates are left out where there is no time; and whether there was."""
+    """Measure the builds at the SLO's load in turns (A B A B), then search for the highest rate of
+    each, in turns too if all servers may run at once. Rates are left out if time is short. Also
+    return whether there was time for them."""
     load = load_of(plan.slo)
     accounts = [Account(build.config) for build in builds]
     for number in range(NUM_ROUNDS):
@@ -267,7 +267,7 @@ def _searched(
         search = RateSearch(endpoint, plan, first, search_s)
         searches.append(search)
         if servers.is_alone:
-            # The next one takes its place.
+            # Finish now: the next server replaces this one.
             while search.is_open:
                 search.step(watch)
     for search in _in_turns(searches):

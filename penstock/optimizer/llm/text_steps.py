@@ -1,5 +1,5 @@
-"""What may make a language model answer more: datatypes that its engine takes, and how its steps
-are filled. Pure: which of it pays is found by measuring."""
+"""Options that may raise a language model's throughput: datatypes that its engine supports, and
+batching limits. Pure: measurements decide which of them pay."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.optimizer.machine import Machine
 from penstock.slo import Latency, Slo
 
 DTYPE, PACE, TOKENS, SEQUENCES = "dtype", "pace", "step-tokens", "sequences"
-# Fewer bits than this are a quantisation.
+# Datatypes with fewer bits are quantised.
 HALF = 16
-# Instructions without which a CPU computes in a datatype by way of another.
+# CPU instructions per datatype (one suffices); without them the CPU emulates it.
 NEEDED = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fphp"),
 }
-# A step of less is mostly spent on what is not a product, one of more holds up those that generate.
+# Smaller steps spend most of their time outside matmuls; larger ones delay decoding sequences.
 LEAST_TOKENS, MOST_TOKENS = 32, 32_768
 LEAST_SEQUENCES, MOST_SEQUENCES = 4, 1024
 
@@ -33,12 +33,12 @@ class Offer:
     step: Step
 
 
-# Ways to turn it, each a ladder: the next offer is tried as long as the one before paid.
+# Directions to change a setting, each a ladder: an offer is tried only if the previous paid.
 Knob = Sequence[Sequence[Offer]]
 
 
 def bits_of(dtype: str) -> int:
-    """By its name."""
+    """Parse the bits out of the name; 32 without a number."""
     found = re.search(r"[0-9]+", dtype)
     return int(found[0]) if found else 32
 
@@ -46,8 +46,8 @@ def bits_of(dtype: str) -> int:
 def dtype_offers(
     dtypes: Sequence[str], settings: Settings, machine: Machine, *, is_exhaustive: bool
 ) -> tuple[list[Offer], list[Skip]]:
-    """Those that are narrower than what the original computes in, the widest first; and those that
-    this device has nothing to gain from."""
+    """Return the datatypes narrower than the original's, widest first; and those skipped because
+    this device gains nothing from them."""
     offers: list[Offer] = []
     skipped: list[Skip] = []
     own = bits_of(settings.dtype)
@@ -74,7 +74,7 @@ def _nothing_to_gain(dtype: str, device: str, machine: Machine) -> str:
 
 
 def tpot_limit_ms(slo: Slo | None) -> float | None:
-    """What is promised for each token after the first, by whatever statistic."""
+    """Return the tightest limit per token after the first, whatever its statistic."""
     limits = [
         term.limit_s
         for term in (() if slo is None else slo.terms)
@@ -84,7 +84,8 @@ def tpot_limit_ms(slo: Slo | None) -> float | None:
 
 
 def serving_offers(settings: Settings, slo: Slo | None) -> list[Knob]:
-    """A step holds a token of each sequence at least, so neither leaves the other behind."""
+    """Return pacing, step size and sequence count as knobs. A step holds at least one token of each
+    sequence, so the bounds keep the two compatible."""
     found: list[Knob] = []
     limit_ms = tpot_limit_ms(slo)
     if limit_ms is not None and settings.tpot_s is None:
@@ -93,7 +94,7 @@ def serving_offers(settings: Settings, slo: Slo | None) -> list[Knob]:
     fewest = max(LEAST_TOKENS, sequences)
     sizes = [[2 * tokens, 4 * tokens], [tokens // 2, tokens // 4]]
     found.append(_knob(TOKENS, "max_num_batched_tokens", sizes, (fewest, MOST_TOKENS)))
-    # The sizes of steps are changed before, and may have become half of a half.
+    # Step sizes are tuned first and may have shrunk to a quarter.
     most = min(MOST_SEQUENCES, max(sequences, tokens // 4))
     sizes = [[2 * sequences, 4 * sequences], [sequences // 2, sequences // 4]]
     found.append(_knob(SEQUENCES, "max_num_seqs", sizes, (LEAST_SEQUENCES, most)))

@@ -1,5 +1,5 @@
-"""A language model as it came, made a model's folder that can be served as it is. Files are linked
-where the file system can, because weights have gigabytes."""
+"""Open a language model of any supported form and write it as a servable model folder. Files are
+linked where the file system allows, because weights take gigabytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.serving.placement import place
 if TYPE_CHECKING:
     from penstock.llm.models.shape import Shape
 
-# Beside the weights: configurations, tokenizers and templates.
+# Files beside the weights: configurations, tokenizers and templates.
 BESIDE = (".json", ".jinja", ".txt", ".model")
 WHOLE, INDEX = repository.WEIGHTS
 
@@ -33,15 +33,15 @@ class TextSubject:
     # "Hugging Face", "GGUF", "served version 3"
     kind: str
     digest: str
-    # "Hugging Face, LlamaForCausalLM, 135 M parameters, float32"
+    # "Hugging Face, 135 M parameters, float32"
     text: str
     num_parameters: int
-    # Tokens of a text that it is served with, prompt and all.
+    # Context length that it is served with: prompt and answer, in tokens.
     max_length: int
 
 
 def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
-    """Write the original to `target`; ConfigError says what is wrong, and what is supported."""
+    """Write the original to `target`. ConfigError says what is wrong and what is supported."""
     path = Path(model)
     (target / folders.VERSION).mkdir(parents=True)
     config, kind, files = _found(path)
@@ -62,7 +62,7 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
 
 
 def _with_dtype(config: ModelConfig) -> ModelConfig:
-    """With the datatype named: an engine that chooses one would not be what is compared with."""
+    """Fix the datatype of a GGUF model: the engine's own choice could change the baseline."""
     settings = settings_of(config)
     if not settings.is_dtype_free or Path(settings.path).suffix != repository.GGUF:
         return config
@@ -70,7 +70,7 @@ def _with_dtype(config: ModelConfig) -> ModelConfig:
 
 
 def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
-    """Its configuration, what it is, and its files by the names that they get."""
+    """Return its configuration, its kind, and its files by the names they get in the folder."""
     if path.suffix == repository.GGUF:
         return _read(path), "GGUF", {f"model{repository.GGUF}": path}
     if (path / repository.TEXT_CONFIG).is_file() and not repository.version_folders(path):
@@ -86,7 +86,7 @@ def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
         folder = folder / config.version
     files = {each.name: each for each in folder.iterdir() if each.is_file()}
     kept = {name: each for name, each in files.items() if name not in folders.OF_A_COMMIT}
-    # What was promised is another thing now.
+    # The SLO of the old version does not apply to the new one.
     config = replace(config, slo="", is_slo_from_evidence=False, unkept_slo="")
     return config, f"{SERVED} {config.version}", kept
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> ModelConfig:
 
 
 def _folder_files(folder: Path) -> dict[str, Path]:
-    """Weights, and what belongs to them; not the other forms that such folders have too."""
+    """Return the weights and the files that belong to them, not the folder's other formats."""
     shards = [WHOLE]
     if (folder / INDEX).is_file():
         index = msgspec.json.decode((folder / INDEX).read_bytes(), type=dict[str, object])
@@ -116,7 +116,7 @@ def _folder_files(folder: Path) -> dict[str, Path]:
 
 
 def _on_device(config: ModelConfig, device: str) -> ModelConfig:
-    """Where the plan says, else where `penstock serve` has it. An engine is on one GPU."""
+    """Use the plan's device, else the one of `penstock serve`. An engine runs on one GPU."""
     if device != "auto":
         config = config.on([f"{EACH_GPU}:0" if device == EACH_GPU else device])
     try:
@@ -127,7 +127,7 @@ def _on_device(config: ModelConfig, device: str) -> ModelConfig:
 
 
 def _shape(path: str) -> Shape:
-    """ConfigError for a model that is of no family we serve."""
+    """Return the model's shape; ConfigError if its family is not supported."""
     from penstock.llm.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(Path(path))
@@ -138,10 +138,10 @@ def _shape(path: str) -> Shape:
 
 
 def build_of(original: Build, candidate: Candidate, target: Path) -> Build:
-    """The original with what the candidate's steps set. Made once: builds do not change."""
+    """Return the original with the candidate's settings, built once: builds are immutable."""
     if not target.is_dir():
         draft = target.with_name(f".{target.name}.draft") / target.name
-        # Of a run that was killed while it wrote it.
+        # Left by a run that was killed while writing.
         shutil.rmtree(draft.parent, ignore_errors=True)
         draft.parent.mkdir(parents=True)
         folders.write(original, with_steps(original.config, candidate), draft)
@@ -151,7 +151,7 @@ def build_of(original: Build, candidate: Candidate, target: Path) -> Build:
 
 
 def with_steps(config: ModelConfig, candidate: Candidate) -> ModelConfig:
-    """A later step counts before an earlier one."""
+    """Add the settings of the steps; later steps override earlier ones."""
     options = dict(config.options)
     for step in candidate.steps:
         options |= {f"{PREFIX}{name}": value for name, value in step.settings.items()}

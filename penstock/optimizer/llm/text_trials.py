@@ -1,4 +1,4 @@
-"""A build of a language model tried out in a process of its own: what it says of given tokens."""
+"""Compute a language model build's logprobs of given tokens, in a child process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts as tokens, and what a model says of each."""
+    """Texts as tokens, and a model's logprobs of each."""
 
     texts: list[list[int]]
     told: list[Told]
@@ -51,8 +51,8 @@ def likelihoods(
     keep: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Texts:
-    """Of each text with so many tokens that the model adds to it; `keep` is a file for that, which
-    `read` reads. BackendFailed with what the process wrote where it did not get through."""
+    """Return the logprobs of each text, after the model appended `num_new` tokens. `keep`: also
+    write the result to this file, for `read`. BackendFailed has the output of a failed process."""
     longest = max(map(len, texts)) + num_new + 1
     settings = settings_of(build.config)
     settings = msgspec.structs.replace(
@@ -69,11 +69,11 @@ def likelihoods(
 
 
 def read(path: Path) -> Texts:
-    # Opened here: numpy leaves a file open that is none of its own.
+    # Opened here: given a path, np.load leaves the file open if it is not a valid archive.
     with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
         lengths = found["lengths"].tolist()
         ends = np.cumsum(lengths)[:-1]
-        # Of the first token of a text nobody knows how likely it was.
+        # The first token of a text has no logprob.
         told_ends = np.cumsum([length - 1 for length in lengths])[:-1]
         parts = [np.split(found[name], told_ends) for name in ("own", "tokens", "logprobs")]
         return Texts(
@@ -112,5 +112,5 @@ def _run(arguments: Sequence[str], watch: Watch, timeout_s: float) -> None:
 
 
 def _die_with_parent() -> None:
-    """Between fork and exec, where little may be done; it holds across the exec."""
+    """Run between fork and exec, where little is allowed; the setting survives the exec."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""The steps of the sequence: one file each, and what they all are.
+"""The optimisation passes, one file each, and the protocol they implement.
 
-A pass proposes steps for the model as it stands, or says why it has none; builds what it proposed;
-and says from what was built whether it is what was asked for. It measures nothing and decides
-nothing about its worth: that is the search's business, and the same for all passes.
+A pass proposes steps for the current model, or says why it has none; builds a step; and checks
+that the build is what the step asked for. It measures nothing and does not decide whether a step
+pays: the search does that, in the same way for all passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.optimizer.simulate import TimeTable
     from penstock.types import Array
 
-# In the order of the sequence: cheap and lossless first. Module and class by name.
+# In search order: cheap and lossless first. Module and class by name.
 PASSES: Mapping[str, tuple[str, str]] = {
     "onnx-export": ("penstock.optimizer.passes.onnx_export", "OnnxExport"),
     "onnx-graph": ("penstock.optimizer.passes.onnx_graph", "OnnxGraph"),
@@ -46,59 +46,58 @@ PASSES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a pass may look at when it proposes: the model as it stands, the machine, the wishes."""
+    """Inputs of `propose`: the current model, the machine and the user's plan."""
 
     plan: Plan
     machine: Machine
     build: Build
     facts: Facts
-    # None without data: inputs are then drawn from the signature, and nothing can be calibrated.
+    # None without data: then inputs are generated from the signature, and calibration is off.
     examples: Examples | None
-    # How long batches of the model as it stands take, by (instances, threads); empty until known.
+    # Batch times of the current model by (instances, threads); empty until measured.
     times: Mapping[tuple[int, int], TimeTable]
-    # What requests are made of: the examples, or inputs drawn from the signature.
+    # Inputs of requests: the examples, or inputs generated from the signature.
     rows: Sequence[Mapping[str, Array]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """What a pass may use when it builds."""
+    """Inputs of `build`."""
 
     plan: Plan
     machine: Machine
     examples: Examples | None
-    # For what is worth keeping between builds and runs, such as calibration ranges.
+    # Folder for data that builds and runs can share, such as calibration ranges.
     cache: Path
-    # How long a compiler may take that is asked now; None: as long as it takes.
+    # Seconds that a compiler started now may take; None: no limit.
     compile_timeout_s: Callable[[], float | None] = lambda: None
-    # Called between the pieces of long work; raises where the time for it is up.
+    # Called between parts of long work; raises if the time for it is up.
     check_time: Callable[[], None] = lambda: None
 
 
 class Pass(Protocol):
     name: str
     stage: Stage
-    # True when answers may become other ones, so that the accuracy gate has to be passed. False:
-    # they may differ by rounding only, which numerics check.
+    # True: answers may change, so the accuracy gate must pass. False: only by rounding, which the
+    # numerics check covers.
     changes_answers: bool
-    # True: only config.pbtxt is written anew, the model's files stay as they are.
+    # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool
-    # True: its setting `keep` names layers that stay as they are, so that those which do not bear
-    # the pass can be left out of it.
+    # True: the setting `keep` names layers to leave unchanged, so sensitive ones can be excluded.
     has_layers: bool
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]: ...
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        """Write a model's folder (config.pbtxt and version 1) at `target`, from the parent's.
-        Raises PenstockError or what the library raises: the search keeps it as the reason."""
+        """Write a model folder (config.pbtxt and version 1) at `target`, from the parent's. May
+        raise PenstockError or the library's own errors: the search records them as the reason."""
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        """In what the build is not what the step asked for; empty when it is. Pure."""
+        """Return how the build differs from what the step asked for; empty if it does not. Pure."""
 
 
 def sequence() -> list[Pass]:
-    """All of them, in order."""
+    """Return all passes in order."""
     return [find(name) for name in PASSES]
 
 

@@ -1,5 +1,5 @@
-"""How requests are batched: how many rows or tokens, by Triton's rules or by the SLO, padded to
-which lengths. Writes only config.pbtxt."""
+"""Tune request batching: rows or tokens per batch, Triton's rules or the SLO's, padding buckets.
+Writes only config.pbtxt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.optimizer.simulate import TimeTable
 MAX_STEPS = 4
 # Predicted gains below this are not worth a measurement.
 MIN_GAIN = 0.02
-# Without batch times.
+# Tried when no batch times are known.
 USUAL_BATCHES = (8, 32)
 
 
@@ -68,7 +68,7 @@ class Batching:
 
 
 def _table(situation: Situation) -> TimeTable | None:
-    """Of the instances and threads that the model has now; else of any."""
+    """Return the batch times of the current instances and threads, else any."""
     config = situation.build.config
     threads = shapes.threads_of(config, situation.machine.num_cores)
     known = situation.times.get((config.num_instances, threads))

@@ -1,4 +1,4 @@
-"""What passes that write ONNX files share."""
+"""Helpers shared by passes that write ONNX files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build
 
 ONNX_FILE = "model.onnx"
-# Of an image without the batch.
+# Rank of an image without the batch dimension.
 IMAGE_RANK = 3
-# Around products in INT8, ONNX Runtime makes one operator of a layer normalisation and its
-# residual, whose kernel for CPUs takes longer than the two.
+# Around INT8 matmuls, ONNX Runtime fuses a layer normalisation with its residual into one operator,
+# whose CPU kernel is slower than the two.
 LEFT_OUT = "optimization.disable_specified_optimizers"
 SLOW_FUSION = "SkipLayerNormFusion"
-# Makes bytes of a layer's weights, with one scale for all of them, where its neighbours compute in
-# bytes: of just those layers that were kept in float.
+# Optimizer that quantises a float layer's weights, per tensor, between INT8 neighbours: exactly the
+# layers that were kept in float.
 FLOATS_TO_BYTES = "WeightBiasQuantization"
 STAYS_ON_GPU = (
     "ONNX Runtime's GPU providers are not used here; the model stays PyTorch on the GPU "
@@ -30,7 +30,7 @@ STAYS_ON_GPU = (
 
 
 def stays_on_gpu(config: ModelConfig) -> bool:
-    """A PyTorch model that has a GPU: what is made for ONNX and CPUs is nothing for it."""
+    """Return whether this is a PyTorch model on a GPU: passes for ONNX and CPUs do not apply."""
     return config.uses_gpu and config.backend == "pytorch"
 
 
@@ -39,7 +39,7 @@ def is_onnx(build: Build) -> bool:
 
 
 def write_onnx(parent: Build, model: Any, target: Path, config: ModelConfig | None = None) -> None:
-    """The parent with this graph in place of its own."""
+    """Write the parent with this graph in place of its own."""
     old = onnx_model.external_files(onnx_model.read(parent.artifact, weights=False))
     version = folders.carry_over(parent, target, {parent.artifact.name, ONNX_FILE, *old})
     onnx_model.write(model, version / ONNX_FILE)
@@ -48,7 +48,7 @@ def write_onnx(parent: Build, model: Any, target: Path, config: ModelConfig | No
 
 @contextlib.contextmanager
 def quiet_quantizer() -> Iterator[None]:
-    """ONNX Runtime's tells everybody its opinion of single nodes; what counts is read back."""
+    """Silence ONNX Runtime's messages about single nodes; the result is read back and checked."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)
@@ -59,7 +59,7 @@ def quiet_quantizer() -> Iterator[None]:
 
 
 def without_slow_fusion(config: ModelConfig) -> ModelConfig:
-    """For transformers in INT8 on CPUs; what the operator has set himself stays."""
+    """Turn off the slow fusion, for INT8 transformers on CPUs. The operator's own setting wins."""
     providers = config.options.get("providers", "CPUExecutionProvider")
     if config.backend != "onnxruntime" or providers != "CPUExecutionProvider":
         return config
@@ -67,7 +67,7 @@ def without_slow_fusion(config: ModelConfig) -> ModelConfig:
 
 
 def with_floats_kept(config: ModelConfig) -> ModelConfig:
-    """ONNX Runtime leaves in float what is float in the file."""
+    """Make ONNX Runtime leave in float what is float in the file."""
     if config.backend != "onnxruntime":
         return config
     left_out = [name for name in config.options.get(LEFT_OUT, "").split(";") if name]

@@ -1,8 +1,8 @@
-"""Convolutions as one layer each with what comes after them, by whichever kernel is fastest on the
-GPU: cuDNN's, cuBLAS's or our own. The backend does it when it loads the module.
+"""Fuse each convolution with the operators after it, with the fastest kernel on the GPU: cuDNN's,
+cuBLAS's or our own. The backend does it when it loads the module.
 
-CUDA graphs come along where they can: kernels are chosen by their own time, and launched one by one
-from Python the short ones among them would wait for each other.
+CUDA graphs are turned on where possible: kernels are chosen by their own run time, and short ones
+launched one by one from Python would be bound by launch overhead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.optimizer.passes.cuda_graphs import OPTION as GRAPHS
 from penstock.optimizer.passes.cuda_graphs import CudaGraphs
 
 OPTION = "penstock.fuse"
-# Of a batch of images.
+# Rank of a batch of images.
 IMAGE_RANK = 4
 
 

@@ -1,5 +1,5 @@
-"""CUDA graphs: a batch of one size is launched at once instead of kernel by kernel. The backend
-captures them itself, on every size that is warmed up."""
+"""CUDA graphs: launch a batch of one size at once instead of kernel by kernel. The backend captures
+them itself, for every size that is warmed up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 
 OPTION = "penstock.cuda_graphs"
-# Modes of torch.compile that the backend takes for a wish for graphs.
+# Modes of torch.compile for which the backend captures graphs anyway.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 

@@ -1,6 +1,6 @@
-"""FP8 for packed encoders: the four products of each layer in e4m3, inputs by ranges from
-calibration or each token by its own, weights by channel. Half as many bytes and twice the rate of
-sixteen bits, on GPUs that have it."""
+"""FP8 for packed encoders: the four linear layers of each block in e4m3, with calibrated or
+per-token input scales and per-channel weight scales. Half the bytes and twice the peak rate of
+16-bit floats, on GPUs that support it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
 PACK = "penstock.pack"
-# Of each layer. The input of the last comes from the activation, whose few large values cost most.
+# Linear layers of each block. The last one's input comes from the activation function, whose
+# outliers cost most accuracy.
 PRODUCTS = ("qkv", "out", "inner", "outer")
 SEPARATOR = ","
-# Each token by its own range: a little slower, and nothing is cut off that calibration never saw.
+# One scale per token: a little slower, but values outside the calibrated range are not clipped.
 BY_ROW = "rowwise"
-# How far rows may move each other, for the proof at load: a value on the edge of a step of e4m3
-# falls to either side with the order in which sums are made.
+# How much rows of a batch may change each other's answers, for the check at load: a value halfway
+# between two e4m3 values rounds either way, depending on the order of summation.
 TOLERANCE = 0.1
-# Rows that one batch of the calibration is made of.
+# Rows per calibration batch.
 NUM_ROWS = 16
 
 
@@ -65,7 +66,7 @@ class Fp8:
             version = folders.carry_over(parent, target, {FILE})
             (version / FILE).write_text(json.dumps(ranges, indent=1))
             chosen = FILE
-        # What it computes with beside has the range of FP32.
+        # BF16 for everything else, because it has the range of FP32.
         options = {**parent.config.options, OPTION: chosen, "penstock.dtype": "bf16"}
         tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)
         config = replace(parent.config, options=options, tolerance=tolerance)
@@ -80,7 +81,7 @@ class Fp8:
 
 
 def _calibrated(config: ModelConfig, step: Step, workshop: Workshop) -> dict[str, float]:
-    """Of the products that are asked for."""
+    """Return the calibrated ranges of the step's linear layers."""
     if workshop.examples is None:
         raise ConfigError(["fp8: there are no examples to calibrate with"])
     indices = workshop.examples.split.calibration
@@ -99,7 +100,7 @@ def _has_fp8() -> bool:
 
 
 def _ranges(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> dict[str, float]:
-    """Where the model runs, in FP32: calibrated once, ranges serve every precision."""
+    """Calibrate on the serving device, in FP32: one calibration fits every precision."""
     import torch
 
     from penstock.backends import torch_packing
@@ -127,7 +128,7 @@ def _ranges(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> dict[st
 def _batches(
     config: ModelConfig, mask: str, rows: Sequence[Mapping[str, Array]]
 ) -> Iterator[dict[str, Array]]:
-    """Rows of all lengths together, filled up with zeros: the mask leaves that out."""
+    """Yield batches of rows of any length, padded with zeros that the mask excludes."""
     import numpy as np
 
     for start in range(0, len(rows), NUM_ROWS):

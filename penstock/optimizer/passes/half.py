@@ -1,5 +1,5 @@
-"""Sixteen bits: FP16 weights where a device computes with them, BF16 where the processor has
-instructions for it. Inputs and outputs keep their datatypes."""
+"""16-bit floats: FP16 weights where a device computes with them, BF16 where the processor has
+instructions for it; TF32 on GPUs too. Inputs and outputs keep their datatypes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
 
-# The backend's option for the datatype it computes in; what it is called when read back.
+# The backend's option for its compute datatype, and its name when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
 READ_BACK = {"openvino": "inference_precision_hint", "pytorch": "dtype"}
 NAMES = {"bf16": ("bf16",), "fp16": ("fp16", "float16"), "tf32": ("float32",)}
-# What it takes for tensor cores to convolve without turning every image around.
+# Lets tensor cores convolve without transposing every image.
 CHANNELS_LAST = {"memory_format": "channels_last"}
 ROUNDED_TO_TF32 = "matrices,convolutions"
-# How far rows may move each other in less precision, for the proof at load.
+# How much rows may change each other's answers at lower precision, for the check at load.
 TOLERANCE = 0.05
 
 
@@ -68,8 +68,8 @@ class Half:
         return [Skip(self.name, "the processor has no instructions for BF16", bf16)]
 
     def _on_gpu(self, config: ModelConfig) -> list[Step | Skip]:
-        """FP16 and BF16 are as fast as each other; one has the finer steps, the other the range of
-        FP32. TF32 is FP32 in memory, and for those that bear neither."""
+        """Return FP16, BF16 and TF32. The first two are equally fast: FP16 is finer, BF16
+        has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
         has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
         is_turned = has_images and config.max_batch_size > 0
         last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
@@ -94,7 +94,7 @@ class Half:
         if after.backend in READ_BACK:
             asked = step.settings["datatype"]
             got = after.built.get(READ_BACK[after.backend], "not told")
-            # The name of one is part of the other's.
+            # "float16" is part of "bfloat16".
             is_so = any(name in got.replace("bfloat16", "bf16") for name in NAMES[asked])
             if asked == "tf32" and after.built.get("tf32") != ROUNDED_TO_TF32:
                 is_so, got = False, f"TF32 for {after.built.get('tf32', 'nothing')}"

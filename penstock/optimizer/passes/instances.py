@@ -1,4 +1,4 @@
-"""On how many instances a model runs, and with how many threads each. Writes only config.pbtxt."""
+"""Tune the number of instances and the threads of each. Writes only config.pbtxt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Instances:
         rates = self._rates(situation)
         best = max(rates.values(), default=0.0)
         found: list[Step | Skip] = []
-        # What nobody has measured yet is worth a try before what is known to be slower.
+        # Unmeasured settings come before those that are known to be slower.
         for pair in sorted(others, key=lambda pair: -rates.get(pair, best)):
             step = Step(self.name, {"instances": str(pair[0]), "threads": str(pair[1])})
             if pair in rates and rates[pair] < WORTH * best:
@@ -48,7 +48,7 @@ class Instances:
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.built.get("device", CPU) != CPU:
-            # Threads feed the GPU, and what was read is the model in any number of slots.
+            # On a GPU, threads only feed it, and the facts are the same for any number of slots.
             return []
         asked = step.settings["threads"]
         option = shapes.THREADS.get(after.backend, "")
@@ -58,6 +58,6 @@ class Instances:
         return []
 
     def _rates(self, situation: Situation) -> dict[tuple[int, int], float]:
-        """By simulation, as the model is batched now."""
+        """Return simulated rates with the current batching, by (instances, threads)."""
         ranking = Ranking(situation)
         return {pair: ranking.now(table) for pair, table in situation.times.items()}

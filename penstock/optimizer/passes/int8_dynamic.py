@@ -1,5 +1,5 @@
-"""INT8 with ranges found anew for every batch: no calibration, at the price of looking at each
-activation before it is multiplied. For models that are mostly MatMul."""
+"""Dynamic INT8 quantisation: ranges are computed for every batch. It needs no calibration, but adds
+a pass over each activation before its matmul. For models that are mostly MatMul."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import quiet_quantizer, without_slow_fusion, write_onnx
 from penstock.optimizer.passes.int8_static import check_quantised, reason_against
 
-# Gemm becomes MatMul and Add on the way; Attention holds the products of its projections.
+# The quantiser turns Gemm into MatMul and Add; Attention contains the matmuls of its projections.
 OPERATORS = ("MatMul", "Gemm", "Attention")
-# One range for all rows of a batch: what else is in it moves a row's answers by so much, as a share
-# of the largest value. The server's proof at load refuses more.
+# One range for the whole batch: other rows change a row's answers by up to this share of the
+# largest value. The server's check at load rejects more.
 TOLERANCE = 0.25
 
 
@@ -36,17 +36,17 @@ class Int8Dynamic:
             step = Step(self.name, {"weights": "per-channel", "range": "7 bits"})
         is_exhaustive = situation.plan.is_exhaustive
         has_attention = facts.operators.get("Attention", 0) > 0
-        # Attention has its weights inside, and is no layer that can gain by itself.
+        # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = has_attention and not facts.quantised
         if (reason := reason_against(situation)) and not is_lone_attention:
             return [Skip(self.name, reason)]
         if situation.build.config.backend != "onnxruntime":
             return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]
         if facts.weight_bytes.get("FP16", 0) > facts.weight_bytes.get("FP32", 0):
-            # The quantiser would leave all of them as they are.
+            # The quantiser would leave all of them unchanged.
             return [Skip(self.name, "only weights in FP32 are quantised, and these are FP16")]
         if facts.is_convolutional and not facts.is_transformer:
-            # Measured by others as eight times slower: onnxruntime#6732.
+            # Reported as eight times slower: onnxruntime#6732.
             return [Skip(self.name, "ranges by batch make convolutions slower than floats", step)]
         if not situation.machine.has_int8 and not is_exhaustive:
             reason = "the processor has no instructions for INT8 products (VNNI, AMX)"
@@ -88,7 +88,7 @@ def _quantised(ready: Any, step: Step) -> Any:
         nodes_to_quantize=chosen,
         nodes_to_exclude=[],
         op_types_to_quantize=list(OPERATORS),
-        # Behind a fused operator ONNX knows no types.
+        # ONNX cannot infer types behind a fused operator.
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": TensorProto.FLOAT},
     )
     with quiet_quantizer():

@@ -1,6 +1,6 @@
-"""INT8 with ranges from calibration: Q/DQ nodes around the operators that gain by it, so that ONNX
-Runtime and OpenVINO compute them in bytes. Three ways to choose ranges are tried; which is best no
-rule can say."""
+"""Static INT8 quantisation: Q/DQ nodes with calibrated ranges around the operators that gain from
+them, so that ONNX Runtime and OpenVINO compute these in INT8. Three calibration methods are tried,
+because no rule predicts the best one."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from penstock.types import Array
 if TYPE_CHECKING:
     from penstock.optimizer.machine import Machine
 
-# Beside the products: what lies between them and can pass bytes on. In transformers the operators
-# between are better at floats.
+# Matmuls and convolutions, and the operators between them that can pass INT8 on. In transformers
+# the operators between are better in float.
 CNN_OPERATORS = (
     "Conv",
     "Gemm",
@@ -55,7 +55,7 @@ CNN_OPERATORS = (
     "Transpose",
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
-# Of the products that can gain, how many must be in INT8 in the end.
+# Least share of the layers that can gain which must be INT8 in the built model.
 MIN_SHARE = 0.9
 MIN_OPSET = 13
 SEPARATOR = ","
@@ -63,11 +63,11 @@ SEPARATOR = ","
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a step asks for, beside the ranges."""
+    """Settings of a step."""
 
     method: Method
     per_channel: bool
-    # One bit less for weights, where the processor's sums of products saturate.
+    # 7-bit weights, for processors whose INT8 multiply-add saturates.
     reduce_range: bool
     is_transformer: bool
     keep: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class Int8Static:
             config = with_floats_kept(config)
         write_onnx(parent, model, target, config)
         path = target / folders.VERSION / calibration.FILE
-        # It may be a link to that of the parent.
+        # It may be a link to the parent's file.
         path.unlink(missing_ok=True)
         path.write_text(json.dumps(known.record(scheme.method), indent=1))
 
@@ -133,7 +133,7 @@ def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
 
 
 def reason_against(situation: Situation) -> str:
-    """Why this model cannot be quantised by us; empty when it can."""
+    """Return why this model cannot be quantised; empty if it can."""
     facts = situation.facts
     if stays_on_gpu(situation.build.config):
         return STAYS_ON_GPU
@@ -165,7 +165,7 @@ def scheme_of(step: Step) -> Scheme:
 
 
 def with_kept(step: Step, keep: Sequence[str]) -> Step:
-    """The same step with these layers in float."""
+    """Return the same step with these layers in float."""
     settings = {key: text for key, text in step.settings.items() if key != "keep"}
     if keep:
         settings["keep"] = SEPARATOR.join(keep)
@@ -173,14 +173,14 @@ def with_kept(step: Step, keep: Sequence[str]) -> Step:
 
 
 def prepared(parent: Build) -> Any:
-    """The graph that is quantised; the names of layers are of this one."""
+    """Return the graph to quantise; layer names refer to this one."""
     model = onnx_model.read(parent.artifact)
     if onnx_model.opset(model) < MIN_OPSET:
         raise BackendFailed(
             f"operator set {onnx_model.opset(model)} has no scales by channel; expected at least "
             f"{MIN_OPSET} (the pass onnx-graph converts it)"
         )
-    # Between a convolution and the next, padding that is computed keeps bytes from being passed on.
+    # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
     return onnx_model.prepared(folded(model, parent.config))
 
 
@@ -195,13 +195,13 @@ def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> 
 
 
 def layers(ready: Any) -> list[Any]:
-    """The nodes that quantisation is about."""
+    """Return the nodes that gain from INT8."""
     weights = onnx_model.constants(ready.graph)
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
 
 
 def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
-    """A copy of the graph with Q/DQ nodes, all but the layers that are kept."""
+    """Return a copy of the graph with Q/DQ nodes, except around layers in `scheme.keep`."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -238,17 +238,17 @@ def _library_options(scheme: Scheme) -> dict[str, Any]:
     options: dict[str, Any] = {
         "MatMulConstBOnly": True,
         "WeightSymmetric": True,
-        # Behind a fused operator ONNX knows no types.
+        # ONNX cannot infer types behind a fused operator.
         "DefaultTensorType": TensorProto.FLOAT,
     }
     if scheme.is_transformer:
-        # What follows a product computes in float, so rounding its result would gain nothing.
+        # The next operator computes in float, so quantising the output would gain nothing.
         options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
     return options
 
 
 def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[str]:
-    """The products, and of the others those that only pass on what products give and take."""
+    """Return the matmuls and convolutions, and the operators between whose inputs are all INT8."""
     weights = onnx_model.constants(ready.graph)
     chosen = set(products)
     makers = {name: node for node in ready.graph.node for name in node.output}
@@ -263,7 +263,7 @@ def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[
 
 @dataclass(frozen=True, slots=True)
 class LayerTrial:
-    """The model with any of its layers in float, computed in this process on some rows."""
+    """The model with any of its layers in float, run in this process on some rows."""
 
     ready: Any
     ranges: Mapping[str, Range]
@@ -281,7 +281,7 @@ class LayerTrial:
         return fallback.with_costs(known, seconds)
 
     def on_most_different(self) -> LayerTrial:
-        """The same on the rows where INT8 and float disagree most."""
+        """Return the trial on only the rows where INT8 and float disagree most."""
         chosen = fallback.most_different(self.original(), self.answers(()))
         return replace(self, batches=[self.batches[index] for index in chosen])
 
@@ -297,9 +297,9 @@ def fall_back(
     passes: Callable[[Step], bool],
     seconds: Mapping[str, float] | None = None,
 ) -> tuple[Step, list[FallbackLayer]] | None:
-    """The step with the fewest layers in float that `passes` (which builds and judges it), and
-    those layers; None: no choice of layers that was tried does. `seconds` are what a layer's name
-    costs more in float than in INT8, where that was measured."""
+    """Return the step with the fewest layers in float for which `passes`, which builds and judges
+    it, returns True, and those layers; None if no choice that was tried passes. `seconds`, where
+    measured: extra time of a layer in float over INT8, by name."""
     if workshop.examples is None:
         raise ConfigError(["int8-static: there are no examples to compare layers with"])
     scheme = replace(scheme_of(step), keep=())
@@ -327,7 +327,7 @@ def fall_back(
 
 
 def _flops(ready: Any, node: Any) -> float:
-    """Of one position; convolutions have as many as their output is wide and high."""
+    """Return the FLOP per position, times height x width of the output for convolutions."""
     weight = onnx_model.constants(ready.graph)[node.input[1]]
     num_positions = 1
     for value in ready.graph.value_info:
@@ -338,7 +338,7 @@ def _flops(ready: Any, node: Any) -> float:
 
 
 def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
-    """Whether the build really is INT8: in its file, and after the runtime's own optimisation."""
+    """Check that the build really is INT8: in its file, and after the runtime's optimisation."""
     counted = sum(
         count
         for name, count in after.quantised.items()

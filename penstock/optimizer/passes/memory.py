@@ -1,5 +1,5 @@
-"""How much memory an instance may keep: the runtime's arena, the server's buffers. Writes only
-config.pbtxt, and is proposed only where memory is promised."""
+"""Reduce the memory that an instance keeps: the runtime's arena, the server's buffers. Writes only
+config.pbtxt, and is proposed only if the SLO limits memory or the search is exhaustive."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Memory:
 
 def with_memory(config: ModelConfig, step: Step) -> ModelConfig:
     if step.settings.get("arena") == "off":
-        # Patterns are plans for the arena.
+        # Memory patterns are plans for the arena.
         return replace(config, options={**config.options, ARENA: "0", PATTERN: "0"})
     memory = config.memory
     return replace(

@@ -1,4 +1,4 @@
-"""PyTorch to ONNX, for ONNX Runtime: the same answers without Python between the operators."""
+"""Export PyTorch to ONNX for ONNX Runtime: the same answers without Python between operators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OnnxExport:
         from penstock.optimizer.torch_export import to_onnx
 
         config = parent.config
-        # In the precision of the weights: less of it is a step of its own.
+        # In the precision of the weights: lower precision is a step of its own.
         plain = {k: v for k, v in config.options.items() if k == "penstock.factory"}
         version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
         loaded = load_module(replace(config.model, options=plain, device="cpu"))

@@ -1,5 +1,5 @@
-"""The graph itself made better, with the same answers: old operator sets brought forward, weights
-that block folding made constants, a first dimension that is fixed at 1 opened for batches."""
+"""Rewrite the graph with the same answers: convert old operator sets, turn weights that
+block folding into constants, and open a first dimension that is fixed at 1 for batching."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.optimizer.passes.building import is_onnx, write_onnx
 from penstock.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
 
-# The first that has everything quantisation and fusion ask for; ONNX Runtime's own minimum for
-# scales by channel is 13.
+# The first with everything that quantisation and fusion need; ONNX Runtime's own minimum for
+# per-channel scales is 13.
 OPSET = 17
 MIN_OPSET = 13
 BATCH = "batch"
 NUM_TRIED_ROWS = 3
-# Of the largest value: rounding of other kernels for other shapes.
+# Share of the largest value: kernels for other shapes round differently.
 TOLERANCE = 1e-4
-# A share of weights so small that processors take a slow path for them.
+# Share of denormal weights from which the processors' slow path for them matters.
 MIN_DENORMAL_SHARE = 1e-3
 DENORMALS = "session.set_denormal_as_zero"
 
@@ -56,7 +56,7 @@ class OnnxGraph:
         if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
         if settings:
-            # What else is to be done must not be lost where the batch cannot be opened.
+            # If the batch cannot be opened, the other changes must not be lost.
             rest = {key: text for key, text in settings.items() if key != "batch"}
             wanted = [settings, rest] if rest and rest != settings else [settings]
             return [Step(self.name, each) for each in wanted]
@@ -90,8 +90,8 @@ class OnnxGraph:
 
 
 def _can_be_opened(config: ModelConfig) -> bool:
-    """Functions around the model make and get one row with the 1 in it, and would have to
-    change."""
+    """Return whether the batch may be opened. Pre- and postprocessing functions expect one row with
+    its leading 1, and would have to change."""
     return config.max_batch_size == 0 and not config.is_processed
 
 
@@ -100,13 +100,13 @@ def _has_weights_as_inputs(model: Any) -> bool:
 
 
 def _with_constant_weights(model: Any) -> Any:
-    """Weights that are also inputs may be given by a caller, so nothing is folded into them."""
+    """Remove weights from the inputs: a caller could override them there, which blocks folding."""
     copy = _copy(model)
     inputs = onnx_model.true_inputs(copy.graph)
     kept = [_copy(value) for value in inputs]
     del copy.graph.input[:]
     copy.graph.input.extend(kept)
-    # Before 4 every weight had to be an input.
+    # Before IR version 4 every weight had to be an input.
     copy.ir_version = max(copy.ir_version, 8)
     return copy
 
@@ -135,8 +135,8 @@ def _is_fixed_at_one(model: Any) -> bool:
 
 
 def _with_open_batch(model: Any) -> Any:
-    """The first dimension of every input and output becomes a symbol, and constant shapes that
-    repeat its 1 take it from their input instead."""
+    """Make the first dimension of every input and output symbolic. Reshapes with a constant leading
+    1 take that dimension from their input instead."""
     copy = _copy(model)
     graph = copy.graph
     for value in (*onnx_model.true_inputs(graph), *graph.output):
@@ -161,7 +161,7 @@ def _open_reshape(graph: Any, node: Any, weights: Mapping[str, Any]) -> None:
         return
     sizes = onnx.numpy_helper.to_array(shape).copy()
     if sizes.size and sizes[0] == 1:
-        # Zero: as the input has it.
+        # 0 in a Reshape copies the dimension of the input.
         sizes[0] = 0
         name = f"{node.output[0]}_open_shape"
         graph.initializer.append(onnx.numpy_helper.from_array(sizes, name))
@@ -182,7 +182,7 @@ def _batched(config: ModelConfig) -> ModelConfig:
 
 
 def _check_rows(original: Any, opened: Any) -> None:
-    """BackendFailed, unless rows together and alone give what the original gives for each."""
+    """Raise BackendFailed unless rows alone and in a batch give the original's answers."""
     old, new = onnx_model.session(original), onnx_model.session(opened)
     size = 16
     feeds = [onnx_model.made_up(original.graph, 1, size, seed) for seed in range(NUM_TRIED_ROWS)]

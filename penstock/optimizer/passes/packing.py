@@ -1,6 +1,6 @@
-"""Encoders without padding: the tokens of a batch laid end to end, so that what the mask leaves out
-is not computed. The backend does it when it loads the model, and proves there that answers stay
-the same; one that cannot be packed fails with the reason."""
+"""Encoders without padding: the tokens of a batch are concatenated, so masked positions are not
+computed. The backend packs the model when it loads it and checks there that answers stay the same;
+a model that cannot be packed fails with the reason."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _reason_against(config: ModelConfig) -> str:
 
 
 def _longest(situation: Situation) -> int:
-    """What batches are filled up to: as configured, else the longest request there is. A longer
-    one might be more than the model has positions for."""
+    """Return the length to pad batches to: the configured one, else that of the longest request.
+    A longer one might exceed the model's maximum position."""
     config = situation.build.config
     if config.model.padding is not None:
         return config.model.padding.buckets[-1]
@@ -83,7 +83,7 @@ def _longest(situation: Situation) -> int:
 
 
 def _with_one_bucket(config: ModelConfig, bucket: int) -> ModelConfig:
-    """All lengths share batches: what is filled up costs nothing now."""
+    """Use one bucket for all lengths, so that they share batches: padding costs nothing now."""
     model = config.model
     known = model.padding or Padding(variable_axes(model))
     padding = replace(known, buckets=(bucket,))

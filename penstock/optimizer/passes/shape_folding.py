@@ -1,8 +1,8 @@
 """Shape-specialised constant folding: padding and other shape arithmetic that the model computes
 at run time becomes constant, with the same answers for the shapes that are served.
 
-The shapes are those that the model declares. Where it leaves the size of images open and all rows
-of the data agree on one, a second step fixes that size; the version then accepts no other.
+Shapes are those that the model declares. If it leaves the image size open and all rows of the data
+have the same one, a second step fixes that size; the version then accepts no other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
 
-# Name of the setting that fixes the size of an input, before the input's name.
+# Prefix of the setting that fixes an input's size; the input's name follows.
 ACCEPTS = "accepts "
 
 
@@ -47,7 +47,7 @@ class ShapeFolding:
         return self._worthwhile(build, options)
 
     def _worthwhile(self, build: Build, options: Sequence[Step]) -> list[Step | Skip]:
-        """Steps after which ONNX Runtime is left with fewer operators that compute shapes."""
+        """Return the steps that leave ONNX Runtime with fewer operators that compute shapes."""
         model = onnx_model.read(build.artifact)
         num_left = _num_left(model)
         found: list[Step | Skip] = []
@@ -68,7 +68,7 @@ class ShapeFolding:
         write_onnx(parent, onnx_model.optimised(model), target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        """Counts what the runtime is left with, where that is known."""
+        """Compare counts after the runtime's optimisation where known, else those in the file."""
         is_read = bool(before.optimised_operators and after.optimised_operators)
         counts = [
             onnx_folding.num_shape_nodes(each.optimised_operators if is_read else each.operators)
@@ -80,13 +80,13 @@ class ShapeFolding:
 
 
 def folded(model: Any, config: ModelConfig) -> Any:
-    """The model with everything folded that follows from the sizes it declares."""
+    """Fold everything that follows from the sizes that the model declares."""
     return onnx_folding.fold(model, _shapes(config))
 
 
 def narrowing(candidate: Candidate) -> str:
-    """What the sizes are that a candidate accepts although the original accepts any; empty where
-    it accepts all that the original does."""
+    """Describe the sizes to which a candidate restricts inputs that the original leaves open; empty
+    if it accepts all that the original does."""
     return ", ".join(
         f"'{key.removeprefix(ACCEPTS)}' {size}"
         for step in candidate.steps
@@ -96,13 +96,13 @@ def narrowing(candidate: Candidate) -> str:
 
 
 def _num_left(model: Any) -> int:
-    """Operators that compute shapes, after what ONNX Runtime does by itself."""
+    """Count the operators that compute shapes, after ONNX Runtime's own optimisation."""
     nodes = onnx_model.nodes(onnx_model.optimised(model).graph)
     return onnx_folding.num_shape_nodes(Counter(node.op_type for node in nodes))
 
 
 def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Of the model's own inputs, as its graph has them."""
+    """Return the shapes of the model's own inputs, with the batch dimension."""
     batch = (-1,) if config.max_batch_size else ()
     return {spec.name: (*batch, *spec.shape) for spec in config.model.inputs}
 
@@ -112,8 +112,8 @@ def _has_fixed_size(config: ModelConfig) -> bool:
 
 
 def _agreed_sizes(situation: Situation) -> dict[str, str]:
-    """Sizes of images that the model leaves open and that all rows of the data agree on, as
-    settings; empty where there are none, or another input is open too."""
+    """Return the image sizes that the model leaves open and all rows of the data share, as
+    settings; empty without any, or if another input is open too."""
     config = situation.build.config
     is_open = [spec for spec in config.inputs if not spec.is_fixed]
     if situation.examples is None or config.is_processed or config.padding is not None:
@@ -131,7 +131,7 @@ def _agreed_sizes(situation: Situation) -> dict[str, str]:
 
 
 def _accepting(config: ModelConfig, step: Step) -> ModelConfig:
-    """The configuration with the sizes that the step fixes."""
+    """Return the configuration with the sizes that the step fixes."""
 
     def fixed(spec: TensorSpec) -> TensorSpec:
         size = step.settings.get(f"{ACCEPTS}{spec.name}")

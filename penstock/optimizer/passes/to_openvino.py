@@ -1,4 +1,4 @@
-"""The same ONNX file on OpenVINO, which compiles it for this processor."""
+"""Run the same ONNX file on OpenVINO, which compiles it for this processor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ToOpenVino:
         problems: list[str] = []
         for key, wanted in (
             ("performance_hint", step.settings["hint"]),
-            # Left alone, it takes less precision where the processor has it.
+            # By default it lowers the precision where the processor supports that.
             ("inference_precision_hint", "f32"),
         ):
             found = after.built.get(key, "nothing")

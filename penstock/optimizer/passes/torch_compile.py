@@ -1,5 +1,5 @@
-"""PyTorch that stays PyTorch: compiled ahead by AOTInductor, compiled at load where shapes are
-fixed, and channels-last for convolutions."""
+"""Optimisations within PyTorch: ahead-of-time compilation by AOTInductor, torch.compile at load if
+shapes are fixed, and channels-last for convolutions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import IMAGE_RANK
 
 COMPILERS = ("g++", "clang++", "c++")
-# For GPUs it writes Triton, which has its few lines of C compiled.
+# For GPUs Inductor emits Triton kernels, whose launchers need a C compiler.
 C_COMPILERS = ("gcc", "clang", "cc")
 AHEAD, AUTOTUNE = "ahead", "max-autotune"
-# On a GPU with CUDA graphs, which are the backend's own: without them, what is compiled waits for
-# its launches, and would lose to what is not.
+# The GPU mode includes the backend's own CUDA graphs: without them compiled code is launch-bound,
+# and would lose to eager mode with graphs.
 USUAL, USUAL_ON_GPU = "default", "reduce-overhead"
-# One tries many kernels for each product, the other has a whole library compiled in C++; with less
-# time than this nothing else would get its turn.
+# One tries many kernels per matmul, the other compiles a whole library in C++. With less time than
+# MIN_BUDGET_S nothing else would get its turn.
 LONG_MODES = (AUTOTUNE, AHEAD)
 MIN_BUDGET_S = 900.0
-# Of the module's form: they are no options of a package.
+# Options of Python modules, which packages do not have.
 OF_MODULES = (
     "penstock.factory",
     "penstock.compile",
@@ -67,7 +67,7 @@ class TorchCompile:
         if "penstock.memory_format" in config.options:
             return []
         if config.uses_gpu and has_examples:
-            # Comes with FP16, which gains by it; FP32 does little.
+            # It comes with FP16, which gains from it; FP32 hardly does.
             return []
         return [Step(self.name, {"memory_format": "channels_last"})]
 
@@ -76,7 +76,7 @@ class TorchCompile:
         modes = [] if "penstock.dtype" in config.options else [AHEAD]
         model = config.model
         if all(spec.is_fixed for spec in model.inputs) or model.padding is not None:
-            # On a GPU the one that takes seconds comes first: it tells whether others are worth it.
+            # On a GPU start with the mode that takes seconds: it shows if the others are worth it.
             usual = [USUAL_ON_GPU, *modes] if config.uses_gpu else [*modes, USUAL]
             modes = [*usual, AUTOTUNE]
         found: list[Step | Skip] = []
@@ -110,7 +110,7 @@ class TorchCompile:
 
 
 def _reason_against(situation: Situation, mode: str) -> str:
-    """Empty: it may be tried."""
+    """Return why the mode is not tried; empty if it may be."""
     config, plan = situation.build.config, situation.plan
     needs_cpp = mode == AHEAD or not config.uses_gpu
     compilers, language = (COMPILERS, "C++") if needs_cpp else (C_COMPILERS, "C")

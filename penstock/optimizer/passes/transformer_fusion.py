@@ -1,5 +1,5 @@
-"""Attention in one of ONNX Runtime's own operators. A fusion that matches nothing is a failure, not
-a silence. Other fusions are left to ONNX Runtime, which does them when it loads the model."""
+"""Fuse attention into one of ONNX Runtime's operators; if no pattern matches, the step fails. Other
+fusions are left to ONNX Runtime, which does them when it loads the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.optimizer.passes.building import is_onnx, write_onnx
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What fusing makes; ONNX Runtime's operators, so OpenVINO cannot read them.
+# Operators that fusion creates. They are ONNX Runtime's own, so OpenVINO cannot read them.
 ATTENTION = ("Attention", "MultiHeadAttention")
 FUSED = (
     *ATTENTION,
@@ -34,8 +34,7 @@ FUSED = (
     "SkipSimplifiedLayerNormalization",
 )
 FORMS: tuple[attention.Form, ...] = ("packed", "heads")
-# Rows and lengths that the fused graph is compared with, and how far it may be off, as a share of
-# the largest value.
+# Rows and lengths to compare the fused graph on, and the tolerance as a share of the largest value.
 SHAPES = ((1, 16), (3, 9))
 TOLERANCE = 1e-3
 
@@ -87,8 +86,8 @@ class TransformerFusion:
 
 
 def _fused_by_library(model: Any) -> Any:
-    """It knows forms of attention that we do not. Without sympy, which it needs, nothing is fused
-    and `check` says so."""
+    """Fuse with ONNX Runtime's library, which knows more forms of attention than we do. It needs
+    sympy; without it nothing is fused, and `check` reports that."""
     try:
         importlib.import_module("sympy")
     except ImportError:
@@ -97,7 +96,7 @@ def _fused_by_library(model: Any) -> Any:
     from onnxruntime.transformers.optimizer import optimize_model
 
     options = FusionOptions("bert")
-    # Their kernels for CPUs take longer than what they replace.
+    # Their CPU kernels are slower than the operators they replace.
     options.enable_skip_layer_norm = False
     options.enable_embed_layer_norm = False
     with _quiet("onnxruntime.transformers"):
@@ -106,7 +105,7 @@ def _fused_by_library(model: Any) -> Any:
 
 
 def _check_answers(original: Any, fused: Any) -> None:
-    """BackendFailed, unless both give the same for several shapes."""
+    """Raise BackendFailed unless both models agree on several shapes."""
     old, new = onnx_model.session(original), onnx_model.session(fused)
     for num_rows, size in SHAPES:
         feeds = onnx_model.made_up(original.graph, num_rows, size)
@@ -123,7 +122,7 @@ def _check_answers(original: Any, fused: Any) -> None:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """The library logs what it did not find; we count what it did."""
+    """Silence the library's log of patterns it did not find; `check` counts what was fused."""
     log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,1 +1,1 @@
-"""Where the milliseconds go, and what the hardware would allow."""
+"""Profile a model: where its time goes, and what the hardware would allow."""

@@ -1,5 +1,5 @@
-"""The process that profiles one model: times without a profiler, then with it, then the way of a
-request around it. Started by `profiler`, which reads the files it writes."""
+"""Child process that profiles one model: times without a profiler, then with it, then a request
+around the model. Started by `profiler`, which reads the files it writes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from penstock.optimizer.shapes import THREADS
 from penstock.types import Array, from_array
 
 NUM_WARM_UP = 3
-# For each slot, to be seen at the same time.
+# Batches per slot while several are in flight.
 NUM_FLIGHTS = 4
-# A run that takes long is not repeated for longer than this.
+# Longest time to repeat a slow run.
 MAX_MEASURE_S = 20.0
 MIN_RUNS = 3
 TORCH_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -68,7 +68,7 @@ def profiled(job: Job) -> Profile:
     inputs = {each.name: unpacked(each) for each in job.tensors}
     batch = Batch(inputs, job.num_rows)
     runner = backends.backend(config.backend)(config)
-    # Before any other: torch has one number of threads for all of the process.
+    # Before any other runner: torch has one thread count for the whole process.
     built = dict(runner.built())
     num_threads = threads_of(config, built)
     alone = _timed_alone(runner, batch, job.num_runs)
@@ -84,7 +84,8 @@ def profiled(job: Job) -> Profile:
     if job.trace_path:
         spans = () if timed.gpu is None else timed.gpu.timeline
         trace.write(Path(job.trace_path), config.name, timed.events, buckets, spans)
-    # Padding makes the request's run a longer one, and functions are tried with one row.
+    # Comparable only if the request runs the same batch: padding makes it longer, and with pre- or
+    # postprocessing it has one row.
     computed = {each.name: each.seconds for each in buckets}
     is_same = config.padding is None and not served.is_processed
     again_s = computed[roofline.COMPUTE] if is_same else None
@@ -127,8 +128,8 @@ def profiled(job: Job) -> Profile:
 
 
 def of_the_model(config: ModelConfig, job: Job) -> Job:
-    """With what the model itself takes, where a function makes that of what is sent: the rows that
-    come out in the commonest shapes."""
+    """Return the job with the model's own inputs, where a preprocess function makes these from what
+    is sent: the rows with the most common shapes."""
     if config.preprocess is None:
         return job
     inputs = {each.name: unpacked(each) for each in job.tensors}
@@ -142,8 +143,8 @@ def of_the_model(config: ModelConfig, job: Job) -> Job:
 
 
 def sent_of(config: ModelConfig, job: Job) -> Sequence[Packed]:
-    """A request. With functions around the model it is of one row: answers to several may come out
-    in different shapes."""
+    """Return the tensors of a request. With pre- or postprocessing it has one row: the answers of
+    several may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
     return [
@@ -152,21 +153,21 @@ def sent_of(config: ModelConfig, job: Job) -> Sequence[Packed]:
 
 
 def _queue_delay_s(config: ModelConfig) -> float:
-    """How long the batcher may hold a request back. In slo mode it goes by the SLO instead."""
+    """Return how long the batcher may delay a request. In slo mode the SLO decides instead."""
     batching = config.batching
     is_used = batching.is_dynamic and batching.slo_latency_s is None
     return batching.max_queue_delay_s if is_used else 0.0
 
 
 def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:
-    """As the library says; what it does not know is what an instance may have."""
+    """Return the thread count that the library reports, else an instance's share of the cores."""
     option = THREADS.get(config.backend, "")
     text = built.get(option, "")
     return int(text) if text.isdigit() and int(text) > 0 else share_of_cores(config)
 
 
 def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> list[float]:
-    """Seconds of as many runs as there was time for."""
+    """Return the seconds of each run, of as many as there was time for."""
     run = _run_of(runner, batch)
     for _ in range(NUM_WARM_UP):
         began = time.perf_counter()
@@ -186,7 +187,7 @@ def _run_of(runner: Runner, batch: Batch) -> Callable[[], object]:
 
 
 def _flight_of(runner: Runner, batch: Batch, num_slots: int) -> Callable[[], object]:
-    """A few batches for each slot, as many on their way as there are slots."""
+    """Return a function that runs a few batches per slot, with one in flight per slot."""
 
     def fly() -> None:
         begun = deque(runner.start(batch) for _ in range(num_slots))

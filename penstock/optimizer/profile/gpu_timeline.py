@@ -1,9 +1,9 @@
-"""What a GPU did, from the trace that torch's profiler writes: kernels, the gaps between them,
-copies and how much of them is hidden behind kernels. Pure.
+"""GPU activity from the trace that torch.profiler writes: kernels, the gaps between them, and
+copies with the share that overlaps with kernels. Pure.
 
-A trace is Chrome's: `traceEvents` with `cat`, `name`, `ts` and `dur` in microseconds, and the
-stream among `args`. Work of the device has the categories below; a run of the model is an
-annotation of ours around it, on the host's lane, and what the device begins inside belongs to it.
+The trace is Chrome's: `traceEvents` with `cat`, `name`, `ts` and `dur` in microseconds, and the
+stream among `args`. Device activity has the categories below. A run of the model is our annotation
+on the host's lane; device work that starts within it belongs to that run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RUN = "penstock: one batch"
 KERNEL, COPY, SET = "kernel", "gpu_memcpy", "gpu_memset"
 COMPUTE, IN, OUT = "compute", "in", "out"
 DIRECTIONS = {"HtoD": IN, "DtoH": OUT}
-# For the picture: more would be a grey block.
+# Limit for the plot: more would be a grey block.
 MAX_SPANS = 1500
-# What an operator's own account leaves of a kernel's time is rounding below this.
+# A smaller share of a kernel's time that no operator accounts for is rounding.
 MIN_LEFT = 0.02
-# What a kernel does, by its name. The first that fits counts.
+# Kernel families by name; the first match counts.
 FAMILIES: Sequence[tuple[str, str]] = (
     (r"flash|fmha|attention", "attention kernel"),
     (r"conv|implicit|wgrad|dgrad|fprop", "convolution kernel"),
@@ -39,12 +39,12 @@ FAMILIES: Sequence[tuple[str, str]] = (
 @dataclass(frozen=True, slots=True)
 class Trace:
     spans: Sequence[GpuSpan]
-    # Begin and end of each run.
+    # Start and end of each run.
     runs: Sequence[tuple[float, float]]
 
 
 def read(trace: Mapping[str, Any]) -> Trace:
-    """In seconds from the first of both."""
+    """Read a Chrome trace; times are in seconds from the first span or run."""
     whole = [each for each in trace.get("traceEvents", ()) if each.get("ph") == "X"]
     device = [each for each in whole if each.get("cat") in (KERNEL, COPY, SET)]
     runs = [each for each in whole if each["name"] == RUN and each.get("cat") == "user_annotation"]
@@ -59,7 +59,7 @@ def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
     arguments = event.get("args", {})
     lane = COMPUTE
     if event["cat"] == COPY:
-        # Copies within the device take its time as kernels do.
+        # Copies within the device occupy it as kernels do.
         lane = next((to for key, to in DIRECTIONS.items() if key in event["name"]), COMPUTE)
     return GpuSpan(
         name=event["name"],
@@ -72,8 +72,8 @@ def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
 
 
 def summary(alone: Trace, together: Trace | None = None, num_slots: int = 1) -> GpuTime | None:
-    """Of runs one after the other, and of as many at once as the model has instances there; None
-    where the trace tells of no kernel."""
+    """Summarise sequential runs (`alone`), and concurrent ones with one batch per instance
+    (`together`); None if the trace has no kernel."""
     runs = [_inside(alone.spans, *run) for run in alone.runs]
     runs = [spans for spans in runs if any(span.lane == COMPUTE for span in spans)]
     if not runs:
@@ -105,7 +105,7 @@ def _total_s(spans: Iterable[GpuSpan]) -> float:
 
 
 def _kernels(runs: Sequence[Sequence[GpuSpan]]) -> list[Kernel]:
-    """By name, mean of a run, the longest first."""
+    """Return the kernels by name, mean over runs, longest first."""
     found: dict[str, Kernel] = {}
     for span in (span for spans in runs for span in _of(spans, COMPUTE)):
         kernel = found.setdefault(span.name, Kernel(span.name, 0.0, 0.0))
@@ -115,19 +115,18 @@ def _kernels(runs: Sequence[Sequence[GpuSpan]]) -> list[Kernel]:
 
 
 def covered_s(spans: Sequence[GpuSpan]) -> float:
-    """Time in which at least one of them ran."""
+    """Return the time in which at least one span ran."""
     return sum(end - begin for begin, end in _merged(spans))
 
 
 def gaps_s(spans: Sequence[GpuSpan]) -> float:
-    """From the first to the last, time in which none ran."""
+    """Return the time between the first start and the last end in which no span ran."""
     merged = _merged(spans)
     return merged[-1][1] - merged[0][0] - covered_s(spans) if merged else 0.0
 
 
 def hidden_share(spans: Sequence[GpuSpan]) -> float | None:
-    """Of the time of copies between host and device, that in which kernels ran as well; None
-    without copies."""
+    """Return the share of host-device copy time in which kernels ran too; None without copies."""
     busy = _merged(_of(spans, COMPUTE))
     copies = [*_of(spans, IN), *_of(spans, OUT)]
     whole = _total_s(copies)
@@ -145,7 +144,7 @@ def hidden_share(spans: Sequence[GpuSpan]) -> float | None:
 
 
 def _merged(spans: Sequence[GpuSpan]) -> list[tuple[float, float]]:
-    """Those that overlap as one."""
+    """Merge overlapping spans."""
     merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         end_s = span.start_s + span.seconds
@@ -159,8 +158,8 @@ def _merged(spans: Sequence[GpuSpan]) -> list[tuple[float, float]]:
 def left_over(
     kernels: Iterable[Kernel], told_s: Mapping[str, float], datatype: str
 ) -> list[OperatorTime]:
-    """Kernels that no operator has launched, as those of a graph or of a compiler; `told_s` is by
-    name what operators account for, of one run."""
+    """Return kernels that no operator launched, such as those of a CUDA graph or a compiler.
+    `told_s`: seconds per run that operators account for, by kernel name."""
     found: list[OperatorTime] = []
     for kernel in kernels:
         left_s = kernel.seconds - told_s.get(kernel.name, 0.0)

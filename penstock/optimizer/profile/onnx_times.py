@@ -1,7 +1,7 @@
-"""Operator times of ONNX Runtime: a session of our own with the backend's options, and its profile.
+"""Operator times of ONNX Runtime: our own session with the backend's options, and its profile.
 
-Packed weights vanish from what the profiler tells, so shapes come from one run of a second session
-that packs nothing; times only from the first.
+Prepacked weights are missing from the profile, so shapes come from one run of a second session
+without prepacking; times come only from the first session.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DATATYPES: Mapping[str, str] = {
     "float16": "fp16",
     "bfloat16": "bf16",
 }
-# Their time is that of the operators inside them.
+# Their time is the sum of the operators inside them.
 CONTROL_FLOW = ("If", "Loop", "Scan")
-# Runs before those that count.
+# Runs that are not counted.
 NUM_WARM_UP = 2
 NO_PACKING = {"session.disable_prepacking": "1"}
 
@@ -40,7 +40,7 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Node:
-    """The kernel times of one node, in the runs that count."""
+    """Kernel times of one node, in the runs that count."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ def read(
     shapes: Mapping[Key, Node],
     notes: Sequence[str] = (),
 ) -> Timed:
-    """The last `num_runs` of a profile. Where `shapes` knows a node, it is believed."""
+    """Read the last `num_runs` runs of a profile. For nodes in `shapes`, shapes come from there."""
     runs = _runs(raw, num_runs)
     start_us = min(run["ts"] for run in runs)
     operators = []
@@ -90,7 +90,7 @@ def read(
 
 
 def nodes(raw: Sequence[Mapping[str, Any]], num_runs: int) -> dict[Key, Node]:
-    """Kernels of the last runs, by place and name."""
+    """Return the kernels of the last runs, by node index and name."""
     start_us = min(run["ts"] for run in _runs(raw, num_runs))
     found: dict[Key, Node] = {}
     for event in raw:

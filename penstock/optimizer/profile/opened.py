@@ -1,5 +1,5 @@
-"""What the user named, as a model's folder that can be loaded: itself, or a copy beside nobody's
-files when it is a bare ONNX file or is to have other threads."""
+"""Open the user's model as a loadable folder: the folder itself, or a temporary copy if the model
+is a bare ONNX file or another number of threads is requested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.optimizer.profile.profiler import read_config
 
 @contextmanager
 def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterator[Path]:
-    """The folder, which lives as long as it is open. ConfigError says what was expected."""
+    """Yield the folder, which may be temporary. ConfigError says what is expected."""
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
         path = Path(model)
         folder = _from_file(path, Path(made)) if path.is_file() else _from_repository(path, name)
@@ -60,7 +60,7 @@ def _from_file(path: Path, made: Path) -> Path:
 
 
 def _external(path: Path) -> set[str]:
-    """Files beside the model that hold its weights."""
+    """Return the files beside the model that hold its weights."""
     try:
         return onnx_model.external_files(onnx_model.read(path, weights=False))
     except BackendFailed as error:

@@ -1,7 +1,7 @@
-"""Operator times of OpenVINO: the backend's properties and its performance counters.
+"""Operator times of OpenVINO: the backend's properties with performance counters on.
 
-Counters tell no shapes. Those come from the graph that the library made for the same inputs with
-their sizes fixed, node by node of the same name.
+Counters have no shapes. These come from the graph that the library compiles for the same inputs
+with fixed sizes, matched by node name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock.optimizer.profile.times import Event, OperatorTime, Timed
 from penstock.optimizer.profile.work import Shaped
 from penstock.types import Array
 
-# Its names for what ONNX calls otherwise. Sums of products have their weights transposed, which
-# counting does not mind.
+# ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
+# matter for counting.
 KINDS: Mapping[str, str] = {
     "FullyConnected": "MatMul",
     "Convolution": "Conv",
@@ -96,7 +96,7 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
 
 
 def _fixed(ov: Any, model: Any, feeds: Mapping[str, Array], properties: Any) -> dict[str, Any]:
-    """Nodes of the graph that runs, by name, every size known; none where that is refused."""
+    """Return the compiled graph's nodes by name, all sizes known; empty if it cannot be built."""
     try:
         model.reshape({name: ov.PartialShape(list(array.shape)) for name, array in feeds.items()})
         graph = ov.Core().compile_model(model, "CPU", properties).get_runtime_model()
@@ -108,7 +108,7 @@ def _fixed(ov: Any, model: Any, feeds: Mapping[str, Array], properties: Any) -> 
 def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorTime:
     name, kind, how = key
     kind = KINDS.get(kind, kind)
-    # "brgemm_avx512_f32": the last part is what it computed with.
+    # "brgemm_avx512_f32": the last part is the compute datatype.
     datatype = DATATYPES.get(how.rpartition("_")[2], "")
     if datatype == "uint8":
         datatype = "int8"
@@ -125,7 +125,7 @@ def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorT
 
 
 def _is_constant(node: Any) -> bool:
-    """Weights may be turned round or converted once, when the model is compiled."""
+    """Return whether this is constant, also if transposed or converted once, at compile time."""
     kind = _fact(node, "layerType")
     if kind == CONSTANT:
         return True
@@ -149,7 +149,7 @@ def _shaped(port: Any) -> Shaped:
 
 
 def _in_a_row(operators: list[OperatorTime]) -> list[Event]:
-    """Counters tell how long and in which order, not when."""
+    """Lay the operators end to end: counters have durations and order, but no start times."""
     events, start_s = [], 0.0
     for each in operators:
         shapes = {"input": str([list(tensor.shape) for tensor in each.inputs])}

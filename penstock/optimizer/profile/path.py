@@ -1,6 +1,6 @@
-"""The way of one request around the model: a request that waits for nobody, through the codec, the
-batcher and the worker loop of the server, in this process. Sockets are left out: they are the
-network's share, and `penstock bench` shows them.
+"""Time one request around the model: with no other load, through the server's codec, batcher and
+worker loop, in this process. Sockets are left out: they belong to the network, and `penstock
+bench` shows them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TIMEOUT_S = 300.0
 
 
 class Sender:
-    """Sends one request after the other and notes how long each part took."""
+    """Sends requests one after the other and records the time of each part."""
 
     def __init__(self, config: ModelConfig, tensors: Sequence[Packed]) -> None:
         self._codec = Codec()
         self._specs: Sequence[TensorSpec] = config.outputs
-        # A function is by far most of the one or the other.
+        # If there is a function, it takes by far most of that part.
         self._names = (
             "preprocess" if config.preprocess else "copy in",
             "postprocess" if config.postprocess else "copy out",
@@ -41,7 +41,7 @@ class Sender:
         self.parts: dict[str, list[float]] = {}
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
-        """On the model's thread."""
+        """Record the answer; called on the model's thread."""
         if isinstance(answer, PenstockError):
             self._error = answer
         else:
@@ -80,7 +80,7 @@ class Sender:
 def buckets_of(
     config: ModelConfig, folder: Path, tensors: Sequence[Packed], num_runs: int
 ) -> list[Bucket]:
-    """Medians, in the order of the way."""
+    """Return the median time of each part, in the order a request passes them."""
     sender = Sender(config, tensors)
     with LocalModel(str(folder), config.version) as model:
         for _ in range(NUM_WARM_UP + num_runs):

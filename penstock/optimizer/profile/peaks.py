@@ -1,7 +1,7 @@
-"""What this device can do at most: measured, once for each number of threads, and remembered.
+"""Measured peaks of this device, cached per number of threads.
 
-Multiplications by a large product of matrices, memory by copies larger than any cache, caches by
-copies that fit, launches by a chain of operators that do next to nothing.
+FLOP/s come from a large matmul, memory bandwidth from copies larger than any cache, cache bandwidth
+from copies that fit, and launch time from a chain of operators that do next to nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.benchmark import system
 from penstock.optimizer.profile.results import Peaks
 from penstock.types import Array
 
-# Each peak is measured in several rounds, in turns with the others: what else the machine does in
-# one moment does not lower them all.
+# Each peak is measured in several rounds, interleaved with the others, so that a short disturbance
+# does not lower them all.
 NUM_ROUNDS = 3
 ROUND_S = 0.15
-# Rounds that differ by more were disturbed: such peaks are used, but not remembered.
+# Rounds that differ by more were disturbed: such peaks are used, but not cached.
 STEADY = 1.3
-# Of the matrices: a few times what the caches hold, so that their edges do not count.
+# Matrix sides: matrices of a few times the caches' size, so that edge effects do not matter.
 GEMM_SIZE = 1024
 CUDA_GEMM_SIZE = 8192
 COPY_BYTES = 128 << 20
@@ -44,8 +44,8 @@ FORMAT = 2
 def peaks_of(
     device: str, num_threads: int, folder: Path | None = None, *, is_torch: bool = False
 ) -> Peaks:
-    """Of `cpu` or `cuda:N`. Remembered in `folder`, or in the user's cache. Launches cost what they
-    cost in ONNX Runtime, or else in torch."""
+    """Return the peaks of `cpu` or `cuda:N`, cached in `folder` or the user's cache. On CPUs the
+    launch time is torch's if `is_torch`, else ONNX Runtime's."""
     path = (folder or cache_folder()) / f"peaks-{_digest(device, num_threads, is_torch)}.json"
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Peaks)
@@ -71,7 +71,7 @@ def cache_folder() -> Path:
 
 
 def _digest(device: str, num_threads: int, is_torch: bool) -> str:
-    """The same machine, libraries and threads have the same peaks."""
+    """Hash of the machine, libraries and threads, which determine the peaks."""
     seen = system.environment("")
     facts: list[object] = [FORMAT, device, num_threads, is_torch, seen.host_cpu, seen.num_cores]
     facts += [seen.gpus, seen.versions]
@@ -80,12 +80,12 @@ def _digest(device: str, num_threads: int, is_torch: bool) -> str:
 
 @dataclass(slots=True)
 class Try:
-    """Something that does `amount` each time; what else the machine does only slows it, so the
-    shortest time counts."""
+    """Something that does `amount` per run. The shortest time counts, because other load on the
+    machine can only slow it down."""
 
     run: Callable[[], object]
     amount: float
-    # Of each round.
+    # Best time of each round.
     rounds_s: list[float] = field(default_factory=list)
 
     def repeat(self, seconds: float) -> None:
@@ -103,7 +103,7 @@ class Try:
 
 
 def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float]:
-    """The best rate of each; one that fails has none."""
+    """Return the best rate of each; those that fail are left out."""
     left = dict(tries)
     for _ in range(NUM_ROUNDS):
         for name, each in list(left.items()):
@@ -115,7 +115,7 @@ def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float
 
 
 def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
-    """With whether nothing disturbed it."""
+    """Return the peaks, and whether the measurement was undisturbed."""
     operations = 2.0 * GEMM_SIZE**3
     small = cache_bytes() // 4
     with ThreadPoolExecutor(num_threads) as pool:
@@ -143,7 +143,7 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
 
 
 def cache_bytes() -> int:
-    """Of one core, where what it just wrote still is."""
+    """Size of one core's L2 cache."""
     with suppress(OSError, ValueError):
         return int(L2.read_text().strip().removesuffix("K")) << 10
     return DEFAULT_CACHE_BYTES
@@ -152,7 +152,7 @@ def cache_bytes() -> int:
 def _copy(
     pool: ThreadPoolExecutor, num_threads: int, total_bytes: int, num_repeats: int = 1
 ) -> Try:
-    """Bytes read and written, by copies in so many threads at once."""
+    """Copy in `num_threads` threads at once; the amount is bytes read and written."""
     share = total_bytes // num_threads
     pairs = [(np.ones(share, np.uint8), np.empty(share, np.uint8)) for _ in range(num_threads)]
 
@@ -165,7 +165,7 @@ def _copy(
 
 
 def _session(kind: str, datatype: str, num_threads: int) -> Callable[[], object]:
-    """A product of two matrices in ONNX Runtime, the second one being weights."""
+    """A matmul in ONNX Runtime; the second matrix is weights."""
     from onnx import TensorProto, helper, numpy_helper
 
     random = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def _session(kind: str, datatype: str, num_threads: int) -> Callable[[], object]
 
 
 def _chain() -> Callable[[], object]:
-    """Operators in a row, each on a single number."""
+    """A chain of operators, each on a single number."""
     from onnx import TensorProto, helper
 
     nodes = [
@@ -219,7 +219,7 @@ def _torch_chain() -> Callable[[], object]:
 
 
 def _load(graph: Any, num_threads: int) -> Any:
-    # First: it sets a switch before the library is loaded.
+    # Imported first: it sets a switch before the library is loaded.
     from penstock.backends.onnxruntime import CPU  # isort: skip
     import onnxruntime as ort
     from onnx import helper
@@ -233,7 +233,7 @@ def _load(graph: Any, num_threads: int) -> Any:
 
 
 def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
-    """In BF16 in torch; None where it is not installed, or the processor has nothing for it."""
+    """A BF16 matmul in torch; None without torch or without BF16 instructions."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -246,7 +246,7 @@ def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
 
 
 def cuda_product(device: str, datatype: str, size: int) -> Callable[[], object] | None:
-    """One product in this type, to its end; None where the device has nothing for the type."""
+    """Return a synchronous matmul in this datatype; None if the device does not support it."""
     try:
         product = _product(device, datatype, size)
         product()
@@ -273,7 +273,7 @@ def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
     if datatype == "fp8":
         small = numbers.to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
-        # The second by columns, as its kernels want it.
+        # The second matrix is column-major, as the kernels require.
         settings = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         return lambda: torch._scaled_mm(small, small.t(), one, one, **settings)
     if datatype in ("fp32", "tf32"):

@@ -1,4 +1,4 @@
-"""A profile as one page that needs nothing else; its first line is the verdict."""
+"""A profile as a self-contained HTML page; its first line is the verdict."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _cards(profile: Profile) -> list[Card]:
 
 
 def _ceiling_cards(profile: Profile) -> list[Card]:
-    """How much faster it could be; nothing where the runs were disturbed."""
+    """Return cards on possible speed-ups; empty if the runs were disturbed."""
     cards = []
     if profile.headroom is not None:
         headroom = f"{profile.headroom:.2g}x"

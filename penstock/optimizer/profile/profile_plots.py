@@ -1,4 +1,4 @@
-"""What the page of a profile draws, as figures in plotly's JSON form. Pure."""
+"""Plots of the profile page, as figures in plotly's JSON form. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOF_COLOURS = {
     "fp8": "#c07a3a",
     "int8": "#b8479c",
 }
-# From the bottom to the top.
+# From bottom to top.
 LANES = {
     "out": ("copies out", "#e0a458"),
     "compute": ("kernels", "#2a9d8f"),
@@ -35,7 +35,7 @@ LANES = {
 }
 MEMORY_COLOUR, CACHE_COLOUR = "#6d7a8c", "#b0b8c2"
 NUM_TYPES = 12
-# Operators that take less of the time are no dots: they would only stretch the axes.
+# Operators below this share of the time get no dot: they would only stretch the axes.
 MIN_SHARE = 0.001
 LARGEST_DOT, SMALLEST_DOT = 34.0, 6.0
 
@@ -51,7 +51,7 @@ def figures(profile: Profile) -> dict[str, list[Figure | None]]:
 
 
 def roof(operators: Sequence[Operator], peaks: Peaks) -> Figure | None:
-    """Operations a second against operations a byte, both logarithmic, under the measured roofs."""
+    """Plot FLOP/s against FLOP per byte, both logarithmic, under the measured roofs."""
     least_s = MIN_SHARE * sum(each.seconds for each in operators)
     known = [
         each
@@ -79,7 +79,7 @@ def roof(operators: Sequence[Operator], peaks: Peaks) -> Figure | None:
 
 
 def _roofs(peaks: Peaks, low: float, high: float) -> list[Figure]:
-    """Memory as a slope up to the highest peak, each datatype as a level from there."""
+    """Return memory as a slope up to the highest peak, and each datatype as a level from there."""
     highest = max(peaks.flops.values())
     slopes = [("memory", peaks.bytes_per_s, MEMORY_COLOUR)]
     if peaks.cache_bytes_per_s > peaks.bytes_per_s:
@@ -103,7 +103,7 @@ def _line(name: str, x: list[float], y: list[float], colour: str) -> Figure:
 
 
 def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -> Figure:
-    """As large as their share of the time."""
+    """Return dots whose area is the share of the time."""
     sizes = [max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots]
     texts = [
         f"{escape(each.name)}<br>{escape(each.type)}, {each.datatype}<br>"
@@ -124,7 +124,7 @@ def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -
 
 
 def _types(operators: Sequence[Operator]) -> Figure | None:
-    """Time by type, each bar in the colours of what binds its parts."""
+    """Plot time by type; each bar is coloured by the bottleneck of its parts."""
     groups = roofline.by_type(operators)[:NUM_TYPES]
     if not groups:
         return None
@@ -141,7 +141,7 @@ def _types(operators: Sequence[Operator]) -> Figure | None:
 
 
 def timeline(gpu: GpuTime | None) -> Figure | None:
-    """What a GPU copied and computed: lanes that have something at the same place overlap."""
+    """Plot the GPU's copies and kernels over time; lanes at the same x position overlap in time."""
     if gpu is None or not gpu.timeline:
         return None
     data = []
@@ -167,7 +167,7 @@ def _buckets(buckets: Sequence[Bucket]) -> Figure | None:
 
 
 def _steps(profile: Profile) -> Figure | None:
-    """Ceilings; latency and rate in their own colours."""
+    """Plot the ceilings; latency and rate have different colours."""
     if not profile.steps:
         return None
     listed = profile.steps[::-1]

@@ -1,4 +1,4 @@
-"""A profile in the terminal: the verdict first, then operators, the roofline and the way."""
+"""A profile in the terminal: verdict, operators, peaks, and the parts of a request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def peaks_text(peaks: Peaks) -> str:
 
 
 def scaled(value: float | None, unit: str) -> str:
-    """`186 GFLOP/s`, in steps of a thousand."""
+    """Format as `186 GFLOP/s`, with SI prefixes."""
     if value is None:
         return units.UNKNOWN
     for prefix in ("", "k", "M", "G"):
@@ -82,7 +82,7 @@ def scaled(value: float | None, unit: str) -> str:
 
 
 def efficiency_text(operators: Sequence[Operator]) -> str:
-    """Of all of them together: time that is needed, over time that it takes."""
+    """Return the time all of them need at the peaks as a share of the time they take."""
     known = [each for each in operators if each.needed_s is not None]
     seconds = sum(each.seconds for each in known)
     if not seconds:
@@ -92,7 +92,7 @@ def efficiency_text(operators: Sequence[Operator]) -> str:
 
 
 def whole_s(profile: Profile) -> float:
-    """What shares are of: a run, or its operators where the profiler made them longer."""
+    """Return the total for shares: a run, or its operators if the profiler made them longer."""
     return max(profile.total_s, sum(each.seconds for each in profile.operators))
 
 
@@ -174,12 +174,12 @@ def _kernels(gpu: GpuTime) -> Table:
 
 
 def tool_commands(model: str, name: str, batch_size: int) -> list[str]:
-    """For those who have NVIDIA's tools: the same model in one process, watched by them. Not this
-    command: two that watch a GPU are one too many."""
+    """Return commands for NVIDIA's profilers on the same model in one process. They use `penstock
+    bench`, because two profilers cannot watch a GPU at once."""
     bench = ["penstock", "bench", model, "--concurrency", "1", "-b", str(batch_size)]
     bench += ["--model", name] if name else []
     nsys = ["nsys", "profile", "--trace=cuda,nvtx,cublas,cudnn", "--output=penstock"]
-    # The first launches are those of the warm-up; counters make each of the others take long.
+    # Skip the launches of the warm-up; counters make each of the others slow.
     ncu = ["ncu", "--set=roofline", "--launch-skip=2000", "--launch-count=50", "--export=penstock"]
     return [
         shlex.join([*tool, *bench, "--duration", length])
@@ -194,7 +194,7 @@ def intensity_text(operator: Operator) -> str:
 
 
 def _short(name: str, width: int = 44) -> str:
-    """The end says most."""
+    """Keep the end of the name, which says most."""
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 

@@ -1,5 +1,5 @@
-"""A model's folder and a batch to a Profile, in a process of its own: libraries that crash under
-their profilers end as an error here, and nothing else does."""
+"""Profile a model folder with a batch, in a child process: a library that crashes under its
+profiler raises an error here and harms nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 900.0
 
 
 class Packed(msgspec.Struct):
-    """A tensor on its way to the child."""
+    """A tensor for the child process."""
 
     name: str
     datatype: str
@@ -36,30 +36,30 @@ class Packed(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What the child is asked for. Files that it writes are given by their paths."""
+    """The child's job. Its output files are given by path."""
 
     folder: str
     tensors: list[Packed]
     num_rows: int
     batch: str
     num_runs: int
-    # Where peaks are remembered; empty: in the user's cache.
+    # Folder where peaks are cached; empty: the user's cache.
     cache: str
     profile_path: str
     trace_path: str
 
 
 class Failed(msgspec.Struct):
-    """What the child says when it could not: problems in words."""
+    """The child's answer if it failed."""
 
     problems: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    # Runs that are averaged; there are twice as many in all.
+    # Runs per measurement; they are repeated under the profiler.
     num_runs: int = 20
-    # A Chrome trace is written here.
+    # Path of the Chrome trace to write.
     trace: Path | None = None
     cache: Path | None = None
 
@@ -67,8 +67,9 @@ class Settings:
 def profile_build(
     folder: Path, rows: Sequence[Mapping[str, Array]], settings: Settings | None = None
 ) -> Profile:
-    """`rows` are examples without a batch dimension; those that share the commonest shapes run as
-    one batch. ConfigError for a model or rows that do not fit, BackendFailed when it breaks."""
+    """Profile the model in `folder`. `rows` are examples without a batch dimension; those that
+    share the most common shapes run as one batch. ConfigError if the model or the rows do not fit,
+    BackendFailed if the child crashes."""
     settings = settings or Settings()
     config = read_config(folder)
     tensors, num_rows, text = make_batch(config, fitted(rows, config))
@@ -87,7 +88,7 @@ def profile_build(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Of the newest version of the one model there."""
+    """Return the configuration of the newest version of the one model there."""
     found = repository.read(folder)
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
     if problems:
@@ -101,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
 def make_batch(
     config: ModelConfig, rows: Sequence[Mapping[str, Array]]
 ) -> tuple[list[Packed], int, str]:
-    """Rows as one request: its tensors, how many rows, and that in words."""
+    """Return one request made of the rows: its tensors, the number of rows, and a description."""
     if not rows:
         raise ConfigError(["nothing to profile with: expected at least one example"])
     if config.max_batch_size == 0:

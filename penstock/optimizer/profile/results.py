@@ -1,4 +1,4 @@
-"""What a profile found. Values, written as JSON and shown as table and page."""
+"""Results of a profile. Values, written as JSON and shown as table and page."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ Bound = Literal["compute", "memory", "launch", "overhead", "unknown"]
 
 
 class Peaks(msgspec.Struct):
-    """What this device was measured to do, with the threads that were profiled with."""
+    """Measured peaks of this device, with the profiled number of threads."""
 
     device: str
     num_threads: int
     # By datatype: fp32, bf16, int8, ... in operations a second (a multiply-add is two).
     flops: dict[str, float]
     bytes_per_s: float
-    # Smallest time of an operator that does nothing.
+    # Shortest time of an operator that does nothing.
     launch_s: float
-    # What lies in the caches of the cores moves faster; 0: not measured.
+    # Bandwidth of data in the cores' caches; 0: not measured.
     cache_bytes_per_s: float = 0.0
     cache_bytes: int = 0
-    # From pinned memory of the host to a GPU; 0: there is none.
+    # From pinned host memory to the GPU; 0: no GPU.
     host_bytes_per_s: float = 0.0
 
 
 class Operator(msgspec.Struct):
-    """One operator of the graph that ran, mean over the runs."""
+    """One operator of the executed graph, in a typical run."""
 
     name: str
     type: str
     seconds: float
-    # None where shapes are not known.
+    # None if shapes are unknown.
     flops: float | None
     num_bytes: float | None
     datatype: str
     bound: Bound
-    # The part of its time that the roofline says is needed, 0 to 1; None: not known.
+    # Share of its time that the roofline requires, 0 to 1; None: unknown.
     efficiency: float | None
-    # Of the model's layer, where the name says it.
+    # Layer of the model, if the name contains it.
     block: str = ""
     num_calls: int = 1
-    # Of the bytes, those that are constants: read anew for every batch, however small.
+    # The part of the bytes that is constants: read again for every batch, however small.
     weight_bytes: float = 0.0
-    # The least time that the peaks allow; None: not known.
+    # Least time that the peaks allow; None: unknown.
     needed_s: float | None = None
 
 
 class Kernel(msgspec.Struct):
-    """What a GPU ran under one name, mean of a run."""
+    """All calls of a GPU kernel in a run, mean over runs."""
 
     name: str
     seconds: float
@@ -57,7 +57,7 @@ class Kernel(msgspec.Struct):
 
 
 class GpuSpan(msgspec.Struct):
-    """Something that a GPU did: in the lane of kernels (compute), or of copies (in, out)."""
+    """One GPU activity: a kernel (lane compute) or a copy (lanes in, out)."""
 
     name: str
     lane: str
@@ -68,20 +68,20 @@ class GpuSpan(msgspec.Struct):
 
 
 class GpuTime(msgspec.Struct):
-    """A run as the GPU saw it; medians of runs one after the other."""
+    """A run from the GPU's side; medians over sequential runs."""
 
     kernels: list[Kernel]
     num_kernels: int
-    # With some kernel running, and from the first to the last with none.
+    # Time with a kernel running, and without one between the first and the last.
     busy_s: float
     gap_s: float
     copy_in_s: float
     copy_out_s: float
-    # Instances of the model there, each with a batch on its way at once.
+    # Instances of the model on the GPU, each with one batch in flight.
     num_slots: int = 1
-    # Of the time of copies, that in which kernels ran; None: there are no copies.
+    # Share of the copy time in which kernels ran; None: no copies.
     hidden: float | None = None
-    # The first spans, of runs at once where there are several slots.
+    # The first spans; of concurrent runs if there are several slots.
     timeline: list[GpuSpan] = []
 
     @property
@@ -90,7 +90,7 @@ class GpuTime(msgspec.Struct):
 
 
 class Bucket(msgspec.Struct):
-    """A part of a request's way: decode, queue, copy in or preprocess, compute, copy out or
+    """A part of a request's time: decode, queue, copy in or preprocess, compute, copy out or
     postprocess, encode."""
 
     name: str
@@ -98,12 +98,12 @@ class Bucket(msgspec.Struct):
 
 
 class NextStep(msgspec.Struct):
-    """Something to do, and how many times as fast it can make the model at most."""
+    """A possible optimisation, and an upper bound on its speed-up."""
 
     name: str
     text: str
     ceiling: float
-    # False: answers come no sooner, but more of them at once.
+    # False: it raises the rate, but does not lower the latency of a request.
     is_latency: bool = True
 
 
@@ -118,25 +118,24 @@ class Profile(msgspec.Struct):
     peaks: Peaks
     buckets: list[Bucket]
     bound: Bound
-    # Such as: 41 % of the time is MatMul, compute-bound at 62 % of the peak.
+    # For example: 41 % of the time is MatMul, compute-bound at 62 % of the peak.
     findings: list[str]
-    # What to do next and what it can give at most: "INT8 MatMul: at most 1.9x".
+    # The next step and its ceiling: "INT8 MatMul: at most 1.9x".
     recommendation: str
     ceiling: float
     versions: dict[str, str] = {}
-    # All that could be done, the one recommended first.
+    # All possible steps, the recommended one first.
     steps: list[NextStep] = []
-    # How many times as fast the operators would be if all ran at the peaks of their datatypes.
-    # None: the runs were disturbed.
+    # Speed-up if all operators ran at the peaks of their datatypes. None: the runs were disturbed.
     headroom: float | None = None
-    # Of one run with a single thread; None: it is that, or nobody knows.
+    # Time of one run on a single thread; None: the run has only one, or it was not measured.
     single_thread_s: float | None = None
-    # Where the inputs came from.
+    # Source of the inputs.
     inputs: str = ""
-    # Of the time of a run, the part that the work needs at the peaks; None: not known.
+    # Share of a run's time that its work needs at the peaks; None: unknown.
     limit_share: float | None = None
     # None on CPUs.
     gpu: GpuTime | None = None
-    # Why the times cannot be trusted: no step is recommended then. Empty: they can.
+    # Why the times cannot be trusted, in which case no step is recommended; empty: they can.
     disturbance: str = ""
     format: int = 1

@@ -1,8 +1,9 @@
-"""What binds each operator and the model, how far the peaks are, which step can give most. Pure.
+"""Find the bottleneck of each operator and of the model, its distance from the peaks, and the steps
+that could gain most. Pure.
 
 An operator needs at least the longest of: its operations at the peak of their datatype, its bytes
-at the bandwidth of where they lie, and the cost of being started. What it takes beyond a few times
-that is overhead: a poor kernel, threads that wait for each other, memory in the wrong order.
+at the bandwidth of the memory they are in, and one launch. Time beyond a few times that is
+overhead: a poor kernel, threads that wait for each other, memory in the wrong order.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from penstock.optimizer.profile.results import Bound, Bucket, GpuTime, NextStep,
 from penstock.optimizer.profile.times import OperatorTime
 from penstock.optimizer.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
 
-# Less of its time than this is needed: the rest is overhead.
+# Operators below this efficiency are overhead-bound.
 MIN_EFFICIENCY = 0.15
-# An operator that takes no more than so many launches is not worth another name.
+# Operators that take at most this many launches can count as launch-bound.
 NUM_LAUNCHES = 8
-# What promises less is not worth a step.
+# Steps with a lower ceiling are not proposed.
 MIN_CEILING = 1.05
-# Runs of which the slowest takes so many times as long as the fastest were disturbed.
+# Runs were disturbed if the slowest takes this many times as long as the fastest.
 NOISY = 1.5
-# The part of a request's time that the model itself takes.
+# Bucket of a request's time that is spent in the model.
 COMPUTE = "compute"
-# Smaller parts of a request's time around the model are not worth a step.
+# Buckets around the model below this share of a request's time are not worth a step.
 MIN_PART = 0.1
 BLOCK = re.compile(
     r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
 )
-# By the datatype of the multiplications: what they can be replaced with.
+# Narrower datatypes by that of the multiplications.
 NARROWER = {
     "fp32": ("tf32", "bf16", "fp16", "fp8", "int8"),
     "tf32": ("bf16", "fp16", "fp8", "int8"),
@@ -52,13 +53,13 @@ NAMES = {
     "fp8": "FP8",
     "int8": "INT8",
 }
-# Datatypes that `penstock optimize` can build: on CPUs, of PyTorch modules on GPUs, and there of
-# packed encoders only. There is no INT8 for GPUs.
+# Datatypes that `penstock optimize` can build: on CPUs; of PyTorch modules on GPUs; and there only
+# of packed encoders. There is no INT8 on GPUs.
 ON_CPUS = ("bf16", "int8")
 ON_GPUS = ("tf32", "fp16", "bf16")
 OF_PACKED = "fp8"
 MEASURE_AGAIN = "Measure again on a quiet machine before you act on this profile"
-# Less of a GPU's time without a kernel, or with copies that nothing hides, is not worth a word.
+# Smaller shares of GPU time without a kernel, or with exposed copies, are not reported.
 MIN_IDLE = 0.1
 WORDS = {
     "compute": "compute-bound",
@@ -71,30 +72,30 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All that a verdict rests on."""
+    """All inputs of a verdict."""
 
     operators: Sequence[Operator]
     peaks: Peaks
-    # Of one run without a profiler.
+    # Time of one run without the profiler.
     total_s: float
     buckets: Sequence[Bucket]
     num_rows: int
-    # 0: rows cannot share a batch.
+    # 0: the model has no batch dimension.
     max_batch_size: int
-    # None: not measured, or there is but one thread.
+    # None: not measured, or there is only one thread.
     single_thread_s: float | None = None
     # None on CPUs.
     gpu: GpuTime | None = None
     # Datatypes that Penstock can build this model in.
     datatypes: Sequence[str] = ON_CPUS
-    # How long the batcher may hold a request back.
+    # Longest time that the batcher may delay a request.
     queue_delay_s: float = 0.0
-    # Why the times cannot be trusted; empty: they can. Nothing is promised from such times.
+    # Why the times cannot be trusted, in which case no estimates are made; empty: they can.
     disturbance: str = ""
 
     @property
     def launch_gap_s(self) -> float:
-        """Of the time between operators, that in which a GPU waited for the next kernel."""
+        """Time between operators in which the GPU waited for the next kernel."""
         return 0.0 if self.gpu is None else min(self.gap_s, self.gpu.gap_s)
 
     @property
@@ -103,12 +104,12 @@ class Measured:
 
     @property
     def gap_s(self) -> float:
-        """Time of a run between operators; a profiler's own time hides some of it."""
+        """Time of a run between operators; the profiler's overhead hides some of it."""
         return max(0.0, self.total_s - self.listed_s) if self.operators else 0.0
 
 
 def raised(peaks: Peaks, times: Iterable[OperatorTime]) -> Peaks:
-    """No peak is lower than what an operator of the model was seen to reach."""
+    """Raise each peak to the highest rate that an operator of the model reached."""
     flops = dict(peaks.flops)
     for each in times:
         work = work_of(each.kind, each.inputs, each.outputs)
@@ -119,7 +120,7 @@ def raised(peaks: Peaks, times: Iterable[OperatorTime]) -> Peaks:
 
 
 def judged(times: Iterable[OperatorTime], peaks: Peaks) -> list[Operator]:
-    """Every operator with what it does and what binds it, the longest first."""
+    """Return every operator with its work and its bottleneck, longest first."""
     listed = list(times)
     fits = sum(_weights_read(each) * each.num_calls for each in listed) <= peaks.cache_bytes
     found = [_judged(each, peaks, fits) for each in listed]
@@ -152,12 +153,12 @@ def _judged(each: OperatorTime, peaks: Peaks, fits: bool) -> Operator:
 
 
 def _weights_read(each: OperatorTime) -> float:
-    """Of a table only a few rows are."""
+    """Return the weight bytes read; 0 for lookups, which read only a few rows."""
     return 0.0 if each.kind in LOOKUPS else each.weight_bytes
 
 
 def _needs(operator: Operator, peaks: Peaks, fits: bool, datatype: str = "") -> dict[Bound, float]:
-    """The least time for each thing it is made of, in another datatype if one is given."""
+    """Return the least time by bottleneck, in another datatype if one is given."""
     own = operator.datatype
     shrink = BITS[datatype] / BITS.get(own, 32) if datatype else 1.0
     flops = peaks.flops.get(datatype or own) or peaks.flops.get("fp32", 0.0)
@@ -169,8 +170,8 @@ def _needs(operator: Operator, peaks: Peaks, fits: bool, datatype: str = "") -> 
 
 
 def _memory_s(operator: Operator, peaks: Peaks, fits: bool) -> float:
-    """Weights come from memory unless all of the model's fit the caches; what flows between two
-    operators comes from the caches when it fits."""
+    """Return the memory time. Weights come from memory unless the whole model's fit the caches;
+    activations come from the caches if they fit."""
     passing = max(0.0, (operator.num_bytes or 0.0) - operator.weight_bytes)
     is_near = passing / operator.num_calls <= peaks.cache_bytes
     return passing / _bandwidth(peaks, is_near) + operator.weight_bytes / _bandwidth(peaks, fits)
@@ -192,7 +193,7 @@ def _bound(operator: Operator, needed: dict[Bound, float], peaks: Peaks) -> Boun
 
 
 def block_of(name: str) -> str:
-    """`/encoder/layer.0/output/MatMul` is of `encoder/layer.0`; empty where names say nothing."""
+    """Return `encoder/layer.0` for `/encoder/layer.0/output/MatMul`; empty if there is no block."""
     found = BLOCK.match(name.strip("/"))
     return found.group(1) if found else ""
 
@@ -201,8 +202,8 @@ def block_of(name: str) -> str:
 
 
 def shares(measured: Measured) -> dict[Bound, float]:
-    """Seconds of a run by what binds them; time between operators is overhead, and where a GPU
-    waits for its kernels their launching."""
+    """Return the seconds of a run by bottleneck. Time between operators is overhead, or launch if a
+    GPU waits for its kernels."""
     found: dict[Bound, float] = dict.fromkeys(get_args(Bound), 0.0)
     for each in measured.operators:
         found[each.bound] += each.seconds
@@ -217,7 +218,7 @@ def bound_of(measured: Measured) -> Bound:
 
 
 def headroom(measured: Measured) -> float:
-    """How many times as fast at the peaks, the same operators in the same datatypes."""
+    """Return the speed-up at the peaks, with the same operators in the same datatypes."""
     if not measured.operators:
         return 1.0
     least = sum(
@@ -228,8 +229,8 @@ def headroom(measured: Measured) -> float:
 
 
 def limit_share(measured: Measured) -> float | None:
-    """Of the time of a run, that which its work takes at the peaks: operations and bytes, without
-    launches. At least: operators that are not known need nothing here. None: most are not."""
+    """Return the share of a run's time that its operations and bytes take at the peaks, without
+    launches. A lower bound: unknown operators count as 0. None if most are unknown."""
     operators, peaks = measured.operators, measured.peaks
     known = [each for each in operators if each.num_bytes is not None]
     if not known or sum(each.seconds for each in known) < 0.5 * measured.listed_s:
@@ -241,13 +242,13 @@ def limit_share(measured: Measured) -> float | None:
 
 
 def _speed_up(measured: Measured, saved_s: float) -> float:
-    """Amdahl: what is not saved stays."""
+    """Apply Amdahl's law."""
     whole = max(measured.total_s, measured.listed_s)
     return whole / max(whole - saved_s, 1e-12) if whole > 0 else 1.0
 
 
 def buildable(config: ModelConfig) -> tuple[str, ...]:
-    """The datatypes that `penstock optimize` can build this model in."""
+    """Return the datatypes that `penstock optimize` can build this model in."""
     if config.device == CPU:
         return tuple(each for each in ON_CPUS if each != "int8" or _is_onnx_made(config))
     if config.backend != "pytorch" or config.artifact.endswith(".pt2"):
@@ -256,13 +257,13 @@ def buildable(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _is_onnx_made(config: ModelConfig) -> bool:
-    """INT8 is made of ONNX files, and of what can be exported to one."""
+    """Return whether INT8 can be built: from ONNX files, and from models that can be exported."""
     return not config.artifact.endswith(".xml")
 
 
 def next_steps(measured: Measured) -> list[NextStep]:
-    """Steps worth trying, the highest ceiling first, of equal ones the cheaper. None where the runs
-    were disturbed."""
+    """Return the steps worth trying, highest ceiling first, cheaper ones first among equals; empty
+    if the runs were disturbed."""
     if measured.disturbance:
         return []
     ways: list[Callable[[Measured], NextStep | None]] = [
@@ -281,7 +282,7 @@ def next_steps(measured: Measured) -> list[NextStep]:
 
 
 def _fusion(measured: Measured) -> NextStep | None:
-    """Operators that pass over memory and compute little vanish into their neighbours."""
+    """Fuse operators that mostly move memory into their neighbours."""
     small = [each for each in measured.operators if each.type in FUSIBLE and each.seconds > 0]
     saved_s = sum(each.seconds for each in small)
     text = f"fuse {_top_types(small)} into adjacent operators ({_percent(saved_s, measured)})"
@@ -297,8 +298,8 @@ def _better_kernels(measured: Measured) -> NextStep | None:
 
 
 def _narrower(measured: Measured, datatype: str) -> NextStep | None:
-    """Products in a narrower datatype: by its peak where they compute, by its bytes where they
-    wait for memory. How far they are from the peak stays as it is."""
+    """Use a narrower datatype in matmuls: its peak helps if they are compute-bound, its size if
+    memory-bound. Their distance from the roof is assumed to stay the same."""
     if datatype not in measured.peaks.flops or datatype not in measured.datatypes:
         return None
     weights = sum(each.weight_bytes for each in measured.operators)
@@ -325,7 +326,7 @@ def _graphs(measured: Measured) -> NextStep | None:
 
 
 def _hidden_copies(measured: Measured) -> NextStep | None:
-    """With two instances on a GPU one batch is copied while another is computed."""
+    """Use two instances on a GPU, so that one batch is copied while another is computed."""
     gpu = measured.gpu
     if gpu is None or gpu.num_slots > 1:
         return None
@@ -335,7 +336,7 @@ def _hidden_copies(measured: Measured) -> NextStep | None:
 
 
 def _batching(measured: Measured) -> NextStep | None:
-    """What a batch costs whatever its size is shared by more rows."""
+    """Use larger batches, so that more rows share the fixed cost of a batch."""
     largest = measured.max_batch_size
     if largest <= measured.num_rows:
         return None
@@ -351,8 +352,8 @@ def _batching(measured: Measured) -> NextStep | None:
 
 
 def _instances(measured: Measured) -> NextStep | None:
-    """As many instances as threads, each with one: all they lose by working together is regained.
-    They would share memory and caches, so it is a ceiling."""
+    """Run one instance per thread, which regains all that is lost between threads. The instances
+    would share memory and caches, so this is an upper bound."""
     count, alone_s = measured.peaks.num_threads, measured.single_thread_s
     if alone_s is None or count < 2 or alone_s <= 0:
         return None
@@ -363,8 +364,8 @@ def _instances(measured: Measured) -> NextStep | None:
 
 
 def _path(measured: Measured) -> NextStep | None:
-    """The largest part of a request's time around the model that something can be done about, and
-    what is left of the request without it."""
+    """Return the largest part of a request's time around the model that can be shortened, with the
+    speed-up of the request without it."""
     whole = sum(each.seconds for each in measured.buckets)
     around = sorted(measured.buckets, key=lambda each: -each.seconds)
     for each in around:
@@ -377,8 +378,8 @@ def _path(measured: Measured) -> NextStep | None:
 
 
 def _advice(part: str, measured: Measured) -> str:
-    """What shortens a part of a request's time; empty: nothing that Penstock can do today. The
-    request has binary tensors already, and no other request is there to wait for."""
+    """Return how to shorten a part of a request's time; empty if Penstock can do nothing today. The
+    profiled request has binary tensors already, and no other request to wait for."""
     if part == "queue" and measured.queue_delay_s > 0:
         delay = units.duration(measured.queue_delay_s)
         return f"lower max_queue_delay_microseconds (now {delay})"
@@ -401,11 +402,11 @@ def _step(
     return NextStep(name, f"{text}: at most {ceiling:.2g}x{unit}", ceiling, is_latency)
 
 
-# In words.
+# Text.
 
 
 def findings(measured: Measured) -> list[str]:
-    """What a reader must know, the most important first."""
+    """Return the findings, most important first."""
     lines = [measured.disturbance, _bound_line(measured), *_type_lines(measured)]
     if measured.operators and not measured.disturbance:
         lines += [_limit_line(measured), _headroom_line(measured)]
@@ -426,8 +427,8 @@ def findings(measured: Measured) -> list[str]:
 
 
 def disturbance(runs_s: Sequence[float], again_s: float | None = None) -> str:
-    """A warning where the same run took very different times; empty: it did not. `again_s` is a
-    median taken later."""
+    """Return a warning if the same run took very different times, else an empty text. `again_s` is
+    a median taken later."""
     ordered = sorted(runs_s)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     if again_s:
@@ -500,7 +501,7 @@ def _headroom_line(measured: Measured) -> str:
 
 
 def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
-    """The first line."""
+    """Return the report's first line."""
     if measured.disturbance:
         return f"Disturbed: {measured.disturbance}. {MEASURE_AGAIN}"
     if not measured.operators:
@@ -524,7 +525,7 @@ def _most_of(measured: Measured, bound: Bound) -> str:
 
 
 def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
-    """Operators by type, the type with the most time first."""
+    """Group operators by type, the type with the most time first."""
     found: dict[str, list[Operator]] = {}
     for each in operators:
         found.setdefault(each.type, []).append(each)

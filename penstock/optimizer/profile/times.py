@@ -1,4 +1,4 @@
-"""How long each operator of a model took: the noun that all readers of profiles give. Values."""
+"""Operator times in the common form that all profile readers return. Values."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from penstock.optimizer.profile.work import Shaped
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """Mean of one run of the model; `seconds` are of all its calls together, shapes of one."""
+    """One operator in a run of the model: `seconds` of all its calls, shapes of one call."""
 
     name: str
-    # ONNX's name for what it does, or the library's own where there is none.
+    # ONNX operator type, or the library's own where ONNX has none.
     kind: str
     seconds: float
     inputs: tuple[Shaped, ...] = ()
     outputs: tuple[Shaped, ...] = ()
-    # Of constants among the inputs: they come from memory however small the batch is.
+    # Constant inputs: read from memory however small the batch is.
     weight_bytes: float = 0.0
     num_calls: int = 1
-    # What the library says it computed with; empty: by the inputs.
+    # Compute datatype that the library reports; empty: follows from the inputs.
     datatype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A span for the trace, in seconds from the first."""
+    """A span of the trace, in seconds from the first."""
 
     name: str
     kind: str
     start_s: float
     seconds: float
-    # Shapes and the like, in words.
+    # Shapes and the like, as text.
     details: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a library's profiler said."""
+    """Result of a library's profiler."""
 
     operators: Sequence[OperatorTime]
-    # Mean time of a run while it was watched.
+    # Median time of a run under the profiler.
     profiled_s: float
     events: Sequence[Event]
     notes: Sequence[str] = ()

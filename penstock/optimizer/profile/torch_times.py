@@ -1,7 +1,7 @@
-"""Operator times of PyTorch: the backend's own Runner, watched by torch.profiler.
+"""Operator times of PyTorch: the backend's own Runner under torch.profiler.
 
-Times are of an operator alone, without those it calls. Calls with the same shapes are one line. On
-a GPU the time is that of its kernels, by the operator that launched them.
+Times are an operator's self time, without the operators it calls. Calls with the same shapes are
+one entry. On a GPU the time is that of the kernels that the operator launched.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.optimizer.profile.gpu_timeline import RUN, Trace
 from penstock.optimizer.profile.times import Event, OperatorTime, Timed
 from penstock.optimizer.profile.work import Shaped
 
-# Its names for what ONNX calls otherwise. Those that only call others (linear, softmax, conv2d) are
-# not here: their work is that of the others.
+# ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
+# out: their work is counted in the others.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"), "MatMul"),
     "_int_mm": "MatMulInteger",
@@ -51,18 +51,18 @@ KINDS: Mapping[str, str] = {
 CONVOLUTIONS = frozenset(
     {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
 )
-# With heads before the length, and behind it.
+# Inputs [.., heads, length, width], and [.., length, heads, width].
 ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_cudnn_attention_forward"})
 KERNEL_ATTENTION = frozenset({"_flash_attention_forward", "_efficient_attention_forward"})
-# What only names memory anew.
+# Operators that change no memory, only how it is viewed.
 VIEWS = frozenset(
     {"view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"}
     | {"select", "squeeze", "empty", "empty_like", "empty_strided", "resize_", "_unsafe_view"}
     | {"flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"}
 )
-# Products whose second matrix is nearly always weights.
+# Matmuls whose second matrix is nearly always weights.
 WEIGHTED = frozenset({"mm", "addmm", "_addmm_activation", "_int_mm"})
-# Position of the matrices that meet.
+# Inputs before the two matrices.
 SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 NUM_WARM_UP = 2
 NO_KERNELS = "torch's profiler told of no kernel: another tool may be watching the GPU"
@@ -71,7 +71,7 @@ PREFIX = "aten::"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Batches as they are served on a GPU: as many on their way as the model has instances."""
+    """Batches as served on a GPU: as many in flight as the model has instances."""
 
     run: Callable[[], object]
     num_slots: int
@@ -84,8 +84,8 @@ def timed(
     flight: Flight | None = None,
     rounded: str = "",
 ) -> Timed:
-    """`run` is one batch through the Runner; `datatype` is that of its weights. On a GPU there is a
-    flight, and what of FP32 is rounded to TF32 there."""
+    """Profile `num_runs` batches. `run` sends one batch through the Runner; `datatype` is that of
+    its weights. On a GPU `flight` is given, and `rounded` lists what runs in TF32."""
     from torch.profiler import record_function
 
     is_cuda = flight is not None
@@ -126,7 +126,7 @@ def _flown(flight: Flight) -> Trace | None:
 
 
 def trace_of(watched: Any) -> Trace:
-    """What the profiler would show in Chrome."""
+    """Return the profiler's Chrome trace."""
     with tempfile.TemporaryDirectory(prefix="penstock-trace-") as made:
         path = Path(made) / "trace.json"
         watched.export_chrome_trace(str(path))
@@ -134,7 +134,7 @@ def trace_of(watched: Any) -> Trace:
 
 
 def launched_s(found: Sequence[Any], num_runs: int) -> dict[str, float]:
-    """By kernel, what operators have launched of it in a run."""
+    """Return the seconds per run that operators account for, by kernel."""
     seconds: dict[str, float] = {}
     for kernel in (kernel for event in found for kernel in event.kernels):
         seconds[kernel.name] = seconds.get(kernel.name, 0.0) + kernel.duration / 1e6 / num_runs
@@ -150,7 +150,7 @@ def read(
     is_cuda: bool,
     rounded: str = "",
 ) -> Timed:
-    """From the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
+    """Read the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
     grouped: dict[tuple[str, str], list[Any]] = {}
     for event in found:
         grouped.setdefault((event.name, str(event.input_shapes)), []).append(event)
@@ -165,7 +165,7 @@ def read(
 
 
 def _computed_in(operator: OperatorTime, rounded: str) -> str:
-    """What its products are made in; weights do not tell of TF32."""
+    """Return the datatype of its multiplications; weights do not show TF32."""
     of = {"MatMul": "matrices", "Conv": "convolutions"}.get(operator.kind)
     is_rounded = of in rounded.split(",") and operator.datatype == "fp32"
     return "tf32" if is_rounded else operator.datatype
@@ -207,7 +207,8 @@ Tensors = tuple[Shaped, ...]
 
 
 def _answer(kind: str, tensors: list[Shaped], event: Any) -> tuple[Tensors, Tensors]:
-    """The profiler tells inputs only; the output follows from them, or nothing is said."""
+    """Return inputs and output. The profiler has only the inputs; the output is derived from them,
+    or both are empty if it cannot be."""
     inputs = tuple(tensors)
     if not inputs:
         return (), ()
@@ -231,7 +232,7 @@ def _answer(kind: str, tensors: list[Shaped], event: Any) -> tuple[Tensors, Tens
 
 
 def _convolved(event: Any, inputs: Tensors) -> tuple[int, ...]:
-    """The output of a convolution from its stride, padding and dilation, where they are told."""
+    """Derive the output shape of a convolution from stride, padding and dilation, if recorded."""
     given = [
         value
         for value in getattr(event, "concrete_inputs", None) or ()
@@ -241,7 +242,7 @@ def _convolved(event: Any, inputs: Tensors) -> tuple[int, ...]:
         return ()
     image, weights = inputs[0].shape, inputs[1].shape
     name = event.name.removeprefix(PREFIX)
-    # Some tell the window first.
+    # Some list the window first.
     if name in ("_slow_conv2d_forward", "_conv_depthwise2d"):
         given = given[1:]
     elif name in ("mkldnn_convolution", "cudnn_convolution"):

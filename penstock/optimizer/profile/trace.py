@@ -1,4 +1,4 @@
-"""A profile as a trace that Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev) show."""
+"""Write a profile as a trace for Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.optimizer.profile.results import Bucket, GpuSpan
 from penstock.optimizer.profile.times import Event
 
 OPERATORS, REQUEST = 1, 2
-# Of the first lane of a GPU; each has a line.
+# Thread id of the first GPU lane; each lane has its own.
 GPU = 3
 LANES = {"in": "GPU: copies in", "compute": "GPU: kernels", "out": "GPU: copies out"}
 
@@ -21,8 +21,8 @@ LANES = {"in": "GPU: copies in", "compute": "GPU: kernels", "out": "GPU: copies 
 def to_trace(
     model: str, events: Sequence[Event], buckets: Sequence[Bucket], gpu: Sequence[GpuSpan] = ()
 ) -> dict[str, Any]:
-    """Operators as they ran on one line, the buckets of a request in a row on another; what a GPU
-    did on lines of its own, from its first moment on."""
+    """Return one line of operators as they ran, one of a request's buckets in sequence, and one per
+    GPU lane, starting at the GPU's first activity."""
     spans: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"penstock: {model}"}},
         _named(OPERATORS, "operators"),

@@ -1,7 +1,7 @@
-"""What an operator has to do: operations and bytes, from its type and the shapes it saw. Pure.
+"""Operations and bytes of an operator, from its type and shapes. Pure.
 
-A multiply-add is two operations. Bytes are what must move at least: every input read once and
-every output written once. Types are ONNX's; the readers of other libraries translate to them.
+A multiply-add is two operations. Bytes are the minimum traffic: every input read once and every
+output written once. Types are ONNX's; readers of other libraries' profiles translate to them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """None: not known. `datatype` is what the multiplications are made with: that of the peak."""
+    """Operations and bytes; None: unknown. `datatype` is that of the multiplications and selects
+    the peak."""
 
     flops: float | None
     num_bytes: float | None
@@ -60,19 +61,19 @@ class Work:
 Tensors = Sequence[Shaped]
 Count = Callable[[Tensors, Tensors], float]
 
-# Memory is only named anew.
+# Operators that only view memory differently.
 VIEWS = frozenset(
     {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant"}
 )
-# Memory is moved, and nothing computed.
+# Operators that move memory and compute nothing.
 MOVES = frozenset(
     {"Transpose", "Concat", "Slice", "Split", "Cast", "Expand", "Pad", "Tile", "Copy", "Reorder"}
     | {"ReorderInput", "ReorderOutput", "DepthToSpace", "SpaceToDepth", "ConstantOfShape", "Where"}
     | {"MemcpyFromHost", "MemcpyToHost", "OneHot", "Range", "ScatterND", "ScatterElements"}
 )
-# Of a table only the rows that are asked for are read.
+# Lookups: only the requested rows of a table are read.
 LOOKUPS = frozenset({"Gather", "GatherElements", "GatherND", "EmbedLayerNormalization"})
-# Operations for each element of the output, roughly: what counts is that they are few.
+# Operations per output element, roughly: what matters is that they are few.
 PER_ELEMENT: Mapping[str, float] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Max", "Min", "Neg", "Abs", "Relu", "Not"), 1),
     **dict.fromkeys(("And", "Or", "Xor", "Equal", "Greater", "Less", "GreaterOrEqual"), 1),
@@ -93,7 +94,7 @@ PER_ELEMENT: Mapping[str, float] = {
     "Resize": 8,
     "Upsample": 1,
 }
-# Operations for each element of the first input.
+# Operations per element of the first input.
 PER_INPUT: Mapping[str, float] = {
     **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2"), 1),
     **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "QLinearGlobalAveragePool"), 1),
@@ -103,8 +104,8 @@ PER_INPUT: Mapping[str, float] = {
 
 
 def work_of(kind: str, inputs: Tensors, outputs: Tensors) -> Work:
-    """`inputs` in the order of the operator's definition, weights included; those that are left out
-    or unknown have no place. Without shapes nothing is known."""
+    """Return the operator's work. `inputs` are in the order of its definition, weights included;
+    omitted or unknown ones are skipped. Without shapes the work is unknown."""
     datatype = compute_type(kind, inputs)
     if kind in VIEWS:
         return Work(0.0, 0.0, datatype)
@@ -119,7 +120,7 @@ def work_of(kind: str, inputs: Tensors, outputs: Tensors) -> Work:
 
 
 def compute_type(kind: str, inputs: Tensors) -> str:
-    """fp32 where integers are only moved or added: there is no other peak for that."""
+    """Return the datatype whose peak applies; fp32 if integers are only moved or added."""
     is_integer = kind in QUANTISED or (
         kind in MULTIPLIERS and bool(inputs) and inputs[0].datatype in BYTE_TYPES
     )
@@ -135,7 +136,7 @@ def _flops(kind: str, inputs: Tensors, outputs: Tensors) -> float | None:
     if kind in MULTIPLIERS:
         try:
             return MULTIPLIERS[kind](inputs, outputs)
-        # Weights that the library did not tell of, or shapes that cannot be.
+        # Weights that the library did not report, or impossible shapes.
         except (IndexError, ValueError, ZeroDivisionError):
             return None
     if kind in PER_ELEMENT:
@@ -146,19 +147,19 @@ def _flops(kind: str, inputs: Tensors, outputs: Tensors) -> float | None:
 
 
 def _matmul(inputs: Tensors, outputs: Tensors) -> float:
-    """The length of the sums is what the first matrix has beside the rows of the answer; either
+    """Derive the inner dimension from the first matrix and the rows of the output, because either
     matrix may be transposed."""
     first, answer = inputs[0].shape, outputs[0].shape
     if len(first) == 1 or len(answer) < 2:
         return 2.0 * outputs[0].num_elements * first[-1]
     matrix = first[-1] * first[-2]
-    # A batch of matrices on the left is a longer matrix where the right has no batch.
+    # If the right side has no batch, a batch of matrices on the left is one taller matrix.
     length = matrix / answer[-2] if len(first) == len(answer) else first[-1]
     return 2.0 * outputs[0].num_elements * length
 
 
 def _at(position: int, count: Callable[[Shaped, Tensors, Tensors], float]) -> Count:
-    """For operators whose weights are the input at this position."""
+    """Adapt `count` to operators whose weights are the input at this position."""
 
     def counted(inputs: Tensors, outputs: Tensors) -> float:
         return count(inputs[position], inputs, outputs)
@@ -167,7 +168,7 @@ def _at(position: int, count: Callable[[Shaped, Tensors, Tensors], float]) -> Co
 
 
 def _conv(weights: Shaped, inputs: Tensors, outputs: Tensors) -> float:
-    """Each element of the answer sums over one filter: channels of a group times the window."""
+    """Count one filter per output element: channels of a group times the window."""
     return 2.0 * outputs[0].num_elements * math.prod(weights.shape[1:])
 
 
@@ -176,7 +177,7 @@ def _transposed_conv(weights: Shaped, inputs: Tensors, outputs: Tensors) -> floa
 
 
 def _attention(inputs: Tensors, outputs: Tensors) -> float:
-    """The contrib operator: one matrix makes queries, keys and values, then they meet."""
+    """Count the contrib operator: one projection to queries, keys and values, then attention."""
     rows, length = inputs[0].shape[:2]
     width = outputs[0].shape[-1]
     projections = 2.0 * inputs[0].num_elements * inputs[1].shape[-1]
@@ -184,18 +185,18 @@ def _attention(inputs: Tensors, outputs: Tensors) -> float:
 
 
 def _meeting(inputs: Tensors, outputs: Tensors) -> float:
-    """Queries, keys and values as [rows, length, width] or [rows, heads, length, width]."""
+    """Count attention on [rows, length, width] or [rows, heads, length, width]."""
     length = inputs[1].shape[-2] if len(inputs) > 1 else inputs[0].shape[-2]
     return 4.0 * outputs[0].num_elements * length
 
 
 def _recurrent(inputs: Tensors, outputs: Tensors) -> float:
-    """For each step and row, both weight matrices once; each direction has its own."""
+    """Count both weight matrices once per step and row; each direction has its own."""
     steps, rows = inputs[0].shape[:2]
     return 2.0 * steps * rows * (inputs[1].num_elements + inputs[2].num_elements)
 
 
-# Operators that multiply and add much: those whose peak a device is bought for.
+# Matmul-like operators, which dominate the FLOP and set the peak.
 MULTIPLIERS: Mapping[str, Count] = {
     **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits"), _matmul),
     **dict.fromkeys(("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"), _matmul),
@@ -211,7 +212,7 @@ QUANTISED = frozenset(
     {"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm"}
     | {"ConvInteger", "QLinearConv", "QAttention"}
 )
-# What a compiler can make part of its neighbours: all that needs no sum over a whole row.
+# Operators that a compiler can fuse with neighbours: those without a reduction over a whole row.
 FUSIBLE = (frozenset(PER_ELEMENT) | {"Cast", "Where", "Transpose"}) - frozenset(
     {"Softmax", "LogSoftmax", "QLinearSoftmax", "LRN", "Resize", "EmbedLayerNormalization"}
     | {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "LpNormalization"}

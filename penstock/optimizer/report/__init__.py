@@ -1,1 +1,1 @@
-"""An optimisation shown: its first line, a table, a page, a file; and how it goes on meanwhile."""
+"""Reports of an optimisation: first line, table, page and file; and its progress while it runs."""

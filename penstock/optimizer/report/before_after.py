@@ -1,4 +1,4 @@
-"""The original and the chosen side by side: what a manager reads. Pure."""
+"""The original and the chosen candidate side by side, for managers. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.optimizer.report import wording
 from penstock.optimizer.report.first_line import is_original
 from penstock.optimizer.results import Optimization, Served
 
-# Figures without an interval that differ by less are the same.
+# Relative half-width of the interval given to figures without one.
 NEAR = 0.01
-# Share of what arrives that has to be answered in the time measured.
+# Share of the arriving requests that must be answered for a run to count as keeping up.
 KEPT_UP = 0.95
 OVERLOADED = "overloaded"
 DISTURBED = "disturbed"
@@ -23,7 +23,7 @@ DISTURBED = "disturbed"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A value as it is read, and the range that holds it 19 times of 20."""
+    """A formatted value and its 95 % confidence interval."""
 
     text: str
     range: str = ""
@@ -37,14 +37,14 @@ class Row:
     name: str
     before: Figure
     after: Figure
-    # "3.1x", "2.4x less"; empty where nothing can be said.
+    # "3.1x more", "2.4x less"; empty if nothing can be said.
     change: str
-    # None: neither, or not known.
+    # None: neither, or unknown.
     is_better: bool | None
 
 
 def rows(optimization: Optimization) -> list[Row]:
-    """What is known of one of them at least."""
+    """Return the rows that have a figure on at least one side."""
     before, after = optimization.before, optimization.after
     measured = list(_measured_rows(before, after))
     if is_disturbed(optimization):
@@ -54,24 +54,24 @@ def rows(optimization: Optimization) -> list[Row]:
 
 
 def is_disturbed(optimization: Optimization) -> bool:
-    """Whether figures contradict each other, so that no gain can be claimed from them."""
+    """Return whether figures contradict each other, so that no gain can be claimed."""
     both = optimization.before, optimization.after
     has_doubts = any(each is not None and each.disturbances for each in both)
     return optimization.outcome == "disturbed" or has_doubts
 
 
 def has_after(optimization: Optimization) -> bool:
-    """There is something else than the original to be shown."""
+    """Return whether there is a result other than the original to show."""
     return optimization.after is not None and not is_original(optimization)
 
 
 def keeps_up(served: Served) -> bool:
-    """What arrives is answered. Where it is not, the queue and latency grow as long as one looks,
-    and latencies of such a run are compared with nothing."""
+    """Return whether the server keeps up with the arrivals. If not, queue and latency grow for as
+    long as the run lasts, so its latencies are not comparable."""
     asked = float(match[0]) if (match := re.match(r"[0-9.]+(?=/s)", served.load)) else 0.0
     reached = served.throughput.value
     if served.streams is not None and math.isfinite(served.throughput.high):
-        # So few answers of seconds each are under way at the end that they would count.
+        # Answers take seconds: those in flight at the end would distort so small a count.
         reached = served.throughput.high
     return not reached < KEPT_UP * asked
 
@@ -95,7 +95,7 @@ def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Row]
 def _stream_rows(
     before: Served | None, after: Served | None, *, is_overloaded: bool
 ) -> Iterator[Row]:
-    """Of answers that come in pieces."""
+    """Yield the rows of streamed answers."""
     both = [None if each is None else each.streams for each in (before, after)]
     for name, metric in (("p99 first token", "ttft"), ("p99 per token", "tpot")):
         found = [None if each is None else getattr(each, metric) for each in both]
@@ -122,7 +122,7 @@ def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Valued:
-    """A figure, and what it stands for."""
+    """A figure with its numeric interval."""
 
     figure: Figure
     measured: Interval
@@ -183,7 +183,7 @@ def _goodput(served: Served | None) -> _Valued:
 
 
 def _cost(served: Served | None) -> _Valued:
-    """Infinite where nothing can be answered in time."""
+    """Return the cost; infinite if nothing can be answered in time."""
     if served is None or served.cost_per_million is None:
         return UNKNOWN
     is_finite = math.isfinite(served.cost_per_million)
@@ -200,5 +200,5 @@ def _memory(served: Served | None) -> _Valued:
 
 
 def _exactly(value: float) -> Interval:
-    """Give or take what nobody talks about."""
+    """Return a narrow interval around a value that was measured without one."""
     return Interval(value, value * (1 - NEAR), value * (1 + NEAR))

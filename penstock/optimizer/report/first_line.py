@@ -1,7 +1,7 @@
-"""The first line of every report of an optimisation, and the exit code that says the same. Pure.
+"""The first line of every report of an optimisation, and the exit code that matches it. Pure.
 
-Every claim is made from an outcome: of the run, of its candidates (`Try`), of what was left out
-(`Skip`), and of whether the proof ran.
+Every claim comes from a recorded outcome: of the run, of its candidates (`Try`), of what was left
+out (`Skip`), and of whether the proof ran.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXIT_CODES = {
     "failed": ExitCode.FAILED,
 }
 
-# Steps that are named one by one.
+# Steps that are listed by name; the rest are counted.
 MAX_UNTRIED = 4
 NOT_PROVEN = "not proven: not measured in turns with the original"
 ORIGINAL_NOT_PROVEN = "not proven: measured only in the search"
@@ -36,7 +36,7 @@ def exit_code(optimization: Optimization) -> ExitCode:
 
 
 def headline(optimization: Optimization) -> str:
-    """What was promised, whether it is kept, what was gained and what that cost."""
+    """State the SLO, whether it is kept, what was gained and at what cost."""
     head, details = {
         "kept": _kept,
         "missed": _missed,
@@ -74,7 +74,7 @@ def _missed(optimization: Optimization) -> tuple[str, list[str]]:
 
 
 def _refused(optimization: Optimization) -> tuple[str, list[str]]:
-    """Every candidate that was judged failed; the nearest one is named."""
+    """Say that every candidate that was judged failed, and name the nearest one."""
     refused = [each for each in optimization.tries if each.refusal is not None]
     judged = "the one candidate" if len(refused) == 1 else f"all {len(refused)} candidates"
     budget = optimization.accuracy_budget or "the accuracy budget"
@@ -121,7 +121,7 @@ def _failed(optimization: Optimization) -> tuple[str, list[str]]:
 
 
 def _rejected(optimization: Optimization) -> str:
-    """Passes of which the accuracy gate let nothing pass."""
+    """List the passes of which no candidate passed the accuracy gate."""
     judged = [each for each in optimization.tries if each.accuracy is not None or each.held_out]
     passed = {_pass_name(each) for each in judged if each.refusal is None}
     names = dict.fromkeys(_pass_name(each) for each in judged if each.refusal is not None)
@@ -134,7 +134,7 @@ def _pass_name(attempt: Try) -> str:
 
 
 def _untried(optimization: Optimization) -> list[str]:
-    """Steps that the end of the time, or an interruption, left unfinished or untried."""
+    """List the steps left unfinished or untried by the end of the time or an interruption."""
     groups = {
         "not finished (cut off by the time budget)": outcomes.unfinished(optimization),
         "not tried (out of time)": outcomes.untried(optimization, "time"),
@@ -149,12 +149,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_original(optimization: Optimization) -> bool:
-    """Chosen is what was given."""
+    """Return whether the original was chosen."""
     return optimization.chosen is not None and not optimization.chosen.steps
 
 
 def chosen_try(optimization: Optimization) -> Try | None:
-    """Of the chosen, or of that which it is but for its last steps, such as how it is served."""
+    """Return the try of the chosen candidate, or of its nearest ancestor: the last steps, such as
+    serving settings, may have none."""
     candidate = optimization.chosen
     while candidate is not None:
         found = outcomes.try_of(optimization.tries, candidate.key)
@@ -165,13 +166,13 @@ def chosen_try(optimization: Optimization) -> Try | None:
 
 
 def decisive_refusal(optimization: Optimization) -> Judgement | None:
-    """The refusal that came nearest to passing, best one that more examples would lift."""
+    """Return the refusal nearest to passing; those that more examples could lift come first."""
     refused = [each.refusal for each in optimization.tries if each.refusal is not None]
     return min(refused, key=_distance, default=None)
 
 
 def _distance(refused: Judgement) -> tuple[bool, float]:
-    # NaN is no bound at all.
+    # NaN means that there is no bound.
     bound = math.inf if math.isnan(refused.loss_bound) else refused.loss_bound
     return refused.num_needed is None, bound
 
@@ -185,24 +186,24 @@ def _of(verdicts: Sequence[Verdict], outcome: str) -> list[Verdict]:
 
 
 def _terms(served: Served, outcome: str) -> str:
-    """Terms of one outcome, and where they were measured."""
+    """Return the terms with this outcome, and the load at which they were measured."""
     terms = [wording.term(each) for each in _of(served.verdicts, outcome)]
     return f"{', '.join(terms)} at {served.load}" if terms else ""
 
 
 def _measured(served: Served) -> str:
-    """All terms of the SLO that were measured."""
+    """Return all terms of the SLO that were measured."""
     return "; ".join(filter(None, (_terms(served, "kept"), _terms(served, "missed"))))
 
 
 def _gains(optimization: Optimization) -> list[str]:
-    """Against the original: speed, and accuracy."""
+    """Return the gains over the original: speed and accuracy."""
     found = [_speed(optimization)]
     if optimization.after is not None and not optimization.is_proven:
         found.append(ORIGINAL_NOT_PROVEN if is_original(optimization) else NOT_PROVEN)
     judged = optimization.held_out
-    # A choice that only rounds otherwise does not have to pass; with few examples the bound of
-    # anything is beyond the limit, and would read like a refusal.
+    # A choice that differs only by rounding need not pass. With few examples its bound would exceed
+    # the limit and read like a refusal.
     if judged is not None and judged.is_passed:
         found.append(wording.accuracy(judged, optimization.accuracy_budget))
     return found

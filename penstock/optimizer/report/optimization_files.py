@@ -1,5 +1,5 @@
-"""Optimisations as files: JSON that is read again. Beside its data it holds a `verdict` for whoever
-looks at it with other tools; that is made anew on writing and ignored on reading."""
+"""Optimisations as JSON files that can be read back. Beside the data they hold a `verdict` for
+other tools; it is written anew each time and ignored on reading."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FORMAT = 1
 EXPECTED = "expected what penstock optimize --json writes"
 # Names in files of earlier versions.
 FORMER_OUTCOMES = {"met": "kept"}
-# What no other file of ours has together.
+# Fields that together identify an optimisation among our files.
 FIELDS = {"tries", "outcome", "machine", "format"}
 
 
 def write_optimization(optimization: Optimization, path: Path) -> None:
-    """Whole, or not at all."""
+    """Write the file, completely or not at all."""
     data: dict[str, Any] = {"verdict": first_line.headline(optimization)}
     data |= run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
     text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
@@ -31,7 +31,7 @@ def write_optimization(optimization: Optimization, path: Path) -> None:
 
 
 def is_optimization(path: Path) -> bool:
-    """Whether this looks like one; False also for what cannot be read."""
+    """Return whether the file looks like an optimisation; False if it cannot be read."""
     try:
         found = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -40,11 +40,11 @@ def is_optimization(path: Path) -> bool:
 
 
 def read_optimization(path: Path) -> Optimization:
-    """ConfigError says in words why this is none."""
+    """Read the file; ConfigError says why it is not an optimisation."""
     text = _read(path)
     _check_kind(path, text)
     try:
-        # Not strict: NaN is written as a word.
+        # Not strict: NaN is written as a string.
         found = msgspec.json.decode(text, type=Optimization, strict=False)
         found.outcome = FORMER_OUTCOMES.get(found.outcome, found.outcome)
         if found.slo:

@@ -1,5 +1,5 @@
-"""Progress of an optimisation: a few lines that move in a terminal, else a line for each activity
-that begins. A new best, and what Ctrl-C does, stay to be read in both."""
+"""Progress of an optimisation: a few live lines in a terminal, else one line for each activity that
+starts. Both keep a line for each new best and for what Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RESUME = "run the same command again to resume"
 
 
 class Live:
-    """`update` as often as wanted. Everything goes to stderr: stdout is the report's. A terminal is
-    drawn anew by a thread, so that the time goes on inside long steps."""
+    """Progress display. Call `update` at any rate. All output goes to stderr: stdout is for the
+    report. In a terminal a thread redraws the lines, so that the clock runs during long steps."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -31,7 +31,7 @@ class Live:
         self._console = console or Console(stderr=True)
         self._clock = clock
         self._screen: Screen | None = None
-        # The last progress, and when it came.
+        # The last progress, and when it arrived.
         self._last: tuple[Progress, float] | None = None
 
     def __enter__(self) -> Self:
@@ -46,7 +46,7 @@ class Live:
         return self
 
     def render(self) -> RenderableType:
-        """What a terminal shows now."""
+        """Return what a terminal shows now."""
         progress = self._now()
         return "" if progress is None else lines(progress)
 
@@ -57,7 +57,7 @@ class Live:
         return advanced(progress, self._clock() - came_at)
 
     def acknowledge(self, count: int) -> None:
-        """Say what this Ctrl-C does, from any thread."""
+        """Say what this Ctrl-C does; callable from any thread."""
         text = stopping_text(self._now()) if count == 1 else STOPPING_NOW
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
@@ -85,7 +85,7 @@ class Live:
 
 
 def advanced(progress: Progress, seconds: float) -> Progress:
-    """The same, so many seconds later."""
+    """Return the same progress, `seconds` later."""
     left_s = None if progress.left_s is None else progress.left_s - seconds
     return replace(progress, elapsed_s=progress.elapsed_s + seconds, left_s=left_s)
 
@@ -94,7 +94,7 @@ STOPPING_NOW = f"stopping now without saving; {RESUME}"
 
 
 def stopping_text(progress: Progress | None) -> str:
-    """What the first Ctrl-C does, and how to stop sooner."""
+    """Say what the first Ctrl-C does, and how to stop sooner."""
     if progress is None or not progress.to_save:
         return f"stopping: nothing to save yet, the original is not measured; {RESUME}"
     running = ": ".join(filter(None, [progress.candidate, _activity(progress)]))
@@ -118,12 +118,12 @@ def _place(progress: Progress) -> tuple[str, str, str]:
 
 
 def _activity(progress: Progress) -> str:
-    """What is done, without how far it is, which stands after a comma."""
+    """Return what is being done; how far it is follows after a comma and is cut off."""
     return progress.doing.partition(",")[0]
 
 
 def lines(progress: Progress) -> Group:
-    """Where it is in the sequence, what is being tried, what is the best."""
+    """Show the position in the sequence, the current candidate, and the best so far."""
     found = [sequence(progress.stage, progress.stages), _now(progress)]
     if progress.best:
         found.append(Text.assemble(("best so far  ", "dim"), *_best_parts(progress)))
@@ -131,7 +131,7 @@ def lines(progress: Progress) -> Group:
 
 
 def sequence(stage: str, stages: Sequence[str] = STAGES) -> Text:
-    """Stages in their order: those that are over, the present one, those to come."""
+    """Show the stages in order: finished, current and to come."""
     if stage not in stages:
         return Text(stage, style="bold")
     present = stages.index(stage)
@@ -152,7 +152,7 @@ def _now(progress: Progress) -> Text:
 
 
 def clock(progress: Progress) -> str:
-    """`4 tried, 1 min 20 s, at most 8 min 40 s left`."""
+    """Format `4 tried, 1 min 20 s, at most 8 min 40 s left`."""
     parts = [f"{progress.num_tried} tried", wording.span(progress.elapsed_s)]
     if progress.left_s is not None:
         parts.append(f"at most {wording.span(max(progress.left_s, 0.0))} left")
@@ -160,7 +160,7 @@ def clock(progress: Progress) -> str:
 
 
 def plain_line(progress: Progress) -> Text:
-    """For a file or a log: `[1 min 20 s] quantise: int8-static: accuracy`."""
+    """Return a line for a file or a log: `[1 min 20 s] quantise: int8-static: accuracy`."""
     parts = [progress.stage, progress.candidate, _activity(progress)]
     return Text(f"[{wording.span(progress.elapsed_s)}] {': '.join(filter(None, parts))}")
 

@@ -1,5 +1,5 @@
-"""An optimisation as one page that needs nothing else: the verdict first, then what changed, step
-by step, what was tried and why it lost, and how to get each candidate again."""
+"""An optimisation as a self-contained HTML page: the verdict first, then what changed step by step,
+what was tried and why it lost, and how to reproduce each candidate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUTCOME_STYLES = {
     "failed": "missed",
 }
 STEP_PLOTS = {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}
-# Figures of the table that get no card.
+# Rows of the table without a card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")
 BUILD = "Build the chosen candidate by hand; any other with its steps from the table above."
 TEXT_BUILD = "config.pbtxt of the chosen candidate; any other by its steps in the table above."
@@ -118,7 +118,7 @@ def _style(optimization: Optimization) -> str:
 
 
 def about(optimization: Optimization) -> dict[str, str]:
-    """What was given and asked for."""
+    """Return the inputs, the targets and the result."""
     known = {
         "model": f"{optimization.source} ({optimization.source_text})",
         "SLO": optimization.slo,
@@ -132,7 +132,7 @@ def about(optimization: Optimization) -> dict[str, str]:
 
 
 def _profiled(optimization: Optimization) -> str:
-    """The candidate that the profile is of; empty where nobody knows."""
+    """Return the candidate that was profiled; empty if unknown."""
     found = outcomes.try_of(optimization.tries, optimization.profiled)
     return "" if found is None else str(found.candidate)
 
@@ -154,7 +154,7 @@ def _notes(optimization: Optimization) -> list[Line]:
 
 
 def _cards(optimization: Optimization) -> Iterator[Card]:
-    """The figures of the table that are told first: what is, and what was."""
+    """Yield a card for each main figure of the table: the new value, with the original's below."""
     has_after = before_after.has_after(optimization)
     for row in before_after.rows(optimization):
         if row.name not in LESS_TOLD:
@@ -172,14 +172,14 @@ def _cells(row: Row, has_after: bool) -> list[Cell]:
 
 
 def _outcome_style(told: Told) -> str:
-    """Of the chip that says what became of a try."""
+    """Return the style of the chip with a try's outcome."""
     if told.is_chosen:
         return "chosen"
     return {"kept": "kept", "rejected": "error", "failed": "error"}.get(told.outcome, "note")
 
 
 def _fallback(optimization: Optimization) -> list[list[Cell]]:
-    """Layers kept in float, of the candidate that was chosen, or of all that have some."""
+    """Return the layers kept in float by the chosen candidate, or else by all that have some."""
     chosen = optimization.chosen
     line = [] if chosen is None else [chosen.key, *_parents(optimization)]
     found = [each for each in optimization.tries if each.fallback]

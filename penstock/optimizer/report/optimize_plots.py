@@ -1,6 +1,6 @@
-"""What the page of an optimisation draws, as figures in plotly's JSON form. Pure.
+"""Plots of the optimisation page, as figures in plotly's JSON form. Pure.
 
-Predicted figures are hatched bars and open marks, measured ones are solid.
+Predicted figures are hatched bars and hollow marks, measured ones are solid.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ PHASE_COLOURS = {
     "postprocess": "#8c6a9e",
 }
 OTHER_PHASES = ("#8a56c4", "#b8479c", "#5a6fd0")
-# A bar that is so many times the limit, or the middle one of them, is cut off.
+# Bars above this multiple of the limit, or of the median without one, are cut off.
 CUT = 4.0
-# Letters of a line that is shown beside the pointer.
+# Characters per line of a hover text.
 MAX_HOVER = 60
-# Letters that fit below a bar.
+# Characters that fit below a bar.
 MAX_LABEL = 10
-# Of the room that a bar has.
+# Half the width of a bar, as a share of its slot.
 HALF_BAR = 0.325
-# An axis of accuracy spans this at least, so that noise does not look large.
+# Least span of an accuracy axis as a share of the largest value, so that noise does not look large.
 MIN_SPAN = 0.02
 
 
 def figures_of(optimization: Optimization) -> dict[str, list[Figure | None]]:
-    """By name. None: there is nothing to draw."""
+    """Return the figures by name. None: nothing to draw."""
     metric = wording.metric_of(optimization)
     return {
         "latency_steps": [_latency_steps(optimization)],
@@ -73,13 +73,13 @@ def _stream_figures(optimization: Optimization) -> dict[str, list[Figure | None]
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """What a waterfall is about, in the unit it is drawn in."""
+    """The quantity of a waterfall, in the unit it is drawn in."""
 
     title: str
     value: Callable[[Phase], float]
     text: Callable[[float], str]
     is_lower_better: bool
-    # Whether a phase has it from a served run.
+    # Whether a phase has it from a served run rather than a prediction.
     is_measured: Callable[[Phase], bool] = lambda phase: phase.is_rate_measured
 
 
@@ -119,14 +119,14 @@ def slo_of(optimization: Optimization) -> Slo | None:
 
 
 def _across(layout: Figure, at: float) -> None:
-    """A dashed line over the whole width of a plot with a plain axis."""
+    """Draw a dashed line across a plot with a linear axis."""
     line = {"color": plots.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
     place = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}
     layout["shapes"].append(place)
 
 
 def _corner(text: str) -> Figure:
-    """What a dashed line is, above the plot: nothing else is there."""
+    """Label the dashed line in the corner above the plot, which is free."""
     place = {"x": 1, "xref": "paper", "xanchor": "right", "y": 1, "yref": "paper"}
     font = {"color": plots.LIMIT_COLOUR, "size": 11}
     return place | {"yanchor": "bottom", "text": f"- - {text}", "showarrow": False, "font": font}
@@ -135,8 +135,8 @@ def _corner(text: str) -> Figure:
 def _waterfall(
     phases: Sequence[Phase], quantity: _Quantity, limit: float | None = None
 ) -> Figure | None:
-    """The first and the last bar stand on the ground; between them each goes from what was before
-    to what is now. Steps of which nothing is known are left out."""
+    """Draw a waterfall: the first and last bar start at zero, each one between runs from the
+    previous value to its own. Steps without a value are left out."""
     phases = [phase for phase in phases if not math.isnan(quantity.value(phase))]
     values = [quantity.value(phase) for phase in phases]
     finite = [value for value in values if math.isfinite(value)]
@@ -172,7 +172,7 @@ def _waterfall(
 
 
 def _names(phases: Sequence[Phase]) -> list[str]:
-    """One word would be one bar: a second one of the same name gets a number."""
+    """Number repeated labels: equal labels would share one bar."""
     seen: dict[str, int] = {}
     found = []
     for phase in phases:
@@ -184,7 +184,7 @@ def _names(phases: Sequence[Phase]) -> list[str]:
 
 
 def _broken(label: str) -> str:
-    """Long labels in two lines: they stand side by side below the bars."""
+    """Break long labels into two lines, because they stand side by side below the bars."""
     plain = escape(label).replace(" → ", " →<br>")
     return plain if len(label) <= MAX_LABEL or "<br>" in plain else plain.replace("-", "-<br>", 1)
 
@@ -204,7 +204,7 @@ class _Bar:
 def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> _Bar:
     value = values[index]
     if not math.isfinite(value):
-        # Never answered, beyond every top.
+        # Nothing was answered: beyond the top of any plot.
         return _Bar(0.0, math.inf, WHOLE)
     if index in (0, len(values) - 1):
         return _Bar(0.0, value, WHOLE)
@@ -214,7 +214,7 @@ def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> _Bar:
 
 
 def _top(finite: Sequence[float], limit: float | None) -> float:
-    """As high as all values, except those that would make the others too small to see."""
+    """Return the highest value, without those that would make the others too small to see."""
     usual = sorted(finite)[len(finite) // 2] if limit is None else limit
     kept = [value for value in finite if value <= CUT * usual]
     return max([*kept, usual]) or 1.0
@@ -231,21 +231,21 @@ def _connectors(values: Sequence[float], top: float) -> list[Figure]:
 
 
 def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Figure]:
-    """Above the higher end of each bar."""
+    """Label the upper end of each bar."""
     found = []
     for index, (value, text) in enumerate(zip(values, texts, strict=True)):
         before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
         end = max(value, before)
         place = {"x": index, "y": min(end, top), "yanchor": "bottom", "text": text}
         if end > top:
-            # Its bar goes on beyond the plot.
+            # The bar continues beyond the plot.
             place |= {"y": 1, "yref": "paper"}
         found.append(place | {"showarrow": False, "font": {"size": 11}})
     return found
 
 
 def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
-    """Points, not bars: their axis does not begin at nothing."""
+    """Draw points, not bars, because the axis does not start at zero."""
     known = [phase for phase in optimization.phases if phase.accuracy is not None]
     values = [math.nan if phase.accuracy is None else phase.accuracy for phase in known]
     finite = [value for value in values if math.isfinite(value)]
@@ -283,12 +283,13 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
 
 
 def _accuracy_limit(optimization: Optimization) -> float | None:
-    """The least that the budget allows. A relative one, or of an error, is not drawn."""
+    """Return the lowest score that the budget allows; None for a relative budget, or one that
+    limits a rise."""
     found = optimization.held_out
     budget = optimization.accuracy_budget
     if found is None or wording.is_relative(budget) or " rise " in budget:
         return None
-    # The steps' scores are of other examples than the held-out ones.
+    # The scores of the steps come from other examples than the held-out ones.
     first = next((each.accuracy for each in optimization.phases if each.accuracy is not None), None)
     return (found.original if first is None else first) - found.limit
 
@@ -303,17 +304,17 @@ def _accuracy_range(optimization: Optimization, values: Sequence[float]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A try on the plane of speed and accuracy."""
+    """A try in the plane of speed and accuracy."""
 
     attempt: Try
     rate: float
-    # Points lost for shares, else in the unit of the score.
+    # Percentage points for shares, else the unit of the score.
     loss: float
     is_measured: bool
 
 
 def points_of(optimization: Optimization, metric: str) -> list[Point]:
-    """Every try whose rate is known."""
+    """Return every try with a known rate."""
     is_percent = wording.is_share(metric) or wording.is_relative(optimization.accuracy_budget)
     scale = 100.0 if is_percent else 1.0
     found = []
@@ -328,7 +329,7 @@ def points_of(optimization: Optimization, metric: str) -> list[Point]:
 
 
 def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
-    """What the last step that changed answers was found to lose; those after it lose no more."""
+    """Return the measured loss of the last step that changed answers; later steps lose no more."""
     while candidate.steps:
         found = outcomes.try_of(optimization.tries, candidate.key)
         judged = None if found is None else found.accuracy
@@ -339,7 +340,7 @@ def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
-    """Allowed ones that no other allowed one beats in both, from slow to fast."""
+    """Return the Pareto front of the allowed points, from slow to fast."""
     barred = ("rejected", "failed", "cut off")
     allowed = [each for each in points if each.attempt.outcome not in barred]
     front: list[Point] = []
@@ -349,7 +350,7 @@ def front_of(points: Sequence[Point]) -> list[Point]:
     return front[::-1]
 
 
-# Name in the legend, colour and mark by what became of a try.
+# Legend name, colour and symbol by the outcome of a try.
 MARKS = {
     "kept": ("kept", BETTER, "circle"),
     "equal": ("equal", WHOLE, "circle"),
@@ -373,7 +374,7 @@ def _pareto(optimization: Optimization, metric: str) -> Figure | None:
     title = f"{escape(metric)} lost{_loss_unit(optimization, metric)}"
     layout: Figure = {
         "xaxis": {"title": "highest rate that keeps the SLO, per second", "rangemode": "tozero"},
-        # Upside down: up is good, as in the words above.
+        # Reversed, so that up is good.
         "yaxis": {"title": title, "range": [max(losses) + 0.15 * span, min(losses) - 0.15 * span]},
         "shapes": [],
         "annotations": [],
@@ -452,8 +453,8 @@ def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Fi
 
 
 def _curves(optimization: Optimization) -> Figure | None:
-    """Throughput against latency, before and after, with what was promised. Answers of seconds are
-    too few for a throughput: they have curves of their own."""
+    """Plot latency against throughput, before and after, with the SLO. Text generation has too few
+    answers for a throughput, and has curves of its own."""
     if optimization.form == "text":
         return None
     sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
@@ -475,13 +476,13 @@ def _curves(optimization: Optimization) -> Figure | None:
             plots.add_limit_across(figure["layout"], term)
     if slo is not None and slo.rate is not None:
         _rate_line(figure["layout"], slo.rate.per_s)
-    # Words on the lines would lie on the curves.
+    # Labels on the lines would cover the curves.
     figure["layout"]["annotations"] = [_corner(f"SLO: {escape(str(slo))}")] if slo else []
     return figure
 
 
 def _stream_curves(optimization: Optimization, metric: str, title: str) -> Figure | None:
-    """p99 of a stream's metric against the rate of arrivals, before and after."""
+    """Plot the p99 of a streaming metric against the arrival rate, before and after."""
     sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
     if has_after(optimization):
         sides.append(("chosen", optimization.after, AFTER_COLOUR))
@@ -506,7 +507,7 @@ def _stream_curves(optimization: Optimization, metric: str, title: str) -> Figur
         plots.add_limit_across(layout, term, metric)
     if slo is not None and slo.rate is not None:
         _rate_line(layout, slo.rate.per_s)
-    # Words on the lines would lie on the curves.
+    # Labels on the lines would cover the curves.
     layout["annotations"] = [_corner(f"SLO: {escape(str(term))}") for term in limits[:1]]
     return figure
 
@@ -548,7 +549,7 @@ def _rate_line(layout: Figure, rate: float) -> None:
 
 
 def _phases(optimization: Optimization) -> Figure | None:
-    """Where the time of a request goes, before and after; the sum stands below."""
+    """Plot the parts of a request's time, before and after; the label has the total."""
     rows = [("original", optimization.before)]
     rows += [("chosen", optimization.after)] if has_after(optimization) else []
     known = [(name, run.phases) for name, run in rows if run is not None and run.phases]
@@ -558,7 +559,7 @@ def _phases(optimization: Optimization) -> Figure | None:
     order = [*PHASE_COLOURS, *(name for name in names if name not in PHASE_COLOURS)]
     colours = PHASE_COLOURS | dict(zip(order[len(PHASE_COLOURS) :], OTHER_PHASES, strict=False))
     sums = [sum(parts.values()) for _, parts in known]
-    # Side by side in one unit as long as the shorter one can be seen.
+    # Use one unit for both as long as the shorter bar is visible, else shares.
     is_share = max(sums) > plots.MAX_SUM_RATIO * min(sums)
     data = [
         {

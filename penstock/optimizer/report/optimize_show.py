@@ -1,4 +1,4 @@
-"""What is done with an optimisation that is over, or was saved: terminal, page, file."""
+"""Show a finished or saved optimisation in the terminal, or write its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def show_optimization(optimization: Optimization, html: Path | None, console: Co
 
 
 def show_saved(path: Path, html: Path | None, csv: Path | None, console: Console) -> None:
-    """What `penstock report` does with one; ConfigError in words for what cannot be read."""
+    """Show a saved optimisation, for `penstock report`; ConfigError if it cannot be read."""
     if csv is not None:
         raise ConfigError([f"csv: holds a bench run; {path} is an optimisation"])
     show_optimization(optimization_files.read_optimization(path), html, console)

@@ -1,4 +1,4 @@
-"""An optimisation in a terminal: the verdict, what the accuracy gate did not check, before and
+"""An optimisation in the terminal: the verdict, what the accuracy gate did not check, before and
 after, the waterfall, and the candidates that lost."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _compared(optimization: Optimization) -> Table | None:
 
 
 def _steps(optimization: Optimization) -> Table | None:
-    """The waterfall as a table; predicted figures are marked."""
+    """Return the waterfall as a table; predicted figures are marked."""
     phases = optimization.phases
     if len(phases) < 2:
         return None
@@ -85,7 +85,7 @@ def _p99(phase: Phase) -> str:
 
 
 def _tried(optimization: Optimization) -> Table | None:
-    """The candidates that lost, and why."""
+    """Return the candidates that lost, and why."""
     lost = [
         (stage, told)
         for stage, group in tried.by_stage(optimization)
@@ -103,7 +103,7 @@ def _tried(optimization: Optimization) -> Table | None:
 
 
 def _with_stage_once(lost: Sequence[tuple[str, Told]]) -> Iterator[tuple[str, list[Text]]]:
-    """The stage stands in the first of its rows only."""
+    """Yield the rows, with the stage only in the first row of its group."""
     last = ""
     for stage, told in lost:
         outcome = Text(told.outcome, style=OUTCOME_STYLES[told.outcome])

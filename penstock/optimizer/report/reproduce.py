@@ -1,4 +1,4 @@
-"""How to get a candidate again: its steps, the code that takes them, commands that measure it. Pure
+"""How to reproduce a candidate: its steps, code that builds it, commands that measure it. Pure
 text."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import shlex
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Optimization
 
-# Those that bench has too, with the same meaning.
+# Flags that `penstock bench` has too, with the same meaning.
 DATA_FLAGS = ("--data", "--data-name")
 REBUILT = "rebuilt"
-# All answers are as long as was asked for.
+# All answers have the requested length.
 TEXT_ADDRESS = "openai+http://127.0.0.1:8000/v1"
 LENGTHS = ("--extra", '{"ignore_eos": true}')
 ADDRESS = "http://127.0.0.1:8000/v2/models"
@@ -44,7 +44,7 @@ for number, step in enumerate(steps, 1):
     build = Build(build.candidate.then(step), folder, repository.read(folder).configs[-1])
 print(build.folder)
 """
-# What a build depends on, by the flag that says it.
+# Fields of the plan that a build depends on, with their flags.
 PLAN_FLAGS = {
     "data": "--data",
     "data_name": "--data-name",
@@ -57,7 +57,7 @@ PLAN_FLAGS = {
 
 
 def steps_code(candidate: Candidate) -> str:
-    """Its steps as Python."""
+    """Return the candidate's steps as Python code."""
     if not candidate.steps:
         return "steps = []"
     lines = [f"    Step({step.pass_name!r}, {step.settings!r})," for step in candidate.steps]
@@ -65,7 +65,7 @@ def steps_code(candidate: Candidate) -> str:
 
 
 def build_code(optimization: Optimization, candidate: Candidate) -> str:
-    """A script that builds it from the original."""
+    """Return a script that builds the candidate from the original."""
     if optimization.form == "text":
         return parameters(candidate)
     flags = _flags(optimization.command)
@@ -77,7 +77,7 @@ def build_code(optimization: Optimization, candidate: Candidate) -> str:
 
 
 def parameters(candidate: Candidate) -> str:
-    """Of a language model's config.pbtxt; the last step counts."""
+    """Return the parameters of a language model's config.pbtxt; later steps win."""
     settings = {name: value for step in candidate.steps for name, value in step.settings.items()}
     lines = [
         f'parameters {{ key: "penstock.{name}" value {{ string_value: "{value}" }} }}'
@@ -87,7 +87,7 @@ def parameters(candidate: Candidate) -> str:
 
 
 def files(optimization: Optimization, candidate: Candidate) -> str:
-    """Where its build lies; empty when it was not kept."""
+    """Return the path of its build; empty if it was not kept."""
     if not optimization.work:
         return ""
     name = ("builds", candidate.key) if candidate.steps else ("original",)
@@ -95,7 +95,7 @@ def files(optimization: Optimization, candidate: Candidate) -> str:
 
 
 def bench_commands(optimization: Optimization) -> str:
-    """What serves the chosen and measures it as this run did."""
+    """Return commands that serve the chosen candidate and measure it as this run did."""
     flags = _flags(optimization.command)
     data = [word for name in DATA_FLAGS if name in flags for word in (name, flags[name])]
     bench = ["penstock", "bench", f"{ADDRESS}/{optimization.name}", *data]
@@ -110,7 +110,7 @@ def bench_commands(optimization: Optimization) -> str:
 
 
 def _folder(optimization: Optimization) -> str:
-    """The repository that got the version; without one, what the script makes."""
+    """Return the repository with the version; without one, the folder that the script makes."""
     if optimization.version and optimization.out:
         return optimization.out
     steps = () if optimization.chosen is None else optimization.chosen.steps
@@ -118,7 +118,7 @@ def _folder(optimization: Optimization) -> str:
 
 
 def _flags(command: str) -> dict[str, str]:
-    """What stands after each flag of a command, or after its equals sign."""
+    """Return the value of each flag of a command, separated by a space or an equals sign."""
     words = shlex.split(command)
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):

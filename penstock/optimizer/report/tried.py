@@ -1,4 +1,4 @@
-"""Every try as it is told: what became of it and why, and what each gate saw. Pure."""
+"""Every try in text form: its outcome and reason, and the result of each gate. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.optimizer.report.first_line import chosen_try
 from penstock.optimizer.results import Optimization, Try
 from penstock.optimizer.simulate import TimeTable
 
-# Operator types and settings that are listed; the others are counted.
+# Operator types that are listed; the rest are counted.
 MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One try in words."""
+    """One try in text form."""
 
-    # What it adds to its parent, and all of it.
+    # The step it adds to its parent, and the whole candidate.
     step: str
     candidate: str
     outcome: str
@@ -35,13 +35,13 @@ class Told:
     p99: str
     took: str
     is_chosen: bool
-    # What each gate saw, by its name.
+    # Result of each gate by name.
     gates: Mapping[str, str]
     attempt: Try
 
 
 def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
-    """In the order of the sequence; stages without a try are left out."""
+    """Return the tries by stage, in search order; stages without a try are left out."""
     chosen = chosen_try(optimization)
     counts = Counter(wording.last_step(each.candidate) for each in optimization.tries)
     groups = [
@@ -61,7 +61,7 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
 def _told(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> Told:
     last = wording.last_step(attempt.candidate)
     return Told(
-        # The same step behind different ones is told with all of them.
+        # If several candidates end with the same step, show all steps.
         step=last if counts[last] == 1 else str(attempt.candidate),
         candidate=str(attempt.candidate),
         outcome=attempt.outcome,
@@ -77,7 +77,7 @@ def _told(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> Told:
 
 
 def rate_text(attempt: Try) -> str:
-    """The highest rate: measured, else about what was predicted."""
+    """Return the highest rate: measured, else predicted and marked as approximate."""
     if attempt.served is not None and attempt.served.max_rate is not None:
         return f"{units.number(attempt.served.max_rate.value)}/s"
     if attempt.predicted_rate is not None:
@@ -90,7 +90,7 @@ def _short_accuracy(found: Judgement | None) -> str:
 
 
 def _gates(attempt: Try) -> Iterator[tuple[str, str]]:
-    """In the order in which they are passed."""
+    """Yield the results in the order of the gates."""
     if attempt.facts is not None:
         yield "read back", read_back(attempt.facts)
     if attempt.numerics is not None:
@@ -107,7 +107,7 @@ def _gates(attempt: Try) -> Iterator[tuple[str, str]]:
 
 
 def read_back(facts: Facts) -> str:
-    """What was really built."""
+    """Describe what was really built."""
     parts = [facts.backend]
     if facts.weight_bytes:
         sizes = [f"{units.size(size)} {name}" for name, size in facts.weight_bytes.items()]
@@ -144,7 +144,7 @@ def numerics_text(found: Numerics) -> str:
 
 
 def accuracy_text(found: Judgement) -> str:
-    """What the gate said, and what it decided from."""
+    """Return the gate's text and the data behind its decision."""
     said = found.text or wording.accuracy(found)
     examples = f"{units.count(found.num_examples, 'example')} ({found.part})"
     pairs = f"better on {found.num_better}, worse on {found.num_worse}"
@@ -152,7 +152,7 @@ def accuracy_text(found: Judgement) -> str:
 
 
 def times_text(table: TimeTable) -> str:
-    """`2 x 1 thread: 1 row 4.00 ms, 8 rows 20.8 ms`."""
+    """Format `2 instances x 1 thread: 1 row 4.00 ms, 8 rows 20.8 ms`."""
     instances = units.count(table.num_instances, "instance")
     head = f"{instances} x {units.count(table.num_threads, 'thread')}"
     return f"{head}: {', '.join(_bucket_texts(table.seconds))}"

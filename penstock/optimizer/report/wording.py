@@ -1,5 +1,4 @@
-"""How the figures of an optimisation are said, in the same words by table, page and first line.
-Pure."""
+"""Texts for the figures of an optimisation, shared by table, page and first line. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from penstock.optimizer.phases import ARROW, AS_SERVED
 from penstock.optimizer.profile.results import NextStep
 from penstock.optimizer.results import Optimization, Verdict
 
-# A number that is no loss but the lack of a bound.
+# Losses from this number on mean that there is no bound.
 ANY_LOSS = 1e100
-# Scores that are a share of the examples, and read as percent.
+# Metrics that are a share of the examples, shown as percent.
 SHARES = re.compile(r"top\d+|agreement|accuracy")
-# By the name of a profile's step: the passes that are one way to take it.
+# Passes that implement a profile's step, by its name.
 WAYS = {
     "fusion": ("transformer-fusion", "conv-fusion", "openvino", "torch-compile"),
     "compile": ("onnx-export", "openvino", "torch-compile"),
@@ -40,19 +39,19 @@ def is_share(metric: str) -> bool:
 
 
 def score(metric: str, value: float) -> str:
-    """`91.2 %` of a share of examples, else the number itself."""
+    """Format `91.2 %` for a share of examples, else the number itself."""
     if math.isnan(value):
         return units.UNKNOWN
     return f"{100 * value:.1f} %" if is_share(metric) else f"{value:.4g}"
 
 
 def is_relative(budget: str) -> bool:
-    """Losses under such a budget are shares of the original's score."""
+    """Return whether losses under this budget are shares of the original's score."""
     return budget.endswith(" relative")
 
 
 def loss(metric: str, amount: float, budget: str = "") -> str:
-    """`0.6 points` of a share of examples, `0.6 % relative`, else the number itself."""
+    """Format `0.6 points` for a share of examples, `0.6 % relative`, else the number itself."""
     if not is_known(amount):
         return units.UNKNOWN
     percent = f"{100 * amount:.2f}".rstrip("0").rstrip(".")
@@ -64,18 +63,18 @@ def loss(metric: str, amount: float, budget: str = "") -> str:
 
 
 def is_known(amount: float) -> bool:
-    """Where nothing can be said any loss is assumed, as a number beyond all sense."""
+    """Return whether the loss is known; a huge number stands for an unknown one."""
     return abs(amount) < ANY_LOSS
 
 
 def accuracy(found: Judgement, budget: str = "") -> str:
-    """`top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)`."""
+    """Format `top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)`."""
     both = f"{score(found.metric, found.original)} → {score(found.metric, found.candidate)}"
     return f"{found.metric} {both} ({bound(found, budget)}, {limit(found, budget)})"
 
 
 def bound(found: Judgement, budget: str = "") -> str:
-    """The most that may be lost."""
+    """Return the upper bound of the loss."""
     if not is_known(found.loss_bound):
         return "loss not known"
     if found.loss_bound <= 0:
@@ -88,7 +87,7 @@ def limit(found: Judgement, budget: str = "") -> str:
 
 
 def last_step(candidate: Candidate) -> str:
-    """What a candidate adds to its parent."""
+    """Return the step that a candidate adds to its parent."""
     return str(candidate.steps[-1]) if candidate.steps else str(candidate)
 
 
@@ -97,14 +96,14 @@ def rate(per_s: float) -> str:
 
 
 def short_label(label: str) -> str:
-    """The label of a phase without settings, which are shown elsewhere."""
+    """Return a phase's label without settings, which are shown elsewhere."""
     if label.startswith(AS_SERVED):
         return AS_SERVED.rstrip(": ")
     return ARROW.join(part.partition("(")[0].strip() for part in label.split(ARROW)) or label
 
 
 def place(optimization: Optimization) -> str:
-    """Where the version is; empty when there is none."""
+    """Return the path of the version; empty without one."""
     if not optimization.version:
         return ""
     parts = (optimization.out.rstrip("/"), optimization.name, optimization.version)
@@ -112,8 +111,8 @@ def place(optimization: Optimization) -> str:
 
 
 def next_step(optimization: Optimization) -> str:
-    """The step that the profile recommends: only of the chosen candidate's model, and none that was
-    applied or tried already. Empty where there is none."""
+    """Return the step that the profile recommends, only if it profiled the chosen candidate's model
+    and the step was neither applied nor tried; else empty."""
     profile, chosen = optimization.profile, optimization.chosen
     if profile is None or chosen is None or optimization.profiled != chosen.model.key:
         return ""
@@ -132,13 +131,13 @@ def _is_done(step: NextStep, done: Sequence[Step]) -> bool:
 
 
 def times(ratio: float) -> str:
-    """`1.08x`, `3.1x`, `35x`."""
+    """Format `1.08x`, `3.1x`, `35x`."""
     decimals = 2 if ratio < 1.95 else 1 if ratio < 9.95 else 0
     return f"{ratio:.{decimals}f}x"
 
 
 def ratio(before: Interval | None, after: Interval | None) -> float | None:
-    """After over before; None where one of them is nothing, or not known."""
+    """Return after over before; None if either is zero or unknown."""
     if before is None or after is None:
         return None
     is_known = math.isfinite(before.value) and math.isfinite(after.value)
@@ -146,26 +145,26 @@ def ratio(before: Interval | None, after: Interval | None) -> float | None:
 
 
 def term(found: Verdict) -> str:
-    """`p99 12.1 ms (11.8-12.6) < 20 ms`."""
+    """Format `p99 12.1 ms (11.8-12.6) < 20 ms`."""
     return term_text(verdicts.Verdict(promises.parse(found.term).terms[0], found.measured))
 
 
 def metric_of(optimization: Optimization) -> str:
-    """What accuracy is judged by; empty when it is not."""
+    """Return the accuracy metric; empty if accuracy is not judged."""
     found = [each.accuracy for each in optimization.tries] + [optimization.held_out]
     named = next((each.metric for each in found if each is not None), "")
     return named or optimization.accuracy_budget.partition(" ")[0]
 
 
 def excess(found: Verdict) -> float | None:
-    """How far a missed term is from its limit, as a share of the limit."""
+    """Return how far a missed term is from its limit, as a share of the limit."""
     if found.measured is None or not math.isfinite(found.measured.value) or not found.limit:
         return None
     return abs(found.measured.value - found.limit) / found.limit
 
 
 def span(seconds: float) -> str:
-    """Of a run: `42 s`, `6 min 52 s`, `1 h 3 min`."""
+    """Format a duration: `42 s`, `6 min 52 s`, `1 h 3 min`."""
     if not math.isfinite(seconds):
         return units.UNKNOWN
     minutes, rest = divmod(round(seconds), 60)
