@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import CPU
-from penstock.errors import ConfigError, Overloaded, PenstockError
+from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
 from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
 from penstock.llm.engine import Asked, Engine, Limits, Piece
@@ -109,7 +109,7 @@ class EngineProcess:
             return False
         except Exception as error:  # Whatever a library raises is the answer to Load.
             log.exception("the model cannot be loaded")
-            self._send(messages.LoadFailed((f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],)))
+            self._send(messages.LoadFailed((describe_error(error)[:MAX_ERROR_CHARS],)))
             return False
         # What is here stays; looking at it again and again would hold up steps.
         gc.collect()
@@ -136,7 +136,9 @@ class EngineProcess:
         except Exception as error:  # The engine loop: one that cannot be read is not the others'.
             log.exception("a request cannot be added")
             engine.give_up(message.request, "error")
-            self._send(messages.Refused(message.request, f"{type(error).__name__}: {error}", False))
+            self._send(
+                messages.Refused(message.request, describe_error(error)[:MAX_ERROR_CHARS], False)
+            )
 
     def _step(self, engine: Engine) -> None:
         began = time.perf_counter()
@@ -144,7 +146,7 @@ class EngineProcess:
             pieces = engine.step()
         except Exception as error:  # The engine loop: a step that fails ends those that wait.
             log.exception("a step failed")
-            reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            reason = describe_error(error)[:MAX_ERROR_CHARS]
             self._send(messages.Failed(tuple(engine.fail()), reason))
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:

@@ -43,7 +43,13 @@ from penstock.backends import (
 )
 from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
-from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.errors import (
+    BackendFailed,
+    ConfigError,
+    PenstockError,
+    describe_error,
+    error_text,
+)
 from penstock.serving import warmups
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
@@ -259,11 +265,7 @@ class Worker:
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
             warm_up_as_asked(config, runner)
-        except SystemExit as error:
-            text = f"the model's code ended the process: sys.exit({error.code!r})"
-            self._channel.send(frames.LoadFailed((text,)))
-            return False
-        except Exception as error:  # Whatever a backend raises is the answer to Load.
+        except BaseException as error:  # Whatever a model's code raises is the answer to Load.
             self._channel.send(frames.LoadFailed(_load_problems(error, frame.model)))
             return False
         if self._on_ready is not None:
@@ -295,7 +297,7 @@ class Worker:
         if self._die is not None and isinstance(runner, PinsMemory):
             runner.pin(memory)
 
-    def _failed(self, batch: int, error: Exception) -> frames.Failed:
+    def _failed(self, batch: int, error: BaseException) -> frames.Failed:
         """Or no answer at all, where the device has gone with the error: the next worker finds out
         which request it was."""
         answer = frames.Failed(batch, _explain(error))
@@ -309,7 +311,7 @@ class Worker:
     def _run(self, frame: frames.Dispatch) -> None:
         try:
             begun = self._begin(frame)
-        except Exception as error:  # The instance loop: a model's error is an answer.
+        except BaseException as error:  # The instance loop: a model's error is an answer.
             self._send(self._failed(frame.batch, error))
             return
         if self._answerer is None:
@@ -342,7 +344,7 @@ class Worker:
     def _answer(self, begun: Begun) -> None:
         try:
             answer: frames.Done | frames.Failed = self._finish(begun)
-        except Exception as error:  # The instance loop: a model's error is an answer.
+        except BaseException as error:  # The instance loop: a model's error is an answer.
             answer = self._failed(begun.frame.batch, error)
         self._send(answer)
 
@@ -468,7 +470,7 @@ class Worker:
                 if isinstance(outputs, Exception):
                     raise outputs
                 in_spill.append(self._store_rows(frame, part, place, outputs))
-            except Exception as error:  # The instance loop: a model's error is an answer.
+            except BaseException as error:  # The instance loop: a model's error is an answer.
                 errors[index] = _explain(error)
                 in_spill.append(())
         return self._spill(in_spill) if any(in_spill) else ()
@@ -507,7 +509,7 @@ class Worker:
                 spilled.append([])
                 for spec, array_ in values:
                     spilled[-1].append(self._memory.write(spec.name, spec.datatype, array_))
-        except Exception:
+        except BaseException:
             self._memory.release([extent.offset for extents in spilled for extent in extents])
             raise
         return tuple(tuple(extents) for extents in spilled)
@@ -657,7 +659,7 @@ def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
     return took_s
 
 
-def _load_problems(error: Exception, config: ModelConfig) -> tuple[str, ...]:
+def _load_problems(error: BaseException, config: ModelConfig) -> tuple[str, ...]:
     problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
     if config.memory_bytes is None or not OUT_OF_MEMORY.search("; ".join(problems)):
         return problems
@@ -665,11 +667,13 @@ def _load_problems(error: Exception, config: ModelConfig) -> tuple[str, ...]:
     return (*problems, limit)
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     if isinstance(error, PenstockError):
-        return str(error)[:MAX_ERROR_CHARS]
-    log.error("the model raised %s", type(error).__name__, exc_info=error)
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+        return error_text(error)[:MAX_ERROR_CHARS]
+    # A model may have closed or replaced stderr, and then logging itself fails.
+    with contextlib.suppress(BaseException):
+        log.error("the model raised %s", type(error).__name__, exc_info=error)
+    return describe_error(error)[:MAX_ERROR_CHARS]
 
 
 def take_part() -> None:

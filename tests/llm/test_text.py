@@ -176,6 +176,13 @@ class TestFolder:
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json: expected an object"):
             of_folder(tmp_path)
 
+    def test_half_of_a_surrogate_pair_in_a_file_is_told(self, tmp_path):
+        folder_of(tmp_path, {"chat_template": "\ud83d\ude42"})
+        assert of_folder(tmp_path).chat([]) == "\U0001f642"
+        folder_of(tmp_path, {"chat_template": "\ud83d"})
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: .*surrogates not allowed"):
+            of_folder(tmp_path)
+
 
 class TestGguf:
     @pytest.mark.parametrize("sample", SAMPLE)

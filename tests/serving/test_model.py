@@ -762,6 +762,98 @@ def test_when_the_model_raises_only_the_guilty_request_fails():
     run(config, scenario)
 
 
+RAISES = [
+    ("raise ValueError('not ascii: caf\\udce9')", "ValueError: not ascii: caf\\udce9"),
+    ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})()", "E: <no text"),
+    ("raise SystemExit(3)", "sys.exit(3)"),
+    ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ("raise GeneratorExit", "GeneratorExit"),
+    ("raise StopIteration", "StopIteration"),
+    ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
+    ("return {'\\ud800': x, 'z': 3}", "output 'z'"),
+    ("return {'\\ud800': x}", "no output 'y'"),
+    ("return {'y': [x]}", "output 'y'"),
+]
+
+
+@pytest.mark.parametrize(("code", "text"), RAISES)
+def test_whatever_model_code_raises_is_an_answer_and_the_worker_lives(tmp_path, code, text):
+    path = tmp_path / "model.py"
+    path.write_text(
+        f"def infer(inputs):\n    x = inputs['x']\n    if (x == 2000).any():\n"
+        f"        {code}\n    return {{'y': x}}\n"
+    )
+    config = replace(FIXED, backend="python", artifact=str(path))
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(4)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        assert [request.sink.error is not None for request in requests] == [0, 0, 1, 0]
+        assert text in str(requests[2].sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+TRITON_MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request.inputs()[0].as_numpy()) for request in requests]
+
+    def answer(self, x):
+        if (x == 2000).any():
+            CODE
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("return pb_utils.InferenceResponse([], pb_utils.TritonError('caf\\udce9'))", "caf\\udce9"),
+        ("raise pb_utils.TritonModelException('caf\\udce9')", "caf\\udce9"),
+        ("raise SystemExit('bye')", "sys.exit(bye)"),
+    ],
+)
+def test_whatever_a_triton_model_raises_is_an_answer(tmp_path, code, text):
+    path = tmp_path / "model.py"
+    path.write_text(TRITON_MODEL.replace("CODE", code))
+    config = replace(FIXED, backend="python", artifact=str(path))
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(4)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        assert [request.sink.error is not None for request in requests] == [0, 0, 1, 0]
+        assert text in str(requests[2].sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise SystemExit(3)", "line 1: the model's code ended the process: sys.exit(3)"),
+        ("raise KeyboardInterrupt", "line 1: KeyboardInterrupt"),
+        ("raise GeneratorExit('x')", "line 1: GeneratorExit: x"),
+        ("raise ValueError('caf\\udce9')", "line 1: ValueError: caf\\udce9"),
+        ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})()", "line 1: E: <no text"),
+    ],
+)
+def test_whatever_model_code_raises_while_it_is_loaded_is_the_reason(tmp_path, code, text):
+    path = tmp_path / "model.py"
+    path.write_text(f"{code}\n")
+    config = replace(FIXED, backend="python", artifact=str(path))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        run(config, lambda model, puppets: None)
+
+
 def test_queue_limits_and_timeouts_answer_in_tritons_words():
     policy = QueuePolicy(max_queue_size=1, default_timeout_s=0.01)
     config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, policies=(policy,)))
