@@ -177,16 +177,23 @@ class Sender:
         self._sock = sock
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """Datagrams that the socket has no room for."""
+        return len(self._unsent)
+
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Now, or when there is room again; descriptors must stay open until then."""
+        """Now, or when there is room again. The descriptors may be closed once this returns."""
         if self._unsent:
-            self._unsent.append((data, fds))
+            self._unsent.append((data, _duplicate(fds)))
         elif not self._try(data, fds):
-            self._unsent.append((data, fds))
+            self._unsent.append((data, _duplicate(fds)))
             self._loop.add_writer(self._sock.fileno(), self._flush)
 
     def close(self) -> None:
         """Drop what waits; before the socket is closed."""
+        for _, fds in self._unsent:
+            _close_all(fds)
         self._unsent.clear()
         self._loop.remove_writer(self._sock.fileno())
 
@@ -194,7 +201,7 @@ class Sender:
         while self._unsent:
             if not self._try(*self._unsent[0]):
                 return
-            self._unsent.popleft()
+            _close_all(self._unsent.popleft()[1])
         self._loop.remove_writer(self._sock.fileno())
 
     def _try(self, data: bytes, fds: tuple[int, ...]) -> bool:
@@ -208,6 +215,15 @@ class Sender:
         except (BrokenPipeError, ConnectionResetError):
             pass
         return True
+
+
+def _duplicate(fds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(os.dup(fd) for fd in fds)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class Life(Protocol):
@@ -459,9 +475,21 @@ class Supervisor:
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
         load = frames.Load(frames.VERSION, config, spill_bytes, self.proof, environment)
-        self.send(instance, load, (self._input_spill.fd, spill.fd))
+        self._send_load(instance, frames.encode(load), (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
+
+    def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
+        """Labels, parameters and tensors of a configuration may take megabytes."""
+        if len(data) <= frames.MAX_LOAD_BYTES:
+            self.send_bytes(instance, data, fds)
+            return
+        segment = Segment(len(data))
+        try:
+            segment.view[: len(data)] = data
+            self.send(instance, frames.Enclosed(len(data)), (*fds, segment.fd))
+        finally:
+            segment.close()
 
     def _send_slab(self, instance: Instance, slab: Slab) -> None:
         self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))

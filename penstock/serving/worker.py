@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import io
 import logging
 import os
@@ -60,6 +61,10 @@ from penstock.wire import frames
 
 PR_SET_PDEATHSIG = 1
 MAX_VIEWS = 256
+# Descriptors that come with one frame.
+MAX_FDS = 3
+# Problems that a failed load tells, and characters of all of them; they travel in a frame.
+MAX_PROBLEMS, MAX_PROBLEM_CHARS = 100, 65536
 LONG_WARM_UP_S = 0.25
 # Of one error's text; it travels in a frame.
 MAX_ERROR_CHARS = 4096
@@ -77,7 +82,7 @@ class Channel:
         self._sock = sock
         self._buffer = bytearray(frames.MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
-        self._fd_space = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+        self._fd_space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
     def receive(self) -> tuple[frames.ToWorker, list[int]] | None:
         """The next frame and its descriptors; None when the core has gone."""
@@ -90,13 +95,27 @@ class Channel:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
                 fds.extend(received)
-        return frames.decode_to_worker(self._view[:size]), fds
+        frame = frames.decode_to_worker(self._view[:size])
+        if isinstance(frame, frames.Enclosed):
+            frame = frames.decode_to_worker(_read_enclosed(frame, fds.pop()))
+        return frame, fds
 
     def send(self, frame: frames.FromWorker) -> None:
-        self._sock.send(frames.encode(frame))
+        """OSError if the frame is too large."""
+        data = frames.encode(frame)
+        if len(data) > frames.MAX_FRAME_BYTES:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        self._sock.send(data)
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _read_enclosed(frame: frames.Enclosed, fd: int) -> bytes:
+    segment = Segment(frame.nbytes, fd)
+    data = bytes(segment.view[: frame.nbytes])
+    segment.close()
+    return data
 
 
 class Memory:
@@ -661,10 +680,20 @@ def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
 
 def _load_problems(error: BaseException, config: ModelConfig) -> tuple[str, ...]:
     problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
+    problems = _shorten(problems)
     if config.memory_bytes is None or not OUT_OF_MEMORY.search("; ".join(problems)):
         return problems
     limit = f"parameters.penstock.memory_bytes limits it to {config.memory_bytes} bytes"
     return (*problems, limit)
+
+
+def _shorten(problems: Sequence[str]) -> tuple[str, ...]:
+    """Keep what fits a frame, and say how many problems were left out."""
+    kept = [problem[:MAX_ERROR_CHARS] for problem in problems[:MAX_PROBLEMS]]
+    while sum(map(len, kept)) > MAX_PROBLEM_CHARS:
+        kept.pop()
+    num_left = len(problems) - len(kept)
+    return (*kept, *([f"{num_left} more problems"] if num_left else []))
 
 
 def _explain(error: BaseException) -> str:

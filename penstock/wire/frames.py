@@ -7,7 +7,7 @@ process that there was not before; anything else raises it.
 A front has a frame per request, so there a datagram is an array of the frames that are due
 (`join`); only its first, Open, comes alone.
 
-    core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
+    core → worker   Load, Enclosed, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
     core → front    Open, SetKeys, InferReply, Answer, Forwarded, Ping, Drain, Stop
     front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Forward, Pong
@@ -26,6 +26,8 @@ from penstock.types import Parameter
 VERSION = 1
 # A datagram must fit the socket buffer; what is larger belongs into shared memory.
 MAX_FRAME_BYTES = 1 << 20
+# A Load that is larger travels as Enclosed: buffers of sockets are this large on any system.
+MAX_LOAD_BYTES = 1 << 16
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False):
@@ -82,6 +84,12 @@ class Load(Frame, tag="load"):
     proof: Proof | None = None
     # Variables for the model's code beside those that the process was started with.
     environment: dict[str, str] = {}
+
+
+class Enclosed(Frame, tag="seg"):
+    """A Load of any size: its bytes lie in a segment, whose descriptor comes after the Load's."""
+
+    nbytes: int
 
 
 class MapSlab(Frame, tag="map"):
@@ -368,7 +376,7 @@ class Drain(Frame, tag="drn"):
     """The server is about to stop: connections are not kept open beyond their next answer."""
 
 
-ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
+ToWorker = Load | Enclosed | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
 FromWorker = Ready | LoadFailed | Done | Failed | Leaving | StreamResponse | Upcall
 FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Forward | Pong
 ToFront = Open | SetKeys | InferReply | Answer | Forwarded | Ping | Drain | Stop

@@ -452,6 +452,74 @@ def test_inputs_larger_than_the_spill_are_refused_by_name():
     run(UNBATCHED, scenario)
 
 
+LABELS = tuple(
+    f"n{number:08d} a class of ImageNet-21k, with its synonyms" for number in range(21841)
+)
+LARGE = {
+    "labels": replace(FIXED, outputs=(TensorSpec("y", "INT64", (4,), labels=LABELS),)),
+    "parameters": replace(FIXED, options={f"parameter {n}": "v" * 20 for n in range(50_000)}),
+    "inputs": replace(
+        FIXED,
+        inputs=tuple(TensorSpec(f"input {n}", "INT64", (4,)) for n in range(20_000)),
+        max_batch_size=2,
+        batching=BatchPolicy(2),
+        memory=MemoryPolicy(max_slabs=1, spill_bytes=1 << 20),
+    ),
+}
+
+
+@pytest.mark.parametrize("config", LARGE.values(), ids=LARGE.keys())
+def test_configurations_larger_than_a_frame_are_loaded(config):
+    num_open = len(os.listdir("/proc/self/fd"))
+    assert len(frames.encode(frames.Load(1, config, 0))) > 300_000
+
+    async def scenario(model, puppets):
+        request = ask(config, *[canary(number, (1, 4)) for number in range(len(config.inputs))])
+        model.submit(request)
+        await puppets.step_all()
+        np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(0, (1, 4)))
+
+    run(config, scenario)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_an_answer_whose_description_fits_no_frame_fails_and_the_worker_lives(tmp_path):
+    names = [f"{'n' * 200}{number}" for number in range(6000)]
+    path = tmp_path / "model.py"
+    path.write_text(
+        "def infer(inputs):\n    x = inputs['x'].ravel()\n"
+        "    names = ['n' * 200 + str(number) for number in range(6000)]\n"
+        "    return {name: x for name in names}\n"
+    )
+    config = replace(
+        UNBATCHED,
+        backend="python",
+        artifact=str(path),
+        outputs=tuple(TensorSpec(name, "INT64", (-1,)) for name in names),
+        memory=MemoryPolicy(spill_bytes=1 << 20),
+    )
+
+    async def scenario(model, puppets):
+        request = ask(config, canary(1, (4,)))
+        model.submit(request)
+        await puppets.step_all()
+        assert "does not fit a frame" in str(request.sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+def test_a_load_with_thousands_of_problems_tells_the_first_ones(monkeypatch):
+    def load(config):
+        raise ConfigError([f"input {number}: {'x' * 200}" for number in range(20_000)])
+
+    monkeypatch.setattr("penstock.serving.worker.backend", lambda name: load)
+    with pytest.raises(ConfigError) as raised:
+        run(FIXED, lambda model, puppets: None)
+    assert raised.value.problems[0].startswith("input 0: xxx")
+    assert raised.value.problems[-1] == "19900 more problems"
+
+
 class Insistent(RecordingSink):
     """Sends the next request as soon as it has the answer to one."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.model import Model
+from penstock.serving.supervisor import Sender, socket_pair
 from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
@@ -170,6 +172,36 @@ def test_descriptors_do_not_leak_over_restarts():
 
 def no_process(*_: object, **__: object) -> None:
     raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_descriptors_of_frames_that_wait_are_kept_until_they_leave(is_read):
+    num_open = len(os.listdir("/proc/self/fd"))
+
+    async def main() -> None:
+        ours, theirs = socket_pair()
+        with ours, theirs:
+            sender = Sender(asyncio.get_running_loop(), ours)
+            num_sent = 0
+            while not sender.num_waiting:
+                sender.send(b"filler" * 10_000)
+                num_sent += 1
+            fd = os.memfd_create("test")
+            os.write(fd, b"text")
+            sender.send(b"last", (fd,))
+            os.close(fd)
+            if is_read:
+                for _ in range(num_sent - 1):
+                    theirs.recv(1 << 20)
+                await until(lambda: not sender.num_waiting)
+                theirs.recv(1 << 20)
+                _, fds, _, _ = socket.recv_fds(theirs, 100, 1)
+                assert os.pread(fds[0], 4, 0) == b"text"
+                os.close(fds[0])
+            sender.close()
+
+    asyncio.run(main())
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 @pytest.mark.parametrize(
