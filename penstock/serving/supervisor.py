@@ -40,6 +40,8 @@ SOCKET_BUFFER_BYTES = 4 << 20
 TICK_S = 0.5
 # For a worker that leaves, to close its model.
 LEAVE_S = 5.0
+# For a process that closed its socket to end by itself: its exit status tells why it ends.
+END_S = 2.0
 # Deaths before the first Ready that make the load fail.
 MAX_LOAD_DEATHS = 3
 
@@ -49,6 +51,8 @@ class ProcessLife:
     the same way, in another `module`. It leads a process group, which ends with it."""
 
     _reaper: ClassVar[Reaper] = Reaper()
+    # Processes that the kernel had killed for lack of memory when this was last looked at.
+    _num_oom_kills: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -81,17 +85,25 @@ class ProcessLife:
             self._pidfd = os.pidfd_open(self._process.pid)
             undo.pop_all()
         self.pid = self._process.pid
+        self.was_killed_outside = False
+        # Whether the core killed it, and the timer until it does.
+        self._is_killed = False
+        self._ending: asyncio.TimerHandle | None = None
+        if ProcessLife._num_oom_kills is None:
+            ProcessLife._num_oom_kills = usage.read_oom_kills()
         self._reaper.watch(self.pid)
         self._loop = loop
         self._on_death = on_death
         loop.add_reader(self._pidfd, self._died)
 
     def kill(self) -> None:
+        self._is_killed = True
         kill_group(self.pid)
 
     def socket_closed(self) -> None:
-        """A worker without its socket is of no use."""
-        self.kill()
+        """A worker without its socket is of no use: it ends by itself soon, or is killed."""
+        if self._ending is None:
+            self._ending = self._loop.call_later(END_S, self.kill)
 
     def has_room_for_another(self) -> bool:
         """Whether the machine's memory has room for one more process as large as this one."""
@@ -105,12 +117,25 @@ class ProcessLife:
         # Before it is waited for: until then no other group can have its number.
         kill_group(self.pid)
         self._reaper.forget(self.pid)
+        if self._ending is not None:
+            self._ending.cancel()
         status = self._process.wait()
-        if status < 0:
+        is_oom = self._was_out_of_memory()
+        self.was_killed_outside = status == -signal.SIGKILL and not (self._is_killed or is_oom)
+        if status == -signal.SIGKILL and is_oom:
+            reason = "was killed by the kernel for lack of memory"
+        elif status < 0:
             reason = f"was killed by {signal.Signals(-status).name}"
         else:
             reason = f"exited with status {status}"
         self._on_death(reason)
+
+    @staticmethod
+    def _was_out_of_memory() -> bool:
+        """Whether the kernel killed a process for lack of memory since the last death."""
+        before, now = ProcessLife._num_oom_kills, usage.read_oom_kills()
+        ProcessLife._num_oom_kills = now
+        return before is not None and now > before
 
 
 class ThreadLife:
@@ -118,6 +143,7 @@ class ThreadLife:
     frames, without the isolation. It cannot be killed, only told to stop."""
 
     pid = 0
+    was_killed_outside = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
         self.sock, theirs = socket_pair()
@@ -231,6 +257,8 @@ class Life(Protocol):
 
     sock: socket.socket
     pid: int
+    # Once it is dead: whether somebody else killed it, and not the kernel for lack of memory.
+    was_killed_outside: bool
 
     def kill(self) -> None: ...
     def socket_closed(self) -> None: ...
@@ -297,6 +325,8 @@ class Instance:
         self.is_ready = False
         # Its present worker is being killed because it took too long.
         self.is_hung = False
+        # Its last worker was killed by somebody else: nothing says that a request caused it.
+        self.was_killed_outside = False
         # It has asked to be replaced: it gets no more batches, and goes when it has answered.
         self.is_leaving = False
         self.batches: list[Any] = []
@@ -575,6 +605,7 @@ class Supervisor:
         sender.close()
         life.sock.close()
         instance.life = instance.sender = None
+        instance.was_killed_outside = life.was_killed_outside
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
         is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
@@ -611,7 +642,7 @@ class Supervisor:
 
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
         if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
-            text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
+            text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times; see the log"
             if self._config.memory_bytes is not None:
                 limit = self._config.memory_bytes
                 text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"

@@ -749,7 +749,13 @@ def main() -> None:
     # A model's folder is read, never written to.
     sys.dont_write_bytecode = True
     channel = Channel(sock)
-    Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()
+    try:
+        Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()
+    except BaseException as error:  # What is no answer to a batch ends the worker, with its reason.
+        log.error("the worker failed", exc_info=error)
+        with contextlib.suppress(OSError):
+            channel.send(frames.LoadFailed((f"the worker failed: {describe_error(error)}",)))
+        os._exit(1)
     channel.close()
     sys.stdout.flush()
     os._exit(0)
