@@ -104,9 +104,30 @@ class ConfigError(PenstockError):
     """Holds every problem found, each starting with the path of its cause."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = tuple(problems)
+        self.problems = tuple(printable(problem) for problem in problems)
+        super().__init__("; ".join(self.problems))
 
 
 class CommandLineError(ConfigError):
     """The command line itself is wrong: a malformed value, a missing flag, a contradiction."""
+
+
+def printable(text: str) -> str:
+    """Escape lone surrogates: UTF-8, and with it every protocol, has no bytes for them."""
+    return str.encode(text, "utf-8", "backslashreplace").decode()
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an exception. Never fails, whatever the class of the exception does."""
+    try:
+        return printable(str(error))
+    except BaseException as failure:  # `__str__` of a model's own exception may raise anything.
+        return f"<no text: __str__ raised {type(failure).__name__}>"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and text of an exception that a model's code raised."""
+    text = error_text(error)
+    if isinstance(error, SystemExit):
+        return f"the model's code ended the process: sys.exit({text})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

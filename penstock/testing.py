@@ -75,6 +75,7 @@ class PuppetLife:
     """One worker. `step` lets it handle a frame; `kill` is a crash."""
 
     pid = 0
+    was_killed_outside = False
 
     def __init__(
         self,

@@ -73,6 +73,20 @@ def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
     return Memory(min(machine.available, max(0, limit - used)), limit)
 
 
+def read_oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
+    """Count the processes that the kernel killed for lack of memory: those of this process's
+    control group, or of the whole machine where the group does not tell."""
+    group = ""
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = line.removeprefix("0::").strip("/")
+    for path in (cgroups / group / "memory.events", cgroups / "memory.events"):
+        if path.is_file():
+            return _read_field(path, "oom_kill")
+    return _read_field(proc / "vmstat", "oom_kill")
+
+
 def _read_number(path: Path) -> int | None:
     """Return None if there is no such file, or it says "max"."""
     with contextlib.suppress(OSError, ValueError):

@@ -146,7 +146,6 @@ WITHOUT_OWN_TEST = {
     "benchmark/targets/__init__.py": "tests/suites/target.py and benchmark/targets/test_kinds.py",
     "benchmark/report/__init__.py": "empty",
     "config.py": "values only; tests/test_repository.py resolves them",
-    "errors.py": "names only",
     "exit_codes.py": "names only; tests/test_commands.py meets each of them",
     "kernels/__init__.py": "empty",
     "kernels/paged.py": "values only; tests/kernels/test_paged_attention.py makes them",

@@ -320,7 +320,7 @@ def test_serve_ends_when_the_worker_of_a_model_dies_while_loading(tmp_path: Path
     ended = run_penstock("serve", tmp_path, *FREE_PORT)
     assert ended.code == 1
     [problem] = ended.errors
-    assert problem.startswith("deadly: ") and "SIGKILL" in problem
+    assert problem.startswith("deadly: ") and "SIGABRT" in problem
 
 
 def test_parameter_that_asks_for_more_memory_than_there_is_ends_in_words(tmp_path: Path) -> None:

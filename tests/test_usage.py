@@ -8,7 +8,15 @@ import psutil
 
 from penstock.devices import GpuUse, Watch
 from penstock.testing import FakeClock
-from penstock.usage import Member, Memory, Usage, cpu_s, read_memory, resident_bytes
+from penstock.usage import (
+    Member,
+    Memory,
+    Usage,
+    cpu_s,
+    read_memory,
+    read_oom_kills,
+    resident_bytes,
+)
 
 
 def test_this_process_is_the_core_and_uses_something():
@@ -75,3 +83,17 @@ def test_a_process_that_has_gone_takes_no_memory():
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         pass
     assert resident_bytes(child.pid) == 0
+
+
+def test_kills_for_lack_of_memory_are_those_of_the_group_or_else_of_the_machine(tmp_path):
+    cgroups, proc = tmp_path / "cgroup", tmp_path / "proc"
+    (cgroups / "system.slice" / "penstock").mkdir(parents=True)
+    (proc / "self").mkdir(parents=True)
+    assert read_oom_kills(cgroups, proc) == 0
+    (proc / "vmstat").write_text("nr_free_pages 5\noom_kill 7\n")
+    (proc / "self" / "cgroup").write_text("4:memory:/other\n0::/system.slice/penstock\n")
+    assert read_oom_kills(cgroups, proc) == 7
+    (cgroups / "memory.events").write_text("oom 9\noom_kill 3\n")
+    assert read_oom_kills(cgroups, proc) == 3
+    (cgroups / "system.slice" / "penstock" / "memory.events").write_text("oom_kill 1\n")
+    assert read_oom_kills(cgroups, proc) == 1

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, error_text
 from penstock.types import TensorSpec
 
 MAX_THREADS = 1024
@@ -65,8 +65,9 @@ def share_of_cores(config: ModelConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // config.num_instances)
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def first_line(error: BaseException) -> str:
+    text = error_text(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _mismatch(

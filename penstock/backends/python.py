@@ -32,7 +32,7 @@ from penstock import pbtxt
 from penstock.backends import Batch, BatchRequest, Execution, Finished, Outputs, PerRequest
 from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
 from penstock.types import Array, Parameter, TensorSpec
 
 TRITON = "TritonPythonModel"
@@ -93,7 +93,7 @@ class Code:
             yield
         except PenstockError:
             raise
-        except Exception as error:  # A model's code may raise anything.
+        except BaseException as error:  # A model's code may raise anything, also SystemExit.
             if not isinstance(error, SyntaxError | ModuleNotFoundError):
                 log.error("the model raised %s", type(error).__name__, exc_info=error)
             raise self.problem(what + self._describe(error)) from error
@@ -107,7 +107,7 @@ class Code:
         for name in [n for n in sys.modules if n.partition(".")[0] == self._package]:
             del sys.modules[name]
 
-    def _describe(self, error: Exception) -> str:
+    def _describe(self, error: BaseException) -> str:
         if isinstance(error, SyntaxError) and error.lineno is not None:
             file = Path(error.filename or self._path)
             where = "" if file == self._path else f"{file.name} "
@@ -121,8 +121,7 @@ class Code:
         if isinstance(error, ModuleNotFoundError) and error.name:
             name = error.name.removeprefix(f"{self._package}.")
             return f"{where}needs the module '{name}', which is not installed and not beside it"
-        text = next(iter(str(error).splitlines()), "")
-        return f"{where}{type(error).__name__}: {text}"
+        return where + next(iter(describe_error(error).splitlines()), "")
 
 
 class _Loader(SourceFileLoader):
@@ -335,7 +334,7 @@ def _end(code: Code, goodbye: Callable[[], Any] | None) -> None:
     try:
         if goodbye is not None:
             code.result(goodbye())
-    except Exception:  # A model's code may raise anything; the worker exits all the same.
+    except BaseException:  # A model's code may raise anything; the worker exits all the same.
         log.exception("the model failed while it was closed")
     finally:
         code.close()

@@ -10,7 +10,7 @@ from penstock.llm.engine import Limits
 from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.params import Sampling
 from penstock.llm.sequence import Ending
-from penstock.wire.openai_v1 import Invalid, Wishes
+from penstock.wire.openai_v1 import CONTEXT_LENGTH_EXCEEDED, Invalid, Wishes
 
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
@@ -33,7 +33,7 @@ def generation_of(
         raise Invalid(
             f"the prompt has {len(tokens)} tokens{asked}; expected at most {model.max_length} "
             "together",
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     stops = frozenset(wishes.stop_tokens)
     if not wishes.ignores_end:

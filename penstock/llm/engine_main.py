@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import CPU
-from penstock.errors import ConfigError, Overloaded, PenstockError
+from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
 from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
 from penstock.llm.engine import Asked, Engine, Limits, Piece
@@ -110,7 +110,7 @@ class EngineProcess:
             return False
         except Exception as error:  # Any error of a library is the answer to Load.
             log.exception("the model cannot be loaded")
-            self._send(messages.LoadFailed((f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],)))
+            self._send(messages.LoadFailed((describe_error(error)[:MAX_ERROR_CHARS],)))
             return False
         # The model's objects are permanent; scanning them in every collection would delay steps.
         gc.collect()
@@ -137,7 +137,9 @@ class EngineProcess:
         except Exception as error:  # Engine loop: one bad request must not affect others.
             log.exception("a request cannot be added")
             engine.give_up(message.request, "error")
-            self._send(messages.Refused(message.request, f"{type(error).__name__}: {error}", False))
+            self._send(
+                messages.Refused(message.request, describe_error(error)[:MAX_ERROR_CHARS], False)
+            )
 
     def _step(self, engine: Engine) -> None:
         began = time.perf_counter()
@@ -145,7 +147,7 @@ class EngineProcess:
             pieces = engine.step()
         except Exception as error:  # Engine loop: a failed step ends the requests in flight.
             log.exception("a step failed")
-            reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            reason = describe_error(error)[:MAX_ERROR_CHARS]
             self._send(messages.Failed(tuple(engine.fail()), reason))
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:

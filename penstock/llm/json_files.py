@@ -8,11 +8,17 @@ from typing import Any
 
 from penstock.errors import ConfigError
 
+_SURROGATE = "\\ud"
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise ConfigError if the file cannot be read or is not an object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        if _SURROGATE in text.lower():
+            # `json` accepts half of an escaped pair; UTF-8 has no bytes for it.
+            json.dumps(found, ensure_ascii=False).encode()
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path.name}: cannot be read: {error}"]) from None
     if not isinstance(found, dict):

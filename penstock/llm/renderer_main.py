@@ -18,7 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge
+from penstock.errors import (
+    ConfigError,
+    InvalidRequest,
+    PenstockError,
+    TooLarge,
+    describe_error,
+    error_text,
+)
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import packed
 from penstock.llm.text import Text, read_text
@@ -82,7 +89,7 @@ class RendererProcess:
             return
         except Exception as error:  # Any error of a library is the answer to LoadText.
             log.exception("the tokenizer cannot be loaded")
-            text = f"tokenizer: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            text = f"tokenizer: {describe_error(error)}"[:MAX_ERROR_CHARS]
             self._send(messages.TextFailed((text,)))
             return
         self._limit_memory(message.memory_bytes)
@@ -96,11 +103,11 @@ class RendererProcess:
         except OSError:
             pass  # The core has gone.
         except TooLarge as error:
-            self._send(messages.NotEncoded(message.job, "too_large", str(error)))
+            self._send(messages.NotEncoded(message.job, "too_large", error_text(error)))
         except InvalidRequest as error:
-            self._send(messages.NotEncoded(message.job, "invalid", str(error)))
+            self._send(messages.NotEncoded(message.job, "invalid", error_text(error)))
         except PenstockError as error:
-            self._send(messages.NotEncoded(message.job, "failed", str(error)))
+            self._send(messages.NotEncoded(message.job, "failed", error_text(error)))
         except MemoryError:
             reason = "the tokenizer needs more memory than it may use"
             self._send(messages.NotEncoded(message.job, "failed", reason))

@@ -29,7 +29,14 @@ from tokenizers import (
     processors,
 )
 
-from penstock.errors import BackendFailed, ConfigError, InvalidRequest, PenstockError, TooLarge
+from penstock.errors import (
+    BackendFailed,
+    ConfigError,
+    InvalidRequest,
+    PenstockError,
+    TooLarge,
+    error_text,
+)
 from penstock.llm.control_tokens import ControlTokens
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
@@ -69,6 +76,9 @@ MAX_REASON_CHARS = 500
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
+
+
+PLAIN_MESSAGES = ({"role": "user", "content": "Hello"},)
 
 
 class Refused(TemplateError):
@@ -166,13 +176,27 @@ class Text:
         except PenstockError:
             raise
         except Refused as error:
-            reason = str(error)[:MAX_REASON_CHARS]
+            reason = error_text(error)[:MAX_REASON_CHARS]
             raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
         except MemoryError:
             raise BackendFailed("the chat template needs more memory than it may use") from None
         except Exception as error:  # Code of a model folder, run on data of a client.
-            log.warning("the chat template cannot render messages: %s", error)
+            log.warning("the chat template cannot render messages: %s", error_text(error))
+            if self._is_template_broken(max_chars):
+                text = "the model's chat template has an error: it renders no messages; see the log"
+                raise BackendFailed(text) from None
             raise InvalidRequest("the chat template cannot render the messages") from None
+
+    def _is_template_broken(self, max_chars: int | None) -> bool:
+        """Whether the template fails on the plainest messages too, whatever a client sends."""
+        values = {"add_generation_prompt": True, **self.names, "messages": PLAIN_MESSAGES}
+        try:
+            _join(self._compiled.generate(values), max_chars)
+        except (Refused, PenstockError):
+            return False
+        except Exception:  # Code of a model folder.
+            return True
+        return False
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -187,8 +211,10 @@ class Text:
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
         try:
             return environment.from_string(self.template)
-        except TemplateError as error:
-            log.error("the chat template cannot be read: %s", error)
+        except MemoryError:
+            raise
+        except Exception as error:  # The compiler raises TemplateError, RecursionError and others.
+            log.error("the chat template cannot be read: %s", error_text(error))
             raise BackendFailed("the model's chat template has an error; see the log") from None
 
 

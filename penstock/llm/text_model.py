@@ -190,6 +190,14 @@ class TextModel:
         return self._loaded.vocabulary
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the model or its tokenizer has: either may have more than the other."""
+        ready = self._loaded.ready
+        if ready is None:
+            raise self._not_ready()
+        return max(ready.vocabulary, self.vocabulary.num_tokens)
+
+    @property
     def max_length(self) -> int:
         """Tokens of a prompt and its answer together."""
         ready = self._loaded.ready

@@ -84,7 +84,7 @@ def place_of(error: PenstockError) -> tuple[str | None, str | None]:
         case Invalid():
             return error.param, error.code
         case TooLargeField():
-            return error.param, None
+            return error.param, error.code
         case NotFound():
             return "model", "model_not_found"
         case NotAllowed(needs_key=True):

@@ -200,13 +200,15 @@ class OpenAiHttp:
         param = "messages" if asked.prompt is None else "prompt"
         reading = Reading(exchange, model, go_on, self._guarded, param, is_counted=False)
         if asked.prompt is None:
-            reading.begin_chat(asked.messages, {})
+            reading.begin_chat(asked.messages, asked.template_options)
         else:
             reading.begin([asked.prompt], is_whole=asked.has_special_tokens)
 
     def _detokenize(self, exchange: Exchange) -> None:
         name, tokens = openai_v1.read_detokenize(exchange.body)
-        text = self._find(name).vocabulary.decode(tokens, keeps_special=True)
+        model = self._find(name)
+        openai_v1.check_tokens("tokens", tokens, model.num_tokens)
+        text = model.vocabulary.decode(tokens, keeps_special=True)
         exchange.reply(200, _JSON, (openai_v1.detokenized(text),))
 
     def _head(self, prefix: str, model: str) -> Head:

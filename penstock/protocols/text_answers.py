@@ -27,6 +27,7 @@ from penstock.protocols.v2_http import reply_error, status_at
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
 from penstock.wire.openai_v1 import (
+    CONTEXT_LENGTH_EXCEEDED,
     Choice,
     Invalid,
     TokenLogprob,
@@ -120,7 +121,8 @@ def with_field(error: InvalidRequest, param: str) -> InvalidRequest:
     if isinstance(error, TooLargeField) or (isinstance(error, Invalid) and error.param):
         return error
     if isinstance(error, TooLarge):
-        return TooLargeField(str(error), param)
+        # Only a text that cannot fit the context is too large here.
+        return TooLargeField(str(error), param, CONTEXT_LENGTH_EXCEEDED)
     return Invalid(str(error), param, error.code if isinstance(error, Invalid) else None)
 
 

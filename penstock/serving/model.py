@@ -462,10 +462,13 @@ class Model:
             parts.append(Part(self.config.inputs[index].name, (place.count, *shape), data))
         return parts
 
-    def _pinned(self, request: Request) -> Verdict:
-        """A worker died while it ran this request alone."""
+    def _pinned(self, request: Request, was_killed_outside: bool) -> Verdict:
+        """A worker died while it ran this request alone. A kill from outside counts towards the
+        quarantine of the request itself, and not towards that of its API key: an operator's kills
+        meet whatever runs."""
         now = self._clock()
-        verdict = self._quarantine.died(self._body(request), request.caller, now)
+        caller = b"" if was_killed_outside else request.caller
+        verdict = self._quarantine.died(self._body(request), caller, now)
         if verdict.is_excused and request.lost_with is not None:
             self._supervisor.excuse(request.lost_with)
             request.lost_with = None
@@ -968,7 +971,7 @@ class Model:
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
-        is_excused = bool(flights) and self._judge(flights)
+        is_excused = bool(flights) and self._judge(flights, instance.was_killed_outside)
         for flight in flights:
             self._lost(flight, reason, now)
             if not is_excused and len(flight.requests) > 1:
@@ -979,10 +982,10 @@ class Model:
             self._check_idle()
         return is_excused
 
-    def _judge(self, flights: list[InFlight]) -> bool:
+    def _judge(self, flights: list[InFlight], was_killed_outside: bool) -> bool:
         """Whether a worker died of what it ran, and not because the model is broken."""
         if len(flights) == 1 and len(flights[0].requests) == 1:
-            return self._pinned(flights[0].requests[0]).is_excused
+            return self._pinned(flights[0].requests[0], was_killed_outside).is_excused
         return self._quarantine.died_in_company()
 
     def _lost(self, flight: InFlight, reason: str, now: float) -> None:

@@ -255,7 +255,7 @@ class Trial:
             inputs = dict(zip(names, rows, strict=True))
             (answer,) = self._runner.start(Batch(inputs, num_rows, [part])).wait()
             return _rows_of(self._config, answer, num_rows)
-        except Exception as error:  # A model may do anything with inputs that it was not made for.
+        except BaseException as error:  # A model may do anything with inputs not made for it.
             raise Unproven(f"it fails on made-up inputs: {first_line(error)[:MAX_CHARS]}") from None
 
     def _compare(self, left: Outputs, right: Outputs, limits: Mapping[str, float]) -> None:

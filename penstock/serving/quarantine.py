@@ -116,6 +116,8 @@ class Quarantine:
 
     A model that dies on any request is at fault itself: once several bodies killed without a single
     answer in between, their deaths are not held against them and count as a crash loop instead.
+    They still count against API keys: clients that send nothing but poison to a quiet model look
+    the same, and each key may cause a limited number of deaths.
     """
 
     def __init__(self) -> None:
@@ -147,12 +149,12 @@ class Quarantine:
     def died(self, body: bytes, key: bytes, now: float) -> Verdict:
         """A death was pinned on this request; `key` is empty where the client needs none."""
         self._suspects.add(body)
+        is_key = bool(key) and self._keys.died(key, now)
         if self._is_model_at_fault:
             for suspect in self._suspects:
                 self._bodies.forget(suspect)
-            return Verdict(is_excused=False)
+            return Verdict(is_excused=False, quarantines_key=is_key)
         is_body = self._bodies.died(body, now)
-        is_key = bool(key) and self._keys.died(key, now)
         return Verdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
 
     def died_in_company(self) -> bool:

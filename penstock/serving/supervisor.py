@@ -41,6 +41,8 @@ SOCKET_BUFFER_BYTES = 4 << 20
 TICK_S = 0.5
 # For a worker that leaves, to close its model.
 LEAVE_S = 5.0
+# For a process that closed its socket to end by itself: its exit status tells why it ends.
+END_S = 2.0
 # Deaths before the first Ready that make the load fail.
 MAX_LOAD_DEATHS = 3
 
@@ -50,6 +52,8 @@ class ProcessLife:
     the same way, in another `module`. It leads a process group, which ends with it."""
 
     _reaper: ClassVar[Reaper] = Reaper()
+    # Processes that the kernel had killed for lack of memory when this was last looked at.
+    _num_oom_kills: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -82,17 +86,25 @@ class ProcessLife:
             self._pidfd = os.pidfd_open(self._process.pid)
             undo.pop_all()
         self.pid = self._process.pid
+        self.was_killed_outside = False
+        # Whether the core killed it, and the timer until it does.
+        self._is_killed = False
+        self._ending: asyncio.TimerHandle | None = None
+        if ProcessLife._num_oom_kills is None:
+            ProcessLife._num_oom_kills = usage.read_oom_kills()
         self._reaper.watch(self.pid)
         self._loop = loop
         self._on_death = on_death
         loop.add_reader(self._pidfd, self._died)
 
     def kill(self) -> None:
+        self._is_killed = True
         kill_group(self.pid)
 
     def socket_closed(self) -> None:
-        """A worker without its socket is of no use."""
-        self.kill()
+        """A worker without its socket is of no use: it ends by itself soon, or is killed."""
+        if self._ending is None:
+            self._ending = self._loop.call_later(END_S, self.kill)
 
     def has_room_for_another(self) -> bool:
         """Whether the machine's memory has room for one more process as large as this one."""
@@ -106,12 +118,25 @@ class ProcessLife:
         # Before it is waited for: until then no other group can have its number.
         kill_group(self.pid)
         self._reaper.forget(self.pid)
+        if self._ending is not None:
+            self._ending.cancel()
         status = self._process.wait()
-        if status < 0:
+        is_oom = self._was_out_of_memory()
+        self.was_killed_outside = status == -signal.SIGKILL and not (self._is_killed or is_oom)
+        if status == -signal.SIGKILL and is_oom:
+            reason = "was killed by the kernel for lack of memory"
+        elif status < 0:
             reason = f"was killed by {signal.Signals(-status).name}"
         else:
             reason = f"exited with status {status}"
         self._on_death(reason)
+
+    @staticmethod
+    def _was_out_of_memory() -> bool:
+        """Whether the kernel killed a process for lack of memory since the last death."""
+        before, now = ProcessLife._num_oom_kills, usage.read_oom_kills()
+        ProcessLife._num_oom_kills = now
+        return before is not None and now > before
 
 
 class ThreadLife:
@@ -119,6 +144,7 @@ class ThreadLife:
     frames, without the isolation. It cannot be killed, only told to stop."""
 
     pid = 0
+    was_killed_outside = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
         self.sock, theirs = socket_pair()
@@ -178,16 +204,23 @@ class Sender:
         self._sock = sock
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """Datagrams that the socket has no room for."""
+        return len(self._unsent)
+
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Now, or when there is room again; descriptors must stay open until then."""
+        """Now, or when there is room again. The descriptors may be closed once this returns."""
         if self._unsent:
-            self._unsent.append((data, fds))
+            self._unsent.append((data, _duplicate(fds)))
         elif not self._try(data, fds):
-            self._unsent.append((data, fds))
+            self._unsent.append((data, _duplicate(fds)))
             self._loop.add_writer(self._sock.fileno(), self._flush)
 
     def close(self) -> None:
         """Drop what waits; before the socket is closed."""
+        for _, fds in self._unsent:
+            _close_all(fds)
         self._unsent.clear()
         self._loop.remove_writer(self._sock.fileno())
 
@@ -195,7 +228,7 @@ class Sender:
         while self._unsent:
             if not self._try(*self._unsent[0]):
                 return
-            self._unsent.popleft()
+            _close_all(self._unsent.popleft()[1])
         self._loop.remove_writer(self._sock.fileno())
 
     def _try(self, data: bytes, fds: tuple[int, ...]) -> bool:
@@ -211,11 +244,22 @@ class Sender:
         return True
 
 
+def _duplicate(fds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(os.dup(fd) for fd in fds)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 class Life(Protocol):
     """A worker as the supervisor sees it, whatever it runs in."""
 
     sock: socket.socket
     pid: int
+    # Once it is dead: whether somebody else killed it, and not the kernel for lack of memory.
+    was_killed_outside: bool
 
     def kill(self) -> None: ...
     def socket_closed(self) -> None: ...
@@ -282,6 +326,8 @@ class Instance:
         self.is_ready = False
         # Its present worker is being killed because it took too long.
         self.is_hung = False
+        # Its last worker was killed by somebody else: nothing says that a request caused it.
+        self.was_killed_outside = False
         # It has asked to be replaced: it gets no more batches, and goes when it has answered.
         self.is_leaving = False
         self.batches: list[Any] = []
@@ -460,9 +506,21 @@ class Supervisor:
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
         load = frames.Load(frames.VERSION, config, spill_bytes, self.proof, environment)
-        self.send(instance, load, (self._input_spill.fd, spill.fd))
+        self._send_load(instance, frames.encode(load), (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
+
+    def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
+        """Labels, parameters and tensors of a configuration may take megabytes."""
+        if len(data) <= frames.MAX_LOAD_BYTES:
+            self.send_bytes(instance, data, fds)
+            return
+        segment = Segment(len(data))
+        try:
+            segment.view[: len(data)] = data
+            self.send(instance, frames.Enclosed(len(data)), (*fds, segment.fd))
+        finally:
+            segment.close()
 
     def _send_slab(self, instance: Instance, slab: Slab) -> None:
         self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))
@@ -548,6 +606,7 @@ class Supervisor:
         sender.close()
         life.sock.close()
         instance.life = instance.sender = None
+        instance.was_killed_outside = life.was_killed_outside
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
         is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
@@ -584,7 +643,7 @@ class Supervisor:
 
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
         if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
-            text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
+            text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times; see the log"
             if self._config.memory_bytes is not None:
                 limit = self._config.memory_bytes
                 text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"

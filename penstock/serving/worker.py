@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import io
 import logging
 import os
@@ -42,7 +43,13 @@ from penstock.backends import (
 )
 from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
-from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.errors import (
+    BackendFailed,
+    ConfigError,
+    PenstockError,
+    describe_error,
+    error_text,
+)
 from penstock.serving import warmups
 from penstock.serving.memory_limit import OUT_OF_MEMORY, MemoryLimit
 from penstock.serving.padding import Pads, cropped
@@ -54,6 +61,10 @@ from penstock.wire import frames
 
 PR_SET_PDEATHSIG = 1
 MAX_VIEWS = 256
+# Descriptors that come with one frame.
+MAX_FDS = 3
+# Problems that a failed load tells, and characters of all of them; they travel in a frame.
+MAX_PROBLEMS, MAX_PROBLEM_CHARS = 100, 65536
 LONG_WARM_UP_S = 0.25
 # Of one error's text; it travels in a frame.
 MAX_ERROR_CHARS = 4096
@@ -69,7 +80,7 @@ class Channel:
         self._sock = sock
         self._buffer = bytearray(frames.MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
-        self._fd_space = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+        self._fd_space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
     def receive(self) -> tuple[frames.ToWorker, list[int]] | None:
         """The next frame and its descriptors; None when the core has gone."""
@@ -82,13 +93,27 @@ class Channel:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
                 fds.extend(received)
-        return frames.decode_to_worker(self._view[:size]), fds
+        frame = frames.decode_to_worker(self._view[:size])
+        if isinstance(frame, frames.Enclosed):
+            frame = frames.decode_to_worker(_read_enclosed(frame, fds.pop()))
+        return frame, fds
 
     def send(self, frame: frames.FromWorker) -> None:
-        self._sock.send(frames.encode(frame))
+        """OSError if the frame is too large."""
+        data = frames.encode(frame)
+        if len(data) > frames.MAX_FRAME_BYTES:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        self._sock.send(data)
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _read_enclosed(frame: frames.Enclosed, fd: int) -> bytes:
+    segment = Segment(frame.nbytes, fd)
+    data = bytes(segment.view[: frame.nbytes])
+    segment.close()
+    return data
 
 
 class Memory:
@@ -259,11 +284,7 @@ class Worker:
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
             warm_up_as_asked(config, runner)
-        except SystemExit as error:
-            text = f"the model's code ended the process: sys.exit({error.code!r})"
-            self._channel.send(frames.LoadFailed((text,)))
-            return False
-        except Exception as error:  # Whatever a backend raises is the answer to Load.
+        except BaseException as error:  # Whatever a model's code raises is the answer to Load.
             self._channel.send(frames.LoadFailed(_load_problems(error, frame.model)))
             return False
         if self._on_ready is not None:
@@ -297,7 +318,7 @@ class Worker:
         if self._die is not None and isinstance(runner, PinsMemory):
             runner.pin(memory)
 
-    def _failed(self, batch: int, error: Exception) -> frames.Failed:
+    def _failed(self, batch: int, error: BaseException) -> frames.Failed:
         """Or no answer at all, where the device has gone with the error: the next worker finds out
         which request it was."""
         answer = frames.Failed(batch, _explain(error))
@@ -311,7 +332,7 @@ class Worker:
     def _run(self, frame: frames.Dispatch) -> None:
         try:
             begun = self._begin(frame)
-        except Exception as error:  # The instance loop: a model's error is an answer.
+        except BaseException as error:  # The instance loop: a model's error is an answer.
             failed = self._failed(frame.batch, error)
         else:
             if self._answerer is None:
@@ -358,7 +379,7 @@ class Worker:
     def _answer(self, begun: Begun) -> None:
         try:
             answer: frames.Done | frames.Failed = self._finish(begun)
-        except Exception as error:  # The instance loop: a model's error is an answer.
+        except BaseException as error:  # The instance loop: a model's error is an answer.
             answer = self._failed(begun.frame.batch, error)
         self._leave_if_full(answer)
         self._send(answer)
@@ -485,7 +506,7 @@ class Worker:
                 if isinstance(outputs, Exception):
                     raise outputs
                 in_spill.append(self._store_rows(frame, part, place, outputs))
-            except Exception as error:  # The instance loop: a model's error is an answer.
+            except BaseException as error:  # The instance loop: a model's error is an answer.
                 errors[index] = _explain(error)
                 in_spill.append(())
         return self._spill(in_spill) if any(in_spill) else ()
@@ -524,7 +545,7 @@ class Worker:
                 spilled.append([])
                 for spec, array_ in values:
                     spilled[-1].append(self._memory.write(spec.name, spec.datatype, array_))
-        except Exception:
+        except BaseException:
             self._memory.release([extent.offset for extents in spilled for extent in extents])
             raise
         return tuple(tuple(extents) for extents in spilled)
@@ -674,19 +695,31 @@ def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
     return took_s
 
 
-def _load_problems(error: Exception, config: ModelConfig) -> tuple[str, ...]:
+def _load_problems(error: BaseException, config: ModelConfig) -> tuple[str, ...]:
     problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
+    problems = _shorten(problems)
     if config.memory_bytes is None or not OUT_OF_MEMORY.search("; ".join(problems)):
         return problems
     limit = f"parameters.penstock.memory_bytes limits it to {config.memory_bytes} bytes"
     return (*problems, limit)
 
 
-def _explain(error: Exception) -> str:
+def _shorten(problems: Sequence[str]) -> tuple[str, ...]:
+    """Keep what fits a frame, and say how many problems were left out."""
+    kept = [problem[:MAX_ERROR_CHARS] for problem in problems[:MAX_PROBLEMS]]
+    while sum(map(len, kept)) > MAX_PROBLEM_CHARS:
+        kept.pop()
+    num_left = len(problems) - len(kept)
+    return (*kept, *([f"{num_left} more problems"] if num_left else []))
+
+
+def _explain(error: BaseException) -> str:
     if isinstance(error, PenstockError):
-        return str(error)[:MAX_ERROR_CHARS]
-    log.error("the model raised %s", type(error).__name__, exc_info=error)
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+        return error_text(error)[:MAX_ERROR_CHARS]
+    # A model may have closed or replaced stderr, and then logging itself fails.
+    with contextlib.suppress(BaseException):
+        log.error("the model raised %s", type(error).__name__, exc_info=error)
+    return describe_error(error)[:MAX_ERROR_CHARS]
 
 
 def take_part() -> None:
@@ -733,7 +766,13 @@ def main() -> None:
     # A model's folder is read, never written to.
     sys.dont_write_bytecode = True
     channel = Channel(sock)
-    Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()
+    try:
+        Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()
+    except BaseException as error:  # What is no answer to a batch ends the worker, with its reason.
+        log.error("the worker failed", exc_info=error)
+        with contextlib.suppress(OSError):
+            channel.send(frames.LoadFailed((f"the worker failed: {describe_error(error)}",)))
+        os._exit(1)
     channel.close()
     sys.stdout.flush()
     os._exit(0)

@@ -7,7 +7,7 @@ other change increments the version.
 Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
 the first, Open, is sent alone.
 
-    core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
+    core → worker   Load, Enclosed, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, Leaving, StreamResponse, Upcall
     core → front    Open, SetKeys, InferReply, Answer, Forwarded, Ping, Drain, Stop
     front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Forward, Pong
@@ -26,6 +26,8 @@ from penstock.types import Parameter
 VERSION = 1
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
+# A Load that is larger travels as Enclosed: buffers of sockets are this large on any system.
+MAX_LOAD_BYTES = 1 << 16
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False):
@@ -83,6 +85,12 @@ class Load(Frame, tag="load"):
     proof: Proof | None = None
     # Environment variables for the model's code, added to those of the process.
     environment: dict[str, str] = {}
+
+
+class Enclosed(Frame, tag="seg"):
+    """A Load of any size: its bytes lie in a segment, whose descriptor comes after the Load's."""
+
+    nbytes: int
 
 
 class MapSlab(Frame, tag="map"):
@@ -366,7 +374,7 @@ class Drain(Frame, tag="drn"):
     """The server is shutting down: close each connection after its next answer."""
 
 
-ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
+ToWorker = Load | Enclosed | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
 FromWorker = Ready | LoadFailed | Done | Failed | Leaving | StreamResponse | Upcall
 FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Forward | Pong
 ToFront = Open | SetKeys | InferReply | Answer | Forwarded | Ping | Drain | Stop

@@ -78,6 +78,13 @@ OF_EMBEDDINGS: Mapping[str, Asks] = {
     "chat_template": (None,),
     "add_special_tokens": (None, True),
 }
+OF_TOKENIZE: Mapping[str, Asks] = {
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "tools": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+}
 # By field: why ignoring it changes nothing.
 HARMLESS: Mapping[str, str] = {
     "user": "names the end user",

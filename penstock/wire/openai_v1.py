@@ -20,6 +20,7 @@ from penstock.wire.openai_fields import (
     OF_COMPLETIONS,
     OF_EMBEDDINGS,
     OF_STREAMS,
+    OF_TOKENIZE,
     Asks,
     find_refused,
 )
@@ -42,6 +43,8 @@ NOTHING_REFUSED: Mapping[str, Asks] = {}
 # Characters of an error, which may quote the request.
 MAX_ERROR_CHARS = 1000
 MAX_MODEL_CHARS = 512
+# OpenAI's code for prompts that do not fit a model's context.
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class Invalid(InvalidRequest):
@@ -56,9 +59,10 @@ class Invalid(InvalidRequest):
 class TooLargeField(TooLarge):
     """A field that is too large."""
 
-    def __init__(self, text: str, param: str | None = None) -> None:
+    def __init__(self, text: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(text)
         self.param = param
+        self.code = code
 
 
 # Requests.
@@ -126,7 +130,9 @@ class _Tokenize(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class _Detokenize(msgspec.Struct, kw_only=True):
@@ -138,6 +144,7 @@ class _Detokenize(msgspec.Struct, kw_only=True):
 CHAT_FIELDS = _Chat.__struct_fields__
 COMPLETION_FIELDS = _Completion.__struct_fields__
 EMBEDDING_FIELDS = _Embeddings.__struct_fields__
+TOKENIZE_FIELDS = _Tokenize.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,7 @@ class TokenizeRequest:
     messages: Sequence[Mapping[str, Any]]
     has_special_tokens: bool
     has_texts: bool
+    template_options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,20 +300,27 @@ def read_embeddings(body: Raw) -> EmbeddingsRequest:
 
 
 def read_tokenize(body: Raw) -> TokenizeRequest:
-    found: _Tokenize = _decoded(_tokenize, body)
+    found: _Tokenize = _decoded(_tokenize, body, OF_TOKENIZE)
     if (found.prompt is None) == (found.messages is None):
         raise Invalid("expected either prompt or messages", "prompt")
     messages = [] if found.messages is None else _messages(found.messages)
+    options = dict(found.chat_template_kwargs or {})
+    if found.add_generation_prompt is not None:
+        options["add_generation_prompt"] = found.add_generation_prompt
     return TokenizeRequest(
-        found.model, found.prompt, messages, found.add_special_tokens, found.return_token_strs
+        found.model,
+        found.prompt,
+        messages,
+        found.add_special_tokens,
+        bool(found.return_token_strs),
+        options,
     )
 
 
 def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
     """Return the model (None: the only one) and the tokens."""
     found: _Detokenize = _decoded(_detokenize, body)
-    if not all(0 <= each <= LARGEST for each in found.tokens):
-        raise Invalid("tokens: expected tokens from 0 on", "tokens")
+    check_tokens("tokens", found.tokens, LARGEST + 1)
     return found.model, found.tokens
 
 
@@ -382,7 +397,7 @@ def _wishes(
     _check_range("top_k", found.top_k, -1, LARGEST)
     _check_range("seed", found.seed, -(1 << 63), (1 << 63) - 1)
     _check_range("priority", found.priority, -LARGEST, LARGEST)
-    _check_tokens("stop_token_ids", found.stop_token_ids or ())
+    _check_stop_tokens(found.stop_token_ids or ())
     _check_range("min_p", found.min_p, 0.0, 1.0)
     _check_range("n", found.n, 1, MAX_N)
     _check_range("presence_penalty", found.presence_penalty, -2.0, 2.0)
@@ -412,9 +427,19 @@ def _wishes(
     )
 
 
-def _check_tokens(name: str, tokens: Sequence[int]) -> None:
-    if len(tokens) > MAX_STOPS or not all(0 <= each <= LARGEST for each in tokens):
-        raise Invalid(f"{name}: expected at most {MAX_STOPS} tokens", name)
+def check_tokens(name: str, tokens: Sequence[int], num_known: int) -> None:
+    """Raise Invalid that names the first token outside a vocabulary of this size."""
+    for token in tokens:
+        if not 0 <= token < num_known:
+            text = f"{name}: token {str(token)[:MAX_SHOWN]}; expected 0 to {num_known - 1}"
+            raise Invalid(text, name)
+
+
+def _check_stop_tokens(tokens: Sequence[int]) -> None:
+    name = "stop_token_ids"
+    if len(tokens) > MAX_STOPS:
+        raise Invalid(f"{name}: {len(tokens)} tokens; expected at most {MAX_STOPS}", name)
+    check_tokens(name, tokens, LARGEST + 1)
 
 
 def _or(value: float | None, default: float) -> float:

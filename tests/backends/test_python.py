@@ -314,6 +314,38 @@ def test_async_infer_of_our_own_forms(tmp_path: Path) -> None:
     runner.close()
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_an_async_model_runs_on_after_it_raised(tmp_path: Path, error: type[BaseException]) -> None:
+    code = f"""
+    import asyncio
+
+    async def infer(inputs):
+        await asyncio.sleep(0)
+        if inputs["x"].any():
+            raise {"asyncio." if error is asyncio.CancelledError else ""}{error.__name__}
+        return {{"y": inputs["x"]}}
+    """
+    runner = load(python_config(tmp_path, code))
+    for _ in range(2):
+        with pytest.raises(error):
+            run(runner, {"x": np.ones((1, 2), np.int64)}, 1)
+        assert run(runner, {"x": np.zeros((1, 2), np.int64)}, 1)["y"].tolist() == [[0, 0]]
+    runner.close()
+
+
+@pytest.mark.parametrize("error", ["SystemExit(1)", "KeyboardInterrupt", "ValueError('\\ud800')"])
+def test_an_error_while_a_model_is_closed_is_logged(tmp_path: Path, caplog, error: str) -> None:
+    code = f"""
+    class Model:
+        def infer(self, inputs):
+            return {{"y": inputs["x"]}}
+        def close(self):
+            raise {error}
+    """
+    load(python_config(tmp_path, code)).close()
+    assert "the model failed while it was closed" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

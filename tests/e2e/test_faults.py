@@ -97,7 +97,7 @@ def test_a_request_that_kills_its_worker_fails_alone_under_load(faulty: Served):
 
     load, poison = asyncio.run(scenario())
     # They have the same body: once it has killed twice, by whichever of them, it is refused.
-    texts = {500: "was killed by SIGKILL while running it, twice", 422: "killed its worker"}
+    texts = {500: "was killed by SIGABRT while running it, twice", 422: "killed its worker"}
     assert all(texts[status] in answer["error"] for status, answer in poison)
     check_nothing_lost(load)
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +85,41 @@ def test_poison_is_quarantined_by_body_and_by_key_over_every_protocol(guarded: S
         assert "API key killed workers of model 'two' 5 times" in error
     assert infer(guarded, 1, key="team-b") == (200, "")
     assert infer_grpc(guarded, 1, key="team-b") == ("StatusCode.OK", "")
+
+
+def test_kills_from_outside_quarantine_no_key(tmp_path: Path):
+    (tmp_path / "keys.toml").write_text(KEYS)
+    null_model(tmp_path / "models", "two", max_batch=1, a_ms=400)
+    served = Served(tmp_path / "models", "--api-keys", str(tmp_path / "keys.toml"))
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(6):
+            slow = pool.submit(infer, served, 100 + number, key="team-a")
+            time.sleep(0.2)
+            for worker in served.workers():
+                worker.kill()
+            # It runs again; a spare may have been given it just before that was killed too.
+            assert slow.result()[0] in (200, 500)
+    assert infer(served, 1, key="team-a") == (200, "")
+    assert served.terminate() == 0
+
+
+@pytest.mark.parametrize("num_keys", [1, 2])
+def test_keys_that_send_nothing_but_poison_are_quarantined_one_by_one(
+    tmp_path: Path, num_keys: int
+):
+    (tmp_path / "keys.toml").write_text(KEYS)
+    null_model(tmp_path / "models", "two", config=TWO, crash_on=POISON)
+    served = Served(tmp_path / "models", "--api-keys", str(tmp_path / "keys.toml"))
+    keys = list(SECRETS)[:num_keys]
+    statuses: dict[str, list[int]] = {key: [] for key in keys}
+    for number in range(4):
+        for key in keys:
+            body = (POISON, 1000 + 10 * number + len(key) + keys.index(key))
+            statuses[key].append(infer(served, *body, key=key)[0])
+    # Each request kills twice; the fifth death of a key is its last.
+    assert [each[-1] for each in statuses.values()] == [422] * num_keys
+    assert all(each.count(500) <= 3 for each in statuses.values())
+    assert served.terminate() == 0
 
 
 async def load_with(

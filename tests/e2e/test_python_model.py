@@ -109,6 +109,33 @@ def test_a_model_that_ends_its_process_is_replaced(tmp_path):
     assert served.terminate() == 0
 
 
+def test_a_model_that_raises_anything_keeps_its_worker(tmp_path):
+    code = """
+    import sys
+
+    def infer(inputs):
+        value = int(inputs["x"].max())
+        if value == 1:
+            raise SystemExit("gone")
+        if value == 2:
+            raise KeyboardInterrupt
+        if value == 3:
+            sys.stderr.close()
+            raise ValueError("lone \\ud800")
+        return {"y": inputs["x"]}
+    """
+    add_model(tmp_path, "rude", code)
+    served = Served(tmp_path, "--log-format", "json")
+    (worker,) = served.workers()
+    for value, text in ((1, "sys.exit(gone)"), (2, "KeyboardInterrupt"), (3, "lone \\ud800")):
+        for _ in range(3):
+            status, answer = served.infer("rude", "x", "INT32", [value])
+            assert status == 500 and text in answer["error"]
+    assert served.infer("rude", "x", "INT32", [8])[1]["outputs"][0]["data"] == [8]
+    assert [each.pid for each in served.workers()] == [worker.pid]
+    assert served.terminate() == 0
+
+
 COUNTS = """
     count = 0
     def infer(inputs):

@@ -98,10 +98,8 @@ def test_options_reach_the_template():
     [
         ("", [], "the model has no chat template"),
         ("{{ raise_exception('roles must alternate') }}", [], "roles must alternate"),
-        ("{{ messages[0]['content'] + 1 }}", [{"content": "a"}], "cannot render"),
-        ("{{ messages.__class__.__mro__ }}", [], "cannot render"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", [], "cannot render"),
-        ("{{ nothing.is_here }}", [], "cannot render"),
+        ("{{ 'a' + messages[0]['content'] }}", [{"content": 1}], "cannot render"),
+        ("{{ messages[0].tool.id if messages[0].role != 'user' }}", [{}], "cannot render"),
     ],
 )
 def test_messages_that_a_template_does_not_take_are_refused(template, messages, expected):
@@ -111,9 +109,24 @@ def test_messages_that_a_template_does_not_take_are_refused(template, messages, 
     assert not any(word in str(caught.value) for word in ("str", "recursion", "attribute"))
 
 
-def test_a_template_with_an_error_is_not_the_clients_fault():
-    with pytest.raises(BackendFailed, match="chat template has an error"):
-        Text(TOKENIZER, "{% for %}").chat([])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{% include '/etc/passwd' %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ nothing.is_here }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    ],
+)
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "hi"}]])
+def test_a_template_with_an_error_is_not_the_clients_fault(template, messages):
+    """With the words of neither Python nor Jinja, which are in the log."""
+    with pytest.raises(BackendFailed, match="chat template has an error") as caught:
+        Text(TOKENIZER, template).chat(messages)
+    assert not any(word in str(caught.value) for word in ("str", "recursion", "attribute", "load"))
 
 
 def test_a_template_that_never_ends_is_stopped_at_its_limit():
@@ -174,6 +187,13 @@ class TestFolder:
         folder_of(tmp_path)
         (tmp_path / "tokenizer_config.json").write_text("[]")
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json: expected an object"):
+            of_folder(tmp_path)
+
+    def test_half_of_a_surrogate_pair_in_a_file_is_told(self, tmp_path):
+        folder_of(tmp_path, {"chat_template": "\ud83d\ude42"})
+        assert of_folder(tmp_path).chat([]) == "\U0001f642"
+        folder_of(tmp_path, {"chat_template": "\ud83d"})
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: .*surrogates not allowed"):
             of_folder(tmp_path)
 
 

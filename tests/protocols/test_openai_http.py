@@ -227,6 +227,30 @@ class TestModels:
         assert "".join(told["token_strs"]) == "the cat" == back["prompt"]
         assert told["count"] == len(told["tokens"]) < chat["count"] and told["max_model_len"] == 256
 
+    def test_a_token_outside_the_vocabulary_has_no_text(self, tmp_path):
+        async def scenario(client, server):
+            strange = {"model": NAME, "tokens": [1, 2_000_000]}
+            known = json.loads((await posted(server, "/tokenize", {"prompt": "the"}))[2])["tokens"]
+            return [
+                await posted(server, "/detokenize", strange),
+                await posted(server, "/detokenize", {"model": NAME, "tokens": known}),
+            ]
+
+        (refused, _, body), (answered, _, _) = with_client(tmp_path, scenario)
+        assert (refused, answered) == (400, 200)
+        error = json.loads(body)["error"]
+        assert error["param"] == "tokens" and "token 2000000; expected 0 to" in error["message"]
+
+    def test_a_template_of_the_client_is_refused_by_name(self, tmp_path):
+        async def scenario(client, server):
+            body = {"model": NAME, "messages": CHAT, "chat_template": "{{ 1 }}"}
+            paths = ("/tokenize", "/v1/chat/completions")
+            return [await posted(server, path, body) for path in paths]
+
+        found = with_client(tmp_path, scenario)
+        assert [status for status, _, _ in found] == [400, 400]
+        assert found[0][2] == found[1][2] and b"chat_template is not supported" in found[0][2]
+
     def test_who_names_no_model_means_the_only_one(self, tmp_path):
         """As lm-eval does, which wants to know more of the tokenizer too."""
 
@@ -334,6 +358,9 @@ class TestProblems:
         found = with_client(tmp_path, scenario)
         assert [status for status, _, _ in found] == [413, 413, 413, 413, 400]
         assert b"characters" in found[0][2] and b"max-json-bytes" in found[2][2]
+        for _, _, body in found[:2]:
+            error = json.loads(body)["error"]
+            assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
         assert b"1200; expected at most 1024" in found[4][2]
 
     def test_null_is_as_good_as_nothing(self, tmp_path):

@@ -453,6 +453,72 @@ def test_inputs_larger_than_the_spill_are_refused_by_name():
     run(UNBATCHED, scenario)
 
 
+LABELS = tuple(
+    f"n{number:08d} a class of ImageNet-21k, with its synonyms" for number in range(21841)
+)
+LARGE = {
+    "labels": replace(FIXED, outputs=(TensorSpec("y", "INT64", (4,), labels=LABELS),)),
+    "parameters": replace(FIXED, options={f"parameter {n}": "v" * 20 for n in range(50_000)}),
+    "inputs": replace(
+        FIXED,
+        inputs=tuple(TensorSpec(f"input {n}", "INT64", (4,)) for n in range(20_000)),
+        max_batch_size=2,
+        batching=BatchPolicy(2),
+        memory=MemoryPolicy(max_slabs=1, spill_bytes=1 << 20),
+    ),
+}
+
+
+@pytest.mark.parametrize("config", LARGE.values(), ids=LARGE.keys())
+def test_configurations_larger_than_a_frame_are_loaded(config):
+    assert len(frames.encode(frames.Load(1, config, 0))) > 300_000
+
+    async def scenario(model, puppets):
+        request = ask(config, *[canary(number, (1, 4)) for number in range(len(config.inputs))])
+        model.submit(request)
+        await puppets.step_all()
+        np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(0, (1, 4)))
+
+    run(config, scenario)
+
+
+def test_an_answer_whose_description_fits_no_frame_fails_and_the_worker_lives(tmp_path):
+    names = [f"{'n' * 200}{number}" for number in range(6000)]
+    path = tmp_path / "model.py"
+    path.write_text(
+        "def infer(inputs):\n    x = inputs['x'].ravel()\n"
+        "    names = ['n' * 200 + str(number) for number in range(6000)]\n"
+        "    return {name: x for name in names}\n"
+    )
+    config = replace(
+        UNBATCHED,
+        backend="python",
+        artifact=str(path),
+        outputs=tuple(TensorSpec(name, "INT64", (-1,)) for name in names),
+        memory=MemoryPolicy(spill_bytes=1 << 20),
+    )
+
+    async def scenario(model, puppets):
+        request = ask(config, canary(1, (4,)))
+        model.submit(request)
+        await puppets.step_all()
+        assert "does not fit a frame" in str(request.sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+def test_a_load_with_thousands_of_problems_tells_the_first_ones(monkeypatch):
+    def load(config):
+        raise ConfigError([f"input {number}: {'x' * 200}" for number in range(20_000)])
+
+    monkeypatch.setattr("penstock.serving.worker.backend", lambda name: load)
+    with pytest.raises(ConfigError) as raised:
+        run(FIXED, lambda model, puppets: None)
+    assert raised.value.problems[0].startswith("input 0: xxx")
+    assert raised.value.problems[-1] == "19900 more problems"
+
+
 class Insistent(RecordingSink):
     """Sends the next request as soon as it has the answer to one."""
 
@@ -760,6 +826,98 @@ def test_when_the_model_raises_only_the_guilty_request_fails():
         assert model.metrics.num_restarts == 0
 
     run(config, scenario)
+
+
+RAISES = [
+    ("raise ValueError('not ascii: caf\\udce9')", "ValueError: not ascii: caf\\udce9"),
+    ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})()", "E: <no text"),
+    ("raise SystemExit(3)", "sys.exit(3)"),
+    ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ("raise GeneratorExit", "GeneratorExit"),
+    ("raise StopIteration", "StopIteration"),
+    ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
+    ("return {'\\ud800': x, 'z': 3}", "output 'z'"),
+    ("return {'\\ud800': x}", "no output 'y'"),
+    ("return {'y': [x]}", "output 'y'"),
+]
+
+
+@pytest.mark.parametrize(("code", "text"), RAISES)
+def test_whatever_model_code_raises_is_an_answer_and_the_worker_lives(tmp_path, code, text):
+    path = tmp_path / "model.py"
+    path.write_text(
+        f"def infer(inputs):\n    x = inputs['x']\n    if (x == 2000).any():\n"
+        f"        {code}\n    return {{'y': x}}\n"
+    )
+    config = replace(FIXED, backend="python", artifact=str(path))
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(4)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        assert [request.sink.error is not None for request in requests] == [0, 0, 1, 0]
+        assert text in str(requests[2].sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+TRITON_MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request.inputs()[0].as_numpy()) for request in requests]
+
+    def answer(self, x):
+        if (x == 2000).any():
+            CODE
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("return pb_utils.InferenceResponse([], pb_utils.TritonError('caf\\udce9'))", "caf\\udce9"),
+        ("raise pb_utils.TritonModelException('caf\\udce9')", "caf\\udce9"),
+        ("raise SystemExit('bye')", "sys.exit(bye)"),
+    ],
+)
+def test_whatever_a_triton_model_raises_is_an_answer(tmp_path, code, text):
+    path = tmp_path / "model.py"
+    path.write_text(TRITON_MODEL.replace("CODE", code))
+    config = replace(FIXED, backend="python", artifact=str(path))
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(4)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        assert [request.sink.error is not None for request in requests] == [0, 0, 1, 0]
+        assert text in str(requests[2].sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise SystemExit(3)", "line 1: the model's code ended the process: sys.exit(3)"),
+        ("raise KeyboardInterrupt", "line 1: KeyboardInterrupt"),
+        ("raise GeneratorExit('x')", "line 1: GeneratorExit: x"),
+        ("raise ValueError('caf\\udce9')", "line 1: ValueError: caf\\udce9"),
+        ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})()", "line 1: E: <no text"),
+    ],
+)
+def test_whatever_model_code_raises_while_it_is_loaded_is_the_reason(tmp_path, code, text):
+    path = tmp_path / "model.py"
+    path.write_text(f"{code}\n")
+    config = replace(FIXED, backend="python", artifact=str(path))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        run(config, lambda model, puppets: None)
 
 
 def test_queue_limits_and_timeouts_answer_in_tritons_words():
@@ -1433,7 +1591,11 @@ TWO = replace(FIXED, num_instances=2)
 class Poisoned:
     """A model whose workers die, before they run them, of the requests that were sent as poison."""
 
-    def __init__(self, config: ModelConfig, *, has_room: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, has_room: bool = False, is_outside: bool = False
+    ) -> None:
+        """`is_outside`: workers are killed by somebody else while they run those requests."""
+        self._is_outside = is_outside
         self.clock = FakeClock()
         self.puppets = Puppets(has_room=has_room)
         self.config = config
@@ -1486,6 +1648,7 @@ class Poisoned:
         for instance in self.model.instances:
             running = {each for flight in instance.batches for each in flight.requests}
             if instance.life is not None and running & self._deadly:
+                instance.life.was_killed_outside = self._is_outside
                 instance.life.kill("was killed by SIGSEGV")
                 self.num_killed += 1
         return self.num_killed - num_before
@@ -1620,6 +1783,58 @@ def test_a_key_whose_requests_killed_five_times_is_refused(caplog):
 
     asyncio.run(main())
     assert "an API key is quarantined" in caplog.text and "team-a" not in caplog.text
+
+
+def test_kills_from_outside_are_not_held_against_a_key():
+    async def main() -> None:
+        async with Poisoned(TWO, is_outside=True) as poisoned:
+            for number in range(10):
+                await poisoned.answer_some()
+                slow = poisoned.send(100 + number, kills=True, key=b"team-a")
+                await poisoned.run()
+                assert isinstance(slow.sink.error, BackendFailed)
+            assert poisoned.num_killed == 20
+            innocent = poisoned.send(1, key=b"team-a")
+            same = poisoned.send(100, key=b"team-a")
+            await poisoned.run()
+            assert innocent.sink.error is None
+            assert isinstance(same.sink.error, Quarantined), "this body died twice with its worker"
+
+    asyncio.run(main())
+
+
+def test_each_of_several_keys_is_quarantined_after_its_own_five_deaths():
+    """Nobody else asks, so no answer shows that the model is well."""
+
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            await poisoned.answer_some()
+            keys = [b"team-a", b"team-b", b"team-c"]
+            refused: list[bytes] = []
+            for number in range(100):
+                key = keys[number % len(keys)]
+                poison = poisoned.send(100 + number, kills=True, key=key)
+                poison_runs = asyncio.ensure_future(poisoned.run())
+                while poison.sink.num_final == 0:
+                    await asyncio.sleep(0.001)
+                    if poison_runs.done():
+                        poison_runs = asyncio.ensure_future(poisoned.run())
+                await poison_runs
+                if isinstance(poison.sink.error, Quarantined):
+                    refused.append(key)
+                if set(refused) == set(keys):
+                    break
+            assert set(refused) == set(keys)
+            assert poisoned.num_killed <= 6 * len(keys)
+            backoffs_s = [each.crashes.delay_s for each in poisoned.model.instances]
+            assert max(backoffs_s) < 5, "others must not wait long for a worker"
+            other = poisoned.send(1, key=b"team-d")
+            while other.sink.num_final == 0:
+                await asyncio.sleep(0.01)
+                await poisoned.run()
+            assert other.sink.error is None
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("slo_s", [None, 1.0])

@@ -85,6 +85,19 @@ def test_a_model_that_dies_on_any_request_is_at_fault_itself():
     assert quarantine.died(b"poison", NO_KEY, clock()).is_excused
 
 
+def test_every_key_is_quarantined_after_its_own_five_deaths_also_without_answers():
+    quarantine, clock = Quarantine(), FakeClock()
+    keys = [b"a", b"b", b"c"]
+    for number in range(5):
+        for key in keys:
+            assert quarantine.key_left_s(key, clock()) == 0
+            verdict = quarantine.died(key + b"%d" % number, key, clock())
+            assert verdict.quarantines_key == (number == 4)
+    assert not verdict.is_excused, "to the supervisor it may be a crash loop all the same"
+    assert [quarantine.key_left_s(key, clock()) for key in keys] == [QUARANTINE_S] * 3
+    assert not quarantine.has_bodies
+
+
 def test_a_new_poison_every_second_among_others_is_always_excused():
     quarantine, clock = Quarantine(), FakeClock()
     for number in range(1000):

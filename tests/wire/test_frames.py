@@ -52,6 +52,7 @@ PART = frames.RequestPart("id", 2, (EXTENT,), ("y",), {"b": True, "i": -1, "f": 
 
 TO_WORKER = [
     frames.Load(frames.VERSION, FULL_CONFIG, 1 << 28),
+    frames.Enclosed(1 << 21),
     frames.MapSlab(1, 4096),
     frames.Dispatch(7, (frames.Run(1, 0, 4), frames.Run(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)),
     frames.Dispatch(8, (), requests=(PART, PART)),

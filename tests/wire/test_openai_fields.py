@@ -37,6 +37,11 @@ VLLM_CHAT = words("""
     chat_template_kwargs mm_processor_kwargs media_io_kwargs include_reasoning reasoning_effort
     thinking_token_budget
 """)
+VLLM_TOKENIZE = words("""
+    model prompt messages add_special_tokens return_token_strs add_generation_prompt
+    continue_final_message chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs
+    tools
+""")
 VLLM_EMBEDDINGS = words("""
     truncate_prompt_tokens truncation_side additional_data add_special_tokens normalize
     use_activation embed_dtype endianness mm_processor_kwargs chat_template
@@ -73,10 +78,17 @@ KINDS = {
         openai_v1.EMBEDDING_FIELDS,
         tables.OF_EMBEDDINGS,
     ),
+    "tokenize": (
+        openai_v1.read_tokenize,
+        {"messages": MESSAGES},
+        openai_v1.TOKENIZE_FIELDS,
+        tables.OF_TOKENIZE,
+    ),
 }
 FIELDS = [("chat", name) for name in sorted({*CHAT, *VLLM_TEXT, *VLLM_CHAT})]
 FIELDS += [("completion", name) for name in sorted({*COMPLETION, *VLLM_TEXT, "prompt_embeds"})]
 FIELDS += [("embedding", name) for name in sorted({*EMBEDDING, *VLLM_EMBEDDINGS})]
+FIELDS += [("tokenize", name) for name in sorted(VLLM_TOKENIZE)]
 
 
 def read(kind, **fields):

@@ -285,11 +285,33 @@ class TestTokens:
             with pytest.raises(openai.Invalid, match="either prompt or messages"):
                 openai.read_tokenize(json.dumps(wrong).encode())
 
+    def test_options_of_the_template(self):
+        message = {"role": "user", "content": "hi"}
+        body = {"messages": [message], "add_generation_prompt": False}
+        body["chat_template_kwargs"] = {"enable_thinking": True}
+        asked = openai.read_tokenize(json.dumps(body).encode())
+        assert asked.template_options == {"add_generation_prompt": False, "enable_thinking": True}
+
     def test_tokens_to_text(self):
         assert openai.read_detokenize(b'{"model": "m", "tokens": [1, 2]}') == ("m", [1, 2])
-        with pytest.raises(openai.Invalid, match="from 0 on") as caught:
-            openai.read_detokenize(b'{"model": "m", "tokens": [-1]}')
+        with pytest.raises(openai.Invalid, match="tokens: token -1; expected 0 to ") as caught:
+            openai.read_detokenize(b'{"model": "m", "tokens": [1, -1]}')
         assert caught.value.param == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([-1], "stop_token_ids: token -1; expected 0 to "),
+        ([1 << 62], "stop_token_ids: token 4611686018427387904; expected 0 to "),
+        (list(range(17)), "stop_token_ids: 17 tokens; expected at most 16"),
+    ],
+)
+def test_stop_tokens_that_are_wrong_are_told(tokens, text):
+    body = {"model": "m", "prompt": "a", "stop_token_ids": tokens}
+    with pytest.raises(openai.Invalid, match=text) as caught:
+        openai.read_completion(json.dumps(body).encode())
+    assert caught.value.param == "stop_token_ids"
 
 
 def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
