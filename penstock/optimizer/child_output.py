@@ -23,8 +23,8 @@ class Output:
         return self._read(0)
 
     def tail(self, who: str) -> str:
-        """Return the end of the output as a clause to append to an error's text; empty if there is
-        none."""
+        """Return the end of the output as a clause to append to an error's text; empty without
+        output."""
         size = os.fstat(self.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         lines = self._read(begin).splitlines()

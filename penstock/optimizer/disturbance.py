@@ -253,7 +253,7 @@ def prediction_gap(history: BuildHistory, rate: float | None) -> str:
 
 
 def disturbances(servings: Sequence[Served]) -> list[str]:
-    """Return signs of other load on the machine, one sentence each; empty if there are none."""
+    """Return signs of other load on the machine, one sentence each; empty without any."""
     turns = [turn for served in servings for turn in served.turns]
     if not turns:
         return []

@@ -65,7 +65,7 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
 
 def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> str:
     """Return the served version that keeps its SLO, unless this result is a proven verdict: an
-    unproven one must not replace it. Empty: there is none."""
+    unproven one must not replace it. Empty if no version keeps its SLO."""
     is_verdict = found.is_proven and found.outcome not in ("disturbed", "interrupted")
     if is_verdict or not os.path.isdir(folder) or _committed(folder, made):
         return ""
@@ -141,7 +141,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _committed(folder: Path, made: dict[str, Any]) -> str:
-    """Return the version with the same evidence (`SAME`); empty if there is none."""
+    """Return the version with the same evidence (`SAME`); empty if no version has it."""
     if not os.path.isdir(folder):
         return ""
     for version in repository.version_folders(folder):

@@ -253,7 +253,7 @@ def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Arra
 
 
 def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> str:
-    """Return the array or field that holds the labels; empty: there is none."""
+    """Return the array or field that holds the labels; empty without labels."""
     inputs = {tensor.name for tensor in form.inputs}
     if plan.labels:
         if plan.labels in inputs:

@@ -93,10 +93,10 @@ class Journal:
         passing: tuple[type[PenstockError], ...] = (),
         is_reusable: Callable[[T], bool] = lambda value: True,
     ) -> T:
-        """Return the finding of this kind and key; compute and record it if there is none. A
-        PenstockError is a finding too, and raised with the same text next time, except for the
-        types in `passing`, which may not happen again and are not recorded. A value that is not
-        reusable is used by this process only; the next one computes it again."""
+        """Return the finding of this kind and key, or compute and record it. A PenstockError is a
+        finding too, and raised with the same text next time, except for the types in `passing`,
+        which may not happen again and are not recorded. A value that is not reusable is used by
+        this process only; the next one computes it again."""
         record = self._known.get((kind, key))
         if record is not None and "value" in record:
             known = msgspec.convert(record["value"], type, strict=False)

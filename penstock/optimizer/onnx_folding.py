@@ -296,7 +296,7 @@ class _Walk:
         return {node.output[0]: known(np.array(dims.elements.prod(), np.int64))}
 
     def _computed(self, node: Any) -> dict[str, Partial]:
-        """Return the outputs of any other node whose inputs are all known, else nothing."""
+        """Return the outputs of any other node, as far as its inputs are known."""
         names = [name for name in node.input if name]
         if any(name not in self.values for name in names) or not self._is_small(node):
             return {}

@@ -90,8 +90,8 @@ class _Known:
         return ways[goals.order(ways, [0] * len(ways))[0]] if ways else None
 
     def _rate(self, candidate: Candidate, served: Served | None) -> tuple[float, bool]:
-        """Return the highest rate, and whether it is predicted. For language models, a search that
-        found no rate leaves it out: 0."""
+        """Return the highest rate, and whether it is predicted. The search of a language model
+        leaves the rate out if it finds none, which counts as 0."""
         if served is not None and served.max_rate is not None:
             return served.max_rate.value, False
         if self.found.form == "text":

@@ -908,7 +908,8 @@ class Search:
         if self.left_s is None or self._plan.budget_s is None:
             return None
         if len(self.findings.tries) <= 1:
-            # A one-round proof of an optimised candidate is worth more than a long one without.
+            # A one-round proof of an optimised candidate is worth more than a long proof of the
+            # original.
             return self.left_s - self._time.shortest_kept_s
         # On GPUs the last steps reach far more than the first ones, and servers stay up.
         is_far = not self._is_on_gpu and self.findings.contenders and not self._is_in_reach()

@@ -80,7 +80,7 @@ MAX_BYTES = 256 << 20
 # Load for a throughput term, relative to it: slightly above, so that the load is not the limit.
 ABOVE = 1.05
 SEARCH_LEVEL_S = 4.0
-# A level lasts at least as long as this many requests take: fewer say nothing about a tail.
+# A level is extended to this many requests, if allowed: fewer say nothing about a tail.
 SEARCH_REQUESTS = 400
 SEARCH_WARM_UP_S = 1.0
 SEARCH_PRECISION = 0.05

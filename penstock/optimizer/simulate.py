@@ -384,7 +384,7 @@ def run(
     factors = np.random.default_rng(SEED).lognormal(-(jitter**2) / 2, jitter, NUM_REQUESTS)
     executors = _Executors(batcher, clock, table.num_instances, outcome, patience, factors)
     sink = _Nobody()
-    # The SLO batcher must get its turn at each arrival: it takes a delay for a busy event loop.
+    # An SLO batcher gets a turn at each arrival: it would take a delay for a busy event loop.
     is_slo = isinstance(batcher, SloBatcher)
     for index, (due, length) in enumerate(zip(arrivals, lengths, strict=True)):
         while (event := executors.next_event) <= due:

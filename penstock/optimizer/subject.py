@@ -37,7 +37,7 @@ from penstock.optimizer.sent import Row
 from penstock.serving.placement import place
 from penstock.types import Array
 
-# Larger batches are rarely faster on CPUs, and are warmed up too. They are too small for a GPU.
+# On CPUs larger batches are rarely faster, and cost warm-up time. GPUs need larger ones.
 MAX_BATCH = 32
 MAX_BATCH_ON_GPU = torch_source.MAX_BATCH
 PREPROCESS_FILE, POSTPROCESS_FILE = "preprocess.py", "postprocess.py"

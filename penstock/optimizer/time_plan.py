@@ -238,7 +238,7 @@ def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
 
 
 def _span(seconds: float) -> str:
-    """`40 s`, `2 min`, `2 min 30 s`."""
+    """Format seconds: `40 s`, `2 min`, `2 min 30 s`."""
     return wording.span(seconds).removesuffix(" 0 s")
 
 

@@ -16,7 +16,7 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.types import TensorSpec
 
-# From here on LayerNormalization is a single operator, which fusions look for.
+# From this version on LayerNormalization is a single operator, which fusions look for.
 OPSET = 17
 NUM_ROWS = 2
 # Size of variable axes: one that a model is unlikely to have inside.

@@ -379,7 +379,7 @@ def main() -> None:
     sock = begin_life()
     if sock is None:
         return
-    # A model's folder is read-only.
+    # Never write to a model's folder.
     sys.dont_write_bytecode = True
     Child(sock).serve()
     sys.stdout.flush()

@@ -68,7 +68,7 @@ RUN_TIMEOUT_S = 300.0
 MIN_TIMEOUT_S = 0.1
 # Rows per batch.
 MAX_ROWS = 32
-# Time to measure one point of T(b).
+# Time to measure one point of T(b), the batch time by size.
 POINT_S = 0.2
 RUNG = 8
 # Batches larger than configured are tried too, up to this size: larger batches may pay off.
