@@ -1,1 +1,1 @@
-"""How a trained model meets its SLO."""
+"""Optimise a trained model until it meets its SLO."""

@@ -1,19 +1,20 @@
-"""The accuracy gate: paired, one-sided, closed unless the examples open it. Pure.
+"""The accuracy gate: a paired, one-sided test that rejects unless the examples prove the loss
+small. Pure.
 
-What is judged is not the loss that was seen but the largest one that the examples leave possible:
-its upper confidence bound has to be inside the limit.
+The gate judges the upper confidence bound of the loss, not the observed loss: the bound has to be
+within the limit.
 
-Right or wrong (scores of 0 and 1): only the pairs count in which original and candidate differ.
-The rates of those that got worse and better have exact binomial limits, and the limits of two rates
-are combined to one of their difference (Zou and Donner's MOVER, with the correlation of counts of
-one sample). By full enumeration at the limit for 50 to 5,000 examples, 0.5 to 20 % differing, a
-candidate that loses exactly the limit passes with a probability of at most alpha.
+Binary scores (0 or 1): only pairs in which original and candidate differ count. The rates of
+examples that got worse and better have exact binomial limits, which are combined into a limit of
+their difference (Zou and Donner's MOVER, with the correlation of counts of one sample). By full
+enumeration at the limit for 50 to 5,000 examples, 0.5 to 20 % differing, a candidate that loses
+exactly the limit passes with a probability of at most alpha.
 
-Other scores: BCa bootstrap of the mean difference, and no less than Student's t gives; where few
-examples differ at all, no less than if each differed by as much as scores do.
+Other scores: the larger of a BCa bootstrap bound of the mean difference and Student's t bound. If
+only few examples differ, also at least the bound for differences as large as the range of scores.
 
-Outputs that the score does not read are checked one by one (`output_checks`), and each must pass.
-A lossless step whose answers equal the original's within rounding on all held-out examples needs no
+Outputs that the score does not read are checked one by one (`output_checks`), and each must pass. A
+lossless step whose answers equal the original's within rounding on all held-out examples needs no
 bound on unseen ones, but its scores must not fall by more than the limit either.
 """
 
@@ -32,20 +33,20 @@ from penstock.optimizer.output_checks import OutputCheck
 from penstock.types import Array
 
 ALPHA = 0.05
-# Of what is left of alpha, so much is spent on each next candidate on the held-out part.
+# Share of the remaining alpha that each next candidate on the held-out set spends.
 SPENT_SHARE = 0.75
 MIN_RESAMPLES = 4_000
 MAX_RESAMPLES = 20_000
-# Elements that are drawn at once.
+# Elements that are resampled at once.
 CHUNK = 1 << 21
 SEED = 20_011
-# With fewer examples a bootstrap says nothing about what was not seen.
+# With fewer examples a bootstrap says nothing about unseen ones.
 MIN_BOOTSTRAP = 10
 # Fewer differing examples than this do not show how large differences can be.
 FEW_DIFFERING = 10
-# The loss that is assumed where none can be said. A file has no infinity.
+# Loss that is reported when none can be computed. JSON has no infinity.
 ANY_LOSS = 1e300
-# More than anybody labels.
+# More examples than users would label.
 MAX_NEEDED = 10_000_000
 
 BINOMIAL = "exact binomial on discordant pairs"
@@ -55,12 +56,12 @@ EQUAL_ANSWERS = "answers equal within rounding"
 
 
 class Judgement(msgspec.Struct):
-    """Original and candidate on the same examples."""
+    """Comparison of original and candidate on the same examples."""
 
     metric: str
     original: float
     candidate: float
-    # How much is lost (positive: the candidate is worse), and the one-sided upper bound of it.
+    # Loss (positive: the candidate is worse), and its one-sided upper bound.
     loss: float
     loss_bound: float
     limit: float
@@ -71,8 +72,9 @@ class Judgement(msgspec.Struct):
     method: str  # "exact binomial on discordant pairs", "paired BCa bootstrap", "not judged"
     alpha: float
     is_passed: bool
-    # When the bound is too wide to decide: about so many examples of this part would be enough;
-    # None: the loss itself is beyond the limit, or it passed, or so many are never judged.
+    # If the bound is too wide to decide: about how many examples of this part would be enough.
+    # None: the loss itself exceeds the limit, the candidate passed, or more than MAX_NEEDED are
+    # needed.
     num_needed: int | None = None
     # "choice" or "held out".
     part: str = "choice"
@@ -80,15 +82,15 @@ class Judgement(msgspec.Struct):
     text: str = ""
     # Outputs that the score does not read.
     outputs: list[OutputCheck] = []
-    # Rows on which a lossless step was compared with the original number by number; 0: none.
+    # Rows on which a lossless step was compared with the original value by value; 0: none.
     num_compared: int = 0
 
 
 def spent_alpha(attempt: int, alpha: float = ALPHA) -> float:
-    """For the candidate number `attempt`, from 0, that is judged on the held-out part: three
-    quarters of what those before it left over. However many are judged, all together pass a
-    candidate that loses too much with a probability of at most `alpha`; and the first, which is
-    mostly the only one, gets most of it."""
+    """Return the alpha for candidate number `attempt`, from 0, on the held-out set: three quarters
+    of what earlier attempts left. Over any number of attempts, a candidate that loses too much
+    passes with a probability of at most `alpha`; the first attempt, usually the only one, gets most
+    of it."""
     return float(alpha * SPENT_SHARE * (1 - SPENT_SHARE) ** attempt)
 
 
@@ -101,16 +103,16 @@ def judge(
     part: str = "choice",
     is_binary: bool | None = None,
 ) -> Judgement:
-    """From one score per example, in the same order. NaN anywhere, or nothing at all: no pass.
-    `is_binary`: whether an example is right or wrong and nothing between; None: as the scores look,
-    which says little where all are 1."""
+    """Judge a candidate by one score per example, in the same order. NaN or no scores: no pass.
+    `is_binary`: every score is 0 or 1 by definition; None: infer it from the scores, which says
+    little where all are 1."""
     if is_binary is None:
         is_binary = _are_binary(original, candidate)
     problem = _problem(original, candidate, budget, is_binary)
     if problem:
         return _not_judged(original, candidate, budget, (alpha, part), problem)
     before, after = (np.asarray(scores, np.float64) for scores in (original, candidate))
-    # In what follows a positive loss is bad, whichever way the score goes.
+    # From here on a positive loss is bad, whether high or low scores are better.
     losses = after - before if budget.is_lower_better else before - after
     scale = abs(float(before.mean())) if budget.is_relative else 1.0
     judged = _binomial if is_binary else _bootstrap
@@ -139,7 +141,7 @@ def judge(
 
 
 def with_outputs(judgement: Judgement, checks: list[OutputCheck]) -> Judgement:
-    """The same with the outputs that the score does not read: it passes only if all of them do."""
+    """Add the checks of outputs that the score does not read; all of them must pass."""
     problems = [each.problem for each in checks if each.problem]
     text = judgement.text
     if problems:
@@ -154,9 +156,9 @@ def with_outputs(judgement: Judgement, checks: list[OutputCheck]) -> Judgement:
 
 
 def with_equality(judgement: Judgement, numerics: Numerics) -> Judgement:
-    """The same for a lossless step, from its answers to the examples of this part. Answers that
-    differ beyond rounding block it. Where the score alone shows no loss beyond the limit and there
-    are only too few examples for its bound, equal answers are enough."""
+    """Add a lossless step's comparison of answers on this part. Answers that differ beyond rounding
+    block it. If the observed loss is below the limit and only the bound fails, for too few
+    examples, equal answers are enough to pass."""
     judgement = msgspec.structs.replace(judgement, num_compared=numerics.num_examples)
     if numerics.problems:
         text = f"{'; '.join(numerics.problems)} ({judgement.text})"
@@ -168,7 +170,7 @@ def with_equality(judgement: Judgement, numerics: Numerics) -> Judgement:
 
 
 def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool) -> str:
-    """Why the scores say nothing; empty when they do."""
+    """Return why the scores cannot be judged; empty if they can."""
     if original.ndim != 1 or original.shape != candidate.shape:
         return (
             f"expected one score per example from both, got shapes {list(original.shape)} "
@@ -212,7 +214,7 @@ def _not_judged(
 
 
 def _mean(scores: Array) -> float:
-    """0 where there is none: NaN cannot be written to a journal."""
+    """Return the mean of the finite scores, or 0: NaN cannot be written to a journal."""
     if scores.size == 0 or scores.dtype.kind not in "biuf":
         return 0.0
     finite = scores[np.isfinite(scores)]
@@ -230,7 +232,7 @@ def _is_share(scores: Array) -> bool:
 def _binomial(
     losses: Array, before: Array, after: Array, budget: Budget, alpha: float
 ) -> tuple[float, int | None]:
-    # The original's mean is taken as known: beside that of rare differences its spread is small.
+    # The original's mean is treated as exact: its spread is small beside that of rare differences.
     scale = float(before.mean()) if budget.is_relative else 1.0
     num_examples = len(losses)
     worse, better = (float((losses == sign).mean()) for sign in (1, -1))
@@ -256,7 +258,7 @@ def _binomial(
 def binary_bound(
     num_worse: float, num_better: float, num_examples: float, alpha: float = ALPHA
 ) -> float:
-    """The largest (worse - better) / examples that these counts leave possible."""
+    """Return the upper bound of (worse - better) / examples for these counts."""
     worse, better = num_worse / num_examples, num_better / num_examples
     above = upper_limit(num_worse, num_examples, alpha) - worse
     below = better - lower_limit(num_better, num_examples, alpha)
@@ -275,14 +277,14 @@ def _bootstrap(
     span = float(scores.max() - scores.min()) / scale
     num_worse, num_better = int((losses > 0).sum()), int((losses < 0).sum())
     if budget.is_relative:
-        # The mean is an estimate as well. These values have the ratio as their mean and, to first
-        # order, its spread.
+        # The mean is an estimate as well. The mean of these values is the ratio, and their spread
+        # is, to first order, the ratio's.
         ratio = float(losses.mean()) / scale
         losses = ratio + (losses - ratio * before * np.sign(before.mean())) / scale
     loss = float(losses.mean())
     power = 2
     if float(losses.std()) <= 1e-12 * max(abs(loss), 1e-300):
-        # No spread was seen. Examples that were not may still differ, by as much as scores do.
+        # No spread was seen. Unseen examples may still differ, by up to the range of scores.
         loss_bound = loss + span * upper_limit(0, len(losses), alpha)
         power = 1
     else:
@@ -306,7 +308,7 @@ def bca_bound(values: Array, alpha: float = ALPHA) -> float:
     share_below = float((means < mean).mean() + (means == mean).mean() / 2)
     limit = 0.5 / len(means)
     bias = normal.inv_cdf(min(max(share_below, limit), 1 - limit))
-    # In proportion to what leaving one out changes.
+    # Proportional to the change of the mean when one value is left out (jackknife).
     around = values - mean
     acceleration = float((around**3).sum()) / (6 * float((around**2).sum()) ** 1.5)
     point = bias + normal.inv_cdf(1 - alpha)
@@ -335,8 +337,8 @@ def _student_bound(values: Array, alpha: float) -> float:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """By Cornish and Fisher's series: with 9 degrees and more off by less than one in a hundred,
-    as far as 99.9 %."""
+    """Return a quantile of Student's t by Cornish and Fisher's series. With 9 degrees of freedom or
+    more, up to 99.9 %, it is off by less than one in a hundred."""
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -345,7 +347,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def _rounded(number: float) -> int:
-    """Up, to two digits."""
+    """Round up to two significant digits."""
     unit = 10 ** max(0, math.floor(math.log10(max(number, 1))) - 1)
     return int(math.ceil(number / unit) * unit)
 

@@ -1,8 +1,8 @@
-"""Self-attention found in an ONNX graph and made one operator of ONNX Runtime's.
+"""Fuse self-attention in an ONNX graph into one operator of ONNX Runtime.
 
-Found by what is computed, from each Softmax in both directions, not by how one exporter spells it:
-softmax(scale * Q K^T + mask) V with Q, K and V from products of the same input with constant
-weights. What does not fit is left as it is.
+The search starts at each Softmax and matches the computation in both directions, not the node
+pattern of one exporter: softmax(scale * Q K^T + mask) V, with Q, K and V from matmuls of the same
+input with constant weights. Anything else stays as it is.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from penstock.optimizer import onnx_model
 from penstock.types import Array
 
 DOMAIN = "com.microsoft"
-# packed: the projections are inside of the operator; heads: they stay a MatMul of their own, which
-# can be quantised with Q/DQ nodes.
+# packed: the projections are part of the operator; heads: they stay a separate MatMul, which can be
+# quantised with Q/DQ nodes.
 Form = Literal["packed", "heads"]
 HEADS_TO_FRONT = [0, 2, 1, 3]
 KEYS_TRANSPOSED = [0, 2, 3, 1]
 SWAP_LAST = [0, 1, 3, 2]
-# Of the mask, where the graph guards against rows that may look at nothing.
+# Lower limit of mask values if the graph guards against rows whose positions are all masked.
 LOWEST = -1e30
 
 
 class Misfit(Exception):
-    """The graph around a Softmax is not the attention that we know."""
+    """The graph around a Softmax is not an attention pattern that `fuse` knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Found:
     key: Projection
     value: Projection
     scale: float
-    # The name of what is added to the scores; empty: nothing.
+    # Name of the tensor that is added to the scores; empty: none.
     mask: str
     is_guarded: bool
     output: str
 
 
 def fuse(model: Any, form: Form) -> int:
-    """Change the graph in place; how many were found."""
+    """Fuse in place; return how many attentions were found."""
     graph = _Graph(model.graph)
     num_found = 0
     for softmax in [node for node in model.graph.node if node.op_type == "Softmax"]:
@@ -122,7 +122,7 @@ class _Graph:
         return array
 
     def _scores(self, name: str) -> tuple[Any, float, str]:
-        """The product of queries and keys, its scale, and the mask."""
+        """Return the matmul of queries and keys, its scale, and the name of the mask."""
         mask = ""
         node = self._made_by(name, "Add", "Mul", "Div", "MatMul")
         if node.op_type == "Add":
@@ -141,7 +141,7 @@ class _Graph:
         return True
 
     def _scaled(self, name: str) -> tuple[float, str]:
-        """The factor by which a tensor was multiplied, and the tensor."""
+        """Return the factor by which a tensor was multiplied, and the tensor's name."""
         node = self._makers.get(name)
         if node is None or node.op_type not in ("Mul", "Div"):
             return 1.0, name
@@ -155,7 +155,7 @@ class _Graph:
         return (1 / number if node.op_type == "Div" else number), source
 
     def _weighted(self, softmax: Any) -> tuple[Any, bool]:
-        """The product with the values; True, if a guard against NaN lies before it."""
+        """Return the matmul with the values, and whether a guard against NaN precedes it."""
         consumers = self._consumers.get(softmax.output[0], [])
         guards = [node for node in consumers if node.op_type == "IsNaN"]
         if not guards:
@@ -166,7 +166,7 @@ class _Graph:
         return self._only_consumer(where.output[0], "MatMul"), True
 
     def _merged(self, weighted: Any) -> str:
-        """The output after heads were put side by side again."""
+        """Return the name of the output after the heads are merged again."""
         transpose = self._only_consumer(weighted.output[0], "Transpose")
         _check_order(transpose, HEADS_TO_FRONT)
         reshape = self._only_consumer(transpose.output[0], "Reshape")
@@ -205,7 +205,7 @@ class _Graph:
         return Projection(product.input[0], weight, bias, head_size)
 
     def _head_size(self, shape: str, hidden_size: int) -> int:
-        """From the shape of four sizes, of which the last two are known or follow."""
+        """Return the head size, from the last two of four sizes; one of the two may be inferred."""
         maker = self._makers.get(shape)
         if shape not in self._weights and maker is not None and maker.op_type == "Concat":
             parts = maker.input[-2:]
@@ -260,7 +260,8 @@ def _replace(graph: Any, found: Found, form: Form, index: int) -> None:
 
 
 def _mask(graph: Any, found: Found, prefix: str) -> str:
-    """As the operators want it: a row of scores for every query, and no infinities."""
+    """Add nodes that expand the mask to a row per query and, if guarded, make it finite; return its
+    name."""
     from onnx import helper
 
     if not found.mask:
@@ -293,7 +294,7 @@ def _add(graph: Any, name: str, array: Array) -> str:
 
 
 def _sort(graph: Any) -> None:
-    """Nodes after those they need, as ONNX asks for; otherwise in the order they had."""
+    """Sort nodes topologically, as ONNX requires; otherwise keep their order."""
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     nodes = list(graph.node)
     ordered: list[Any] = []

@@ -1,7 +1,7 @@
-"""Whether data is fit to calibrate with, and labels to judge by. Pure.
+"""Check whether data is fit for calibration and labels for judging accuracy. Pure.
 
-A range that was taken from the wrong data does not fail: it clips or wastes what INT8 can tell
-apart, silently. So data that cannot be right is refused, with what to bring instead.
+A range from the wrong data does not fail: it silently clips values or wastes INT8 levels. So data
+that cannot be right is refused, with advice on what to provide instead.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Array]
 
-# What is in one row of twenty is missed by 10 rows with a probability of 60 %, by 100 of 0.6 %.
+# A value that occurs in one row of twenty is missed by 10 rows with a probability of 60 %, by 100
+# rows with 0.6 %.
 MIN_ROWS = 10
 FEW_ROWS = 100
-# Copies add no ranges; a few are what users really send.
+# Duplicates add nothing to a range; real traffic has a few.
 MAX_COPIES = 0.5
 MANY_COPIES = 0.1
-# Of both sets together, by chance.
+# Probability of a false alarm, over all features together.
 FALSE_ALARMS = 1e-3
-# The largest distance of two distributions (0 to 1) that is still the same kind of data. With
-# thousands of rows any two samples differ significantly; this one differs so as to matter.
+# Largest distance of two distributions (0 to 1) that still counts as the same kind of data. With
+# thousands of rows any two samples differ significantly; above this the difference matters.
 FOREIGN = 0.35
-# How far the ranges of two halves may be apart, as a share of the range.
+# How far apart the ranges of two halves may be, as a share of the range.
 UNSTABLE = 0.25
 CHANCE_ALPHA = 0.05
 MAX_ELEMENTS = 4096
-# Of one row of one input, in the order of `_row_features`.
+# Features of one row of one input, in the order of `_row_features`.
 FEATURES = ("the mean", "the deviation", "the maximum", "the minimum", "the size", "the roughness")
-# Those that are compared by their own size; the others by the range of values in a row.
+# Features that are compared relative to their own size; all others relative to the range of a row.
 RELATIVE = ("the size", "the roughness")
-# The share of that which makes no difference to a range.
+# Relative difference that does not affect a range.
 SLIGHT = 0.1
 BRING = "bring 100 to 300 rows of what users send, prepared as they are when served"
 
 
 class Audit(msgspec.Struct):
-    """Problems forbid the use of the data, warnings do not. Facts are for the report."""
+    """Result of an audit. Problems forbid the use of the data, warnings do not. Facts are for the
+    report."""
 
     problems: list[str] = []
     warnings: list[str] = []
@@ -57,8 +59,8 @@ class Audit(msgspec.Struct):
 def audit_examples(
     examples: Examples, predictions: Array | None, *, is_separate: bool
 ) -> tuple[Audit, Audit]:
-    """Of calibration, and of labels. `predictions` are what the original says of the choice part,
-    in the form of the labels (`Scorer.predict`); None without any to compare."""
+    """Audit calibration data and labels. `predictions` are the original's answers on the choice
+    part, in the form of the labels (`Scorer.predict`); None without labels."""
     split, labels = examples.split, examples.labels
     evaluation = (*split.choice, *split.held_out)
     calibration = audit_calibration(
@@ -81,8 +83,8 @@ def audit_examples(
 def audit_calibration(
     calibration: Sequence[Row], evaluation: Sequence[Row], *, is_separate: bool
 ) -> Audit:
-    """`evaluation` is what candidates are judged on. Where calibration has a data set of its own
-    (`is_separate`), the two have to look alike."""
+    """Audit the calibration rows. `evaluation` is what candidates are judged on; if calibration has
+    a data set of its own (`is_separate`), the two have to look alike."""
     audit = Audit(facts={"rows": float(len(calibration))})
     if len(calibration) < MIN_ROWS:
         audit.problems.append(
@@ -111,7 +113,7 @@ def audit_calibration(
 
 
 def audit_classes(calibration: Array, evaluation: Array) -> Audit:
-    """Class numbers of both parts: calibration should have seen every class."""
+    """Check that calibration covers the classes of the evaluation set."""
     audit = Audit()
     wanted = set(evaluation.tolist())
     missing = sorted(wanted - set(calibration.tolist()))
@@ -132,14 +134,15 @@ def audit_classes(calibration: Array, evaluation: Array) -> Audit:
 
 
 def audit_labels(predictions: Array, labels: Array) -> Audit:
-    """Whether the original knows anything about the labels. If not, they are others' labels or in
-    another order, or inputs are prepared differently, and every candidate would do as well."""
+    """Check that the original beats chance on the labels. If not, the labels belong to other
+    examples or another class order, or inputs are prepared differently, and any candidate would do
+    as well."""
     is_known = np.isfinite(predictions.astype(np.float64))
     predictions, labels = predictions[is_known], labels[is_known]
     if len(labels) == 0:
         return Audit(problems=["the original's answers to labelled examples are not finite"])
     if not (predictions == np.floor(predictions)).all():
-        # No class numbers, whatever the labels look like.
+        # Fractions are not class numbers, whatever the labels look like.
         return _audit_values(predictions, labels)
     right = float((predictions == labels).mean())
     guessed = _expected_by_chance(predictions, labels)
@@ -159,7 +162,7 @@ def audit_labels(predictions: Array, labels: Array) -> Audit:
 def clipped_share(
     ranges: Mapping[str, tuple[float, float]], values: Mapping[str, Array]
 ) -> dict[str, float]:
-    """Of each tensor's held-out values, how many lie outside its calibrated range."""
+    """Return, for each tensor, the share of held-out values outside its calibrated range."""
     return {
         name: float(((values[name] < low) | (values[name] > high)).mean())
         for name, (low, high) in ranges.items()
@@ -168,7 +171,7 @@ def clipped_share(
 
 
 def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
-    """The largest distance of the two distributions, and how likely chance makes it as large."""
+    """Return the largest distance of two distributions, and its p-value."""
     ordered, others = np.sort(one), np.sort(other)
     both = np.concatenate([ordered, others])
     shares = np.searchsorted(ordered, both, "right") / len(ordered)
@@ -185,8 +188,8 @@ def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
 
 
 def _finite(rows: Sequence[Row], audit: Audit) -> Sequence[Row]:
-    """Rows without NaN and infinity. The others are no error: tree models take NaN for a missing
-    value. But no range holds them."""
+    """Return the rows without NaN and infinity, and warn of others. Those are no error, as tree
+    models take NaN for a missing value, but they cannot be calibrated with."""
     finite = _finite_rows(rows)
     if len(finite) < len(rows):
         audit.warnings.append(
@@ -218,7 +221,8 @@ def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
 
 
 def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
-    """A bound takes every example for a new one. What users really send again and again is."""
+    """Warn of many duplicates: bounds assume that every example is a new one. That still holds for
+    duplicates that users send as often."""
     share = 1 - len({_fingerprint(row) for row in rows}) / max(1, len(rows))
     audit.facts["judged copies"] = share
     if share > MANY_COPIES:
@@ -229,7 +233,8 @@ def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
 
 
 def _check_constant(rows: Sequence[Row], audit: Audit) -> None:
-    """Rows in which all elements are alike. A single number a row may be a setting."""
+    """Report inputs whose elements are all equal in most rows. Inputs with one number per row may
+    be settings and are left out."""
     names = [name for name in _names(rows, "f") if rows[0][name].size > 1]
     constant = [name for name in names if _share_constant(rows, name) > MAX_COPIES]
     for name in constant:
@@ -267,7 +272,7 @@ def _check_overlap(
 
 
 def _check_halves(rows: Sequence[Row], audit: Audit) -> None:
-    """Ranges from every other row and from the rest: when they differ, so will live ones."""
+    """Compare the ranges of even and odd rows: if they differ, live ranges will too."""
     for name in _names(rows, "f"):
         arrays = [row[name] for row in rows if name in row]
         if len(arrays) < 2:
@@ -289,7 +294,7 @@ def _range(arrays: Sequence[Array]) -> tuple[float, float]:
 
 
 class _Feature(msgspec.Struct):
-    """A number per row of both sets, and how much of a difference is none that matters."""
+    """One number per row of both sets, and the difference that does not matter."""
 
     one: Array
     other: Array
@@ -297,8 +302,8 @@ class _Feature(msgspec.Struct):
 
 
 def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit: Audit) -> None:
-    """Features of each row, compared between the two sets by a two-sample test. A difference that
-    is sure may still be small: refused is what is also far apart."""
+    """Compare features of the rows of both sets by a two-sample test. A significant difference may
+    still be small: only one that is also large is refused."""
     features = _features(calibration, evaluation)
     level = FALSE_ALARMS / max(len(features), 1)
     results = {label: kolmogorov_smirnov(each.one, each.other) for label, each in features.items()}
@@ -327,7 +332,8 @@ def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit:
 
 
 def _tolerant_distance(feature: _Feature) -> float:
-    """As the largest distance of two distributions, when each may be moved by the tolerance."""
+    """Return the largest distance of two distributions when each may be shifted by the
+    tolerance."""
     return max(
         _lead(feature.one, feature.other, feature.tolerance),
         _lead(feature.other, feature.one, feature.tolerance),
@@ -335,7 +341,8 @@ def _tolerant_distance(feature: _Feature) -> float:
 
 
 def _lead(lower: Array, upper: Array, tolerance: float) -> float:
-    """How much more of `lower` than of `upper` is below some value, moved up by the tolerance."""
+    """Return how much more of `lower` than of `upper` lies below any value, after a shift by the
+    tolerance."""
     places = np.sort(lower)
     own = np.arange(1, len(places) + 1) / len(places)
     theirs = np.searchsorted(np.sort(upper), places + tolerance, "right") / len(upper)
@@ -343,7 +350,7 @@ def _lead(lower: Array, upper: Array, tolerance: float) -> float:
 
 
 def _features(one: Sequence[Row], other: Sequence[Row]) -> dict[str, _Feature]:
-    """By what they are called; those without any difference are left out."""
+    """Return features by label; those that are constant over both sets are left out."""
     found: dict[str, _Feature] = {}
     for name in _names(one, "fiubO"):
         rows, others = ([row[name] for row in rows if name in row] for rows in (one, other))
@@ -370,8 +377,8 @@ def _features_of(rows: Sequence[Array], others: Sequence[Array]) -> dict[str, _F
         for column, feature in enumerate(FEATURES)
     }
     if rows[0].dtype.kind != "O" and len({array.shape for array in (*rows, *others)}) == 1:
-        # The average is taken from every other row, and only the rest is compared with it: a
-        # sample is always closer to its own average.
+        # The average is taken from every other row, and only the rest is compared with it: a sample
+        # is always closer to its own average.
         average = np.stack([_thinned(array) for array in others[::2]])
         away, usual = (
             _distances(np.stack([_thinned(array) for array in each]), average)
@@ -383,7 +390,7 @@ def _features_of(rows: Sequence[Array], others: Sequence[Array]) -> dict[str, _F
 
 def _row_features(array: Array) -> list[float]:
     if array.dtype.kind == "O":
-        # Texts: how long they are.
+        # Strings: their total length.
         total = float(sum(len(each) for each in array.ravel().tolist()))
         return [total if feature == "the size" else 0.0 for feature in FEATURES]
     if not array.size:
@@ -406,7 +413,7 @@ def _thinned(array: Array) -> Array:
 
 
 def _distances(rows: Array, reference: Array) -> Array:
-    """Mean distance of each row's elements from the reference's, in its deviations."""
+    """Return each row's mean distance from the reference's mean, in standard deviations."""
     spread = reference.std(axis=0)
     typical = float(spread.mean()) or 1.0
     away: Array = np.abs((rows - reference.mean(axis=0)) / (spread + 0.1 * typical)).mean(axis=1)
@@ -428,8 +435,8 @@ def _fingerprint(row: Row) -> bytes:
 
 
 def _expected_by_chance(predictions: Array, labels: Array) -> float:
-    """How often answers and labels that know nothing of each other would agree. A majority class
-    that is always answered is chance by this, and skill on rare classes is not."""
+    """Return how often independent answers and labels would agree. Always answering the majority
+    class is chance by this measure; skill on rare classes is not."""
     classes, counts = np.unique(labels, return_counts=True)
     answered = np.array([(predictions == each).mean() for each in classes])
     return float((answered * counts / len(labels)).sum())

@@ -1,6 +1,6 @@
-"""Counts out of trials: tails of the binomial distribution and exact limits of a rate. Pure.
+"""Binomial distribution: tails, and exact limits of a rate. Pure.
 
-Counts and trials may be fractions, so that the same formulas say what more trials would give.
+Counts and trials may be fractions, so the same formulas predict the effect of more trials.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ PRECISION = 1e-13
 
 
 def upper_limit(count: float, num_trials: float, alpha: float) -> float:
-    """The highest rate that gives so few with probability `alpha` (Clopper and Pearson's)."""
+    """Return the highest rate that gives `count` or fewer with probability `alpha`
+    (Clopper-Pearson)."""
     if count >= num_trials:
         return 1.0
     return _solved(lambda rate: at_least(count + 1, num_trials, rate) - (1 - alpha))
 
 
 def lower_limit(count: float, num_trials: float, alpha: float) -> float:
-    """The lowest rate that gives so many with probability `alpha`."""
+    """Return the lowest rate that gives `count` or more with probability `alpha`."""
     if count <= 0:
         return 0.0
     return _solved(lambda rate: at_least(count, num_trials, rate) - alpha)
 
 
 def at_least(count: float, num_trials: float, rate: float) -> float:
-    """How likely so many or more are."""
+    """Return the probability of `count` or more."""
     if count <= 0:
         return 1.0
     if count > num_trials:
@@ -36,7 +37,7 @@ def at_least(count: float, num_trials: float, rate: float) -> float:
 
 
 def _solved(rising: Callable[[float], float]) -> float:
-    """Where a function that rises between 0 and 1 is zero."""
+    """Return the root of a function that increases between 0 and 1."""
     low, high = 0.0, 1.0
     while high - low > PRECISION * high:
         middle = (low + high) / 2
@@ -48,7 +49,8 @@ def _solved(rising: Callable[[float], float]) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """Regularised, by its continued fraction, which converges fast left of the mean."""
+    """Regularised incomplete beta, by its continued fraction, which converges fast left of the
+    mean."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):
@@ -59,7 +61,7 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """1 + d1 / (1 + d2 / (1 + ...)), from the front (the method of Lentz)."""
+    """Evaluate 1 + d1 / (1 + d2 / (1 + ...)) from the front (Lentz's method)."""
     tiny = 1e-300
     value, above, below = 1.0, 1.0, 0.0
     for term in range(1, MAX_TERMS):

@@ -1,10 +1,10 @@
-"""How much accuracy may be lost: `top1 drop <= 0.5 %`. One grammar for flag, plan and evidence.
+"""Accuracy budget: `top1 drop <= 0.5 %`. One grammar for flag, plan and evidence.
 
     METRIC drop <= NUMBER [%] [relative]      a score where higher is better
     METRIC rise <= NUMBER [%] [relative]      an error, where lower is better
 
-0.5 % of a score between 0 and 1 are percentage points; "relative" is a share of what the original
-reaches. Pure values with a parser and a `str` that parses to the same again.
+0.5 % of a score between 0 and 1 is in percentage points; "relative" is a share of the original's
+score. Pure values with a parser and a `str` that parses to the same value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORM = "expected METRIC drop <= NUMBER [%] [relative], as in 'top1 drop <= 0.5 %
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    # top1, top5, mae (see scores), "agreement", or "score" for what an evaluator gives.
+    # top1, top5, mae (see scores), "agreement", or "score" for an evaluator's.
     metric: str
     # In the unit of the score: 0.005 for 0.5 % of scores between 0 and 1.
     limit: float
@@ -46,14 +46,14 @@ class Budget:
 
 
 def default_budget(metric: str) -> Budget:
-    """What is allowed when nobody said: one point of a share, one hundredth of whatever else."""
+    """Return the default limit: one point for shares, one percent relative for other metrics."""
     if metric in SHARES:
         return Budget(metric, 0.01)
     return Budget(metric, 0.01, is_relative=True, is_lower_better=metric in ERRORS)
 
 
 def parse(text: str) -> Budget:
-    """Raises ConfigError that says what was expected."""
+    """Parse a budget; ConfigError says what was expected."""
     form = r"([^\s<>=]+)\s+([^\s<>=]+)\s*([<>=]+)\s*([^\s%]+)\s*(%?)\s*(.*)"
     match = re.fullmatch(form, text.strip())
     if match is None:
@@ -97,7 +97,7 @@ def _number(text: str, problems: list[str]) -> float:
 
 
 def _limit_problems(budget: Budget, number: str) -> list[str]:
-    """A share cannot fall by more than all of it; such a gate would never close."""
+    """Refuse limits above 100 % of a share: such a gate would pass everything."""
     if budget.limit > 1 and (budget.is_relative or budget.metric in SHARES):
         return [f"a limit of {budget.limit * 100:g} % allows everything; was {number} % meant?"]
     return []

@@ -1,7 +1,8 @@
-"""Which values a model's tensors take on representative examples: histograms that are folded as the
-examples stream by, so that memory does not grow with their number, and ranges by three methods.
+"""Calibration: histograms of a model's tensors over representative examples, and ranges from them
+by three methods. Histograms are updated as examples stream by, so memory does not grow with their
+number.
 
-Kept on disk by the digest of model, examples and library: whoever asks again gets them at once.
+Results are cached on disk by the digest of model, examples and library.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from penstock.types import Array
 Method = Literal["minmax", "entropy", "percentile"]
 METHODS: tuple[Method, ...] = ("minmax", "entropy", "percentile")
 PERCENTILE = 99.99
-# On each side of zero.
+# Bins on each side of zero.
 NUM_BINS = 2048
-# Of a quantised tensor, on each side of zero.
+# Levels of a quantised tensor on each side of zero.
 NUM_LEVELS = 128
-# Thresholds that entropy tries, as steps of bins.
+# Step between the thresholds that the entropy method tries, in bins.
 ENTROPY_STRIDE = 16
 # More examples hardly move a range.
 MAX_ROWS = 512
-# Rows of equal shapes that run together.
+# Rows of equal shapes that are run together.
 MAX_BATCH = 8
 FILE = "calibration.json"
 FORMAT = 1
@@ -48,7 +49,8 @@ Range = tuple[float, float]
 
 @dataclass(slots=True)
 class Histogram:
-    """Values around zero in bins of equal width, which doubles when a value lies outside."""
+    """Histogram around zero with bins of equal width; the width doubles when a value lies
+    outside."""
 
     counts: Array = field(default_factory=lambda: np.zeros(2 * NUM_BINS, np.int64))
     width: float = 0.0
@@ -56,7 +58,7 @@ class Histogram:
     high: float = -np.inf
 
     def add(self, values: Array) -> None:
-        """ConfigError, when a value is not finite: no range would hold it."""
+        """Count the values; ConfigError if one is not finite, as no range would hold it."""
         if not values.size:
             return
         low, high = float(values.min()), float(values.max())
@@ -67,14 +69,15 @@ class Histogram:
         if self.width == 0.0:
             self.counts[NUM_BINS] += values.size
             return
-        # In 64 bits: in 32 the width of very small values would be 0.
+        # In 64 bits: in 32 bits the width would be 0 for very small values.
         places = np.floor(values.ravel() / np.float64(self.width)).astype(np.int64) + NUM_BINS
         np.clip(places, 0, 2 * NUM_BINS - 1, out=places)
         self.counts += np.bincount(places, minlength=2 * NUM_BINS)
 
     def _widen(self, largest: float) -> None:
         if self.width == 0.0:
-            # The least that is above: the largest value must lie inside. What came before was zero.
+            # The next larger number, so that the largest value lies inside. All earlier values were
+            # 0.
             self.width = float(np.nextafter(largest / NUM_BINS, np.inf)) if largest > 0 else 0.0
         while self.width > 0 and largest > self.width * NUM_BINS:
             pairs = self.counts.reshape(-1, 2).sum(axis=1)
@@ -98,11 +101,11 @@ class Histogram:
         return max(self.low, low), min(self.high, high)
 
     def _entropy_threshold(self) -> float:
-        """The absolute value beyond which cutting loses least information: the divergence between
-        what was seen and what its 128 levels would show, over all thresholds."""
+        """Return the clipping threshold that loses the least information: the one with the smallest
+        KL divergence between the observed distribution and its 128 quantised levels."""
         absolute = (self.counts[NUM_BINS:] + self.counts[:NUM_BINS][::-1]).astype(np.float64)
-        # Zero is shown exactly by any threshold: the many that are behind a ReLU, or padding, would
-        # else ask for levels as narrow as they are.
+        # Every threshold represents zero exactly. Without this, the many zeros behind a ReLU or
+        # from padding would favour levels as narrow as a bin.
         absolute[0] = absolute[1]
         best, best_divergence = NUM_BINS, np.inf
         for num_kept in range(NUM_LEVELS, NUM_BINS + 1, ENTROPY_STRIDE):
@@ -115,7 +118,7 @@ class Histogram:
 def _divergence(counts: Array, num_kept: int) -> float:
     seen = counts[:num_kept].copy()
     seen[-1] += counts[num_kept:].sum()
-    # Each level spreads what it holds evenly over the bins that were not empty.
+    # Each level spreads its count evenly over its bins that are not empty.
     level = np.arange(num_kept) * NUM_LEVELS // num_kept
     is_used = counts[:num_kept] > 0
     held = np.bincount(level, weights=counts[:num_kept], minlength=NUM_LEVELS)
@@ -124,7 +127,7 @@ def _divergence(counts: Array, num_kept: int) -> float:
     if shown.sum() == 0 or seen.sum() == 0:
         return np.inf
     p, q = seen / seen.sum(), shown / shown.sum()
-    # What was cut falls into the last bin, which may show nothing of it.
+    # Clipped values fall into the last bin, which may be empty in q.
     q = np.maximum(q, 1e-12)
     is_seen = p > 0
     return float(np.sum(p[is_seen] * np.log(p[is_seen] / q[is_seen])))
@@ -132,7 +135,7 @@ def _divergence(counts: Array, num_kept: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """What one input of the model got; of BYTES, the lengths."""
+    """Observed values of one model input; for BYTES, their lengths."""
 
     low: float
     high: float
@@ -151,7 +154,7 @@ class Calibration:
         return {name: histogram.range(method) for name, histogram in self.tensors.items()}
 
     def record(self, method: Method) -> dict[str, Any]:
-        """What lies beside the model as calibration.json."""
+        """Return the content of calibration.json, the file beside the model."""
         return {
             "format": FORMAT,
             "method": method,
@@ -166,7 +169,7 @@ class Calibration:
 
 
 def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) -> list[Row]:
-    """These examples, at most `MAX_ROWS`, as the model itself takes them."""
+    """Return these examples, at most `MAX_ROWS`, preprocessed as the model takes them."""
     return list(apply(config, [examples.rows[index] for index in indices[:MAX_ROWS]]))
 
 
@@ -178,9 +181,9 @@ def calibrate(
     cache: Path,
     check_time: Callable[[], None] = lambda: None,
 ) -> Calibration:
-    """Histograms of these tensors of a graph over the rows; from the cache where they are known.
-    `check_time` is called before each batch, and may raise.
-    ConfigError, when there are no rows or a tensor is not finite on them."""
+    """Return histograms of these tensors of a graph over the rows, from the cache if they are
+    there. `check_time` is called before each batch, and may raise. ConfigError if there are no rows
+    or a tensor is not finite on them."""
     if not rows:
         raise ConfigError(["calibration: there are no examples for it"])
     digest = _digest(model, names, rows)
@@ -193,8 +196,8 @@ def calibrate(
 
 
 def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
-    """Rows as the graph takes them: those of equal shapes together, where it has a batch. `config`
-    is the model's own, behind whatever preprocessing there is."""
+    """Yield rows as the graph takes them, batched by equal shapes if it has a batch dimension.
+    `config` is that of the model itself, after any preprocessing."""
     has_batch = config.max_batch_size > 0
     groups: dict[tuple[object, ...], list[Row]] = {}
     for index, row in enumerate(fitted(rows, config)):
@@ -273,7 +276,7 @@ def _digest(model: Any, names: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _read(path: Path) -> dict[str, Histogram] | None:
-    """None where there is none that can be used."""
+    """Read a cache file; None if it is missing or unusable."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             names = json.loads(str(stored["names"]))
@@ -287,7 +290,7 @@ def _read(path: Path) -> dict[str, Histogram] | None:
 
 
 def _write(path: Path, tensors: Mapping[str, Histogram]) -> None:
-    """Whole or not at all: whoever is killed here leaves nothing that is read."""
+    """Write the cache file atomically: a process killed here leaves no partial file to read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     each = list(tensors.values())
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:

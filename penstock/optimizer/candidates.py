@@ -1,4 +1,4 @@
-"""What may be built: steps, candidates made of them, and a candidate's files. Values only."""
+"""Steps, candidates made of them, and a candidate's files. Values only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STAGES: tuple[Stage, ...] = (
     "instances",
     "memory",
 )
-# Passes about how a model is served; all others make another model.
+# Passes that change how a model is served; all others make another model.
 SERVING_PASSES = ("batching", "instances", "memory")
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One pass with its settings: everything its build depends on beside the parent."""
+    """One pass with its settings: everything its build depends on besides the parent."""
 
     pass_name: str
     settings: dict[str, str] = {}
@@ -38,24 +38,24 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Skip(msgspec.Struct, frozen=True):
-    """What was not tried, and why not: no hardware for it, no data, nothing to gain."""
+    """A step that was not tried, and why: no hardware for it, no data, nothing to gain."""
 
     pass_name: str
     reason: str
-    # What would have been tried; a pass that has nothing to offer leaves it out.
+    # The step that would have been tried; None if the pass has none to offer.
     step: Step | None = None
     # It would have been tried, but the time was up or the run was interrupted.
     cut_by: Literal["", "time", "interrupt"] = ""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """The original after some steps. No steps: the original itself, as it would be served."""
+    """The original after some steps. No steps: the original itself."""
 
     steps: tuple[Step, ...] = ()
 
     @property
     def key(self) -> str:
-        """The same steps in the same order have the same key, in every run."""
+        """Return a hash of the steps in their order, the same in every run."""
         plain = [[step.pass_name, sorted(step.settings.items())] for step in self.steps]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:12]
 
@@ -66,7 +66,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> Candidate:
-        """Without the steps about how it is served."""
+        """Return the candidate without its serving steps."""
         serving = (n for n, step in enumerate(self.steps) if step.pass_name in SERVING_PASSES)
         return Candidate(self.steps[: next(serving, len(self.steps))])
 
@@ -80,7 +80,7 @@ class Candidate(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Build:
     """A candidate as files: `folder` is a model's folder as in a repository, with config.pbtxt and
-    version 1; `config` is what a reader makes of it."""
+    version 1; `config` is its parsed configuration."""
 
     candidate: Candidate
     folder: Path

@@ -1,17 +1,17 @@
-"""What a child process writes, kept in a file so that it never waits for a reader."""
+"""Output of a child process, written to a file so that the child never blocks on a reader."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 
-# Of what is told of it: where it ends, in whole lines. Compilers warn by the hundred.
+# How much of the end is quoted, in whole lines. Compilers print hundreds of warnings.
 TAIL_BYTES, TAIL_LINES = 2000, 8
 
 
 class Output:
-    """Give `fileno()` to the child as its stdout and stderr. Reading moves no position: the child
-    shares it."""
+    """Pass `fileno()` to the child as stdout and stderr. Reads do not move the file position, which
+    the child shares."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
@@ -23,7 +23,8 @@ class Output:
         return self._read(0)
 
     def tail(self, who: str) -> str:
-        """The end of it, as a clause behind an error's text; empty if there is nothing."""
+        """Return the end of the output as a clause to append to an error's text; empty without
+        output."""
         size = os.fstat(self.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         lines = self._read(begin).splitlines()

@@ -1,5 +1,5 @@
-"""What becomes of a search: the choice, held to examples that nobody has looked at; its proof, in
-turns with the original; the verdict."""
+"""From search results to the verdict: choose a finalist on the held-out set, prove it in turns with
+the original, and conclude."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Finalist, Findings, Search
 from penstock.optimizer.time_plan import CutOff
 
-# A proof that contradicts itself or what was measured before is measured again, once.
+# A proof that contradicts itself or earlier measurements is repeated once.
 MAX_PROOFS = 2
 UNPROVEN = "was ahead in the search but was not proven"
 BEST_MEASURED = "the best version measured so far"
@@ -32,16 +32,16 @@ INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the 
 class Choice:
     finalist: Finalist
     held_out: Judgement | None
-    # Faster ones that the held-out examples did not allow, in the order they were asked: by the key
-    # of the model, or of one way to serve it.
+    # Better finalists that the held-out set rejected, in the order they were judged, by the key of
+    # the model or of one way to serve it.
     refused: dict[str, Judgement]
-    # Why the verdict on it cannot stand.
+    # Why the verdict on the finalist cannot stand.
     doubts: list[str] = field(default_factory=list)
 
 
 def choose(lab: Lab, findings: Findings) -> Choice:
-    """The first of the finalists that passes on the held-out part. Each look at it spends a part of
-    what may be risked, so that asking often does not make passing likely."""
+    """Return the first finalist that passes on the held-out set. Each test of it spends a part of
+    alpha, so that repeated testing does not inflate false positives."""
     refused: dict[str, Judgement] = {}
     for finalist in findings.finalists:
         choice = _admitted(lab, finalist, refused)
@@ -51,8 +51,8 @@ def choose(lab: Lab, findings: Findings) -> Choice:
 
 
 def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Choice | None:
-    """None, and one more that is refused, where the held-out part does not allow it. That holds for
-    every step, whatever it claims: only the original needs no leave."""
+    """Judge a finalist on the held-out set; if it fails, add it to `refused` and return None. This
+    applies to every step, lossless or not; only the original is always admitted."""
     if lab.examples is None:
         return Choice(finalist, None, refused)
     candidate, model = finalist.build.candidate, finalist.contender.candidate
@@ -62,10 +62,10 @@ def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Ch
     if candidate.key in refused or model.key in refused:
         return None
     judge = lab.judge if finalist.contender.is_lossy else lab.judge_lossless
-    # As it would be served: batches and padding are part of what users get.
+    # In its serving configuration: users get its batching and padding too.
     judgement = judge(finalist.build, HELD_OUT, alpha)
     if not judgement.is_passed:
-        # Served in another way it is the same model; but the original is not refused.
+        # Other ways to serve the same model fail too; but the original model itself is not refused.
         refused[model.key if model.steps else candidate.key] = judgement
         return None
     judgement = _held_to_server(lab, finalist, judgement)
@@ -76,7 +76,7 @@ def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Ch
 
 
 def _held_to_server(lab: Lab, finalist: Finalist, judgement: Judgement) -> Judgement:
-    """Refused where the server gives other answers than those that were judged."""
+    """Fail the judgement if the server's answers differ from those that were judged."""
     try:
         problem = lab.check_served(finalist.build, is_lossy=finalist.contender.is_lossy)
     except PenstockError as error:
@@ -88,7 +88,7 @@ def _held_to_server(lab: Lab, finalist: Finalist, judgement: Judgement) -> Judge
 
 
 def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimization:
-    """Everything that is known, but for the version's number."""
+    """Choose, prove and conclude; return everything but the version's number."""
     findings = search.findings
     plan = lab.plan
     assert plan.slo is not None
@@ -148,7 +148,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
 
 
 def _can_add_instances(lab: Lab, choice: Choice) -> bool:
-    """Whether the machine has room for more instances than those that were timed."""
+    """Return whether the machine has room for more instances than were timed."""
     config = choice.finalist.build.config
     timed = [number for number, _ in choice.finalist.contender.times]
     most = max(number for number, _ in shapes.arrangements(config, lab.machine.num_cores))
@@ -173,7 +173,7 @@ def _narrowed(lab: Lab, choice: Choice) -> list[str]:
 
 
 def _not_compared(lab: Lab, choice: Choice) -> list[str]:
-    """How many rows a lossless choice was compared on, if not on all."""
+    """Say on how many rows a lossless choice was compared, if not on all."""
     judged, total = choice.held_out, len(lab.rows)
     if judged is None or not 0 < judged.num_compared < total:
         return []
@@ -194,7 +194,7 @@ def _failed(found: Optimization) -> list[str]:
 
 
 def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
-    """How many examples would have to be brought for the gate to decide about what it could not."""
+    """Say how many examples the accuracy gate needs to decide on undecided candidates."""
     wanted = [
         each.accuracy.num_needed
         for each in findings.tries
@@ -216,16 +216,16 @@ def _notes(lab: Lab, findings: Findings) -> list[str]:
 
 
 def _saved(choice: Choice, found: Optimization) -> Candidate:
-    """What is saved if nothing more is measured."""
+    """Return the candidate to save if nothing more is measured."""
     return Candidate() if _original_does(choice, found) else choice.finalist.build.candidate
 
 
 def _prove(
     lab: Lab, search: Search, choice: Choice, found: Optimization, to_save: str = ""
 ) -> bool:
-    """Original and choice in turns: at the SLO's load, and up to the highest rate of each. False:
-    it did not run, and `found` has the figures of the search. `to_save` is what an interruption
-    would save; empty: the choice, or the original if that does as well."""
+    """Measure original and choice in turns, at the SLO's load and up to the highest rate of each.
+    Return False if that did not run: `found` then has the figures of the search. `to_save` names
+    what an interruption would save; empty: the choice, or the original if that does as well."""
     findings = search.findings
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
@@ -279,7 +279,7 @@ def _note_end(
 
 
 def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
-    """What contradicts the proof, of the choice and of the original."""
+    """Collect what contradicts the proof, for the choice and for the original."""
     assert found.before is not None and found.after is not None
     assert lab.plan.slo is not None
     rate = None if lab.plan.slo.rate is None else lab.plan.slo.rate.per_s
@@ -301,8 +301,8 @@ def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimizati
 
 
 def _note_disturbances(lab: Lab, choice: Choice, found: Optimization) -> None:
-    """Where the verdict cannot stand: what contradicts it, and what the machine did. None of these
-    measurements is reused."""
+    """If the verdict cannot stand, record what contradicts it and what disturbed the machine, and
+    drop all timings from the journal so that none is reused."""
     if not choice.doubts:
         return
     servings = [each for each in (found.before, found.after) if each is not None]
@@ -311,8 +311,8 @@ def _note_disturbances(lab: Lab, choice: Choice, found: Optimization) -> None:
 
 
 def _better_proven(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Choice | None:
-    """The next finalist that did better than the first does in its proof, when that misses the
-    SLO and there is time to prove another."""
+    """If the first choice misses the SLO in its proof, return the next finalist that did better and
+    is admitted, provided there is time to prove it."""
     for finalist in _ahead(search.findings, choice, found):
         if not search.has_time_to_prove(2):
             if found.is_proven:
@@ -325,7 +325,7 @@ def _better_proven(lab: Lab, search: Search, choice: Choice, found: Optimization
 
 
 def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[Finalist]:
-    """Finalists that did better in the search than the choice in its proof, which misses."""
+    """Yield finalists whose search figures beat the choice's proof, if that misses the SLO."""
     if found.after is None or found.after.is_met or findings.is_interrupted:
         return
     for finalist in findings.finalists:
@@ -338,7 +338,8 @@ def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[
 def _proven_again(
     lab: Lab, search: Search, first: Choice, other: Choice, found: Optimization
 ) -> Choice:
-    """Whichever of the two has the better proof; the first where the other has none."""
+    """Prove the other choice too; return the one with the better proof, or the first if the other
+    has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
     failure = found.proof_failure
     candidate = other.finalist.build.candidate
@@ -360,7 +361,7 @@ def _proven_again(
 
 
 def _original_does(choice: Choice, found: Optimization) -> bool:
-    """Whether the original turned out no worse, after all: it is the simplest."""
+    """Return whether the original is no worse after all: it is the simplest."""
     if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
         return False
     return goals.order([found.before, found.after], [0, choice.finalist.simplicity])[0] == 0

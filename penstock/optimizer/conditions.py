@@ -1,4 +1,4 @@
-"""The machine while something is measured: what this run used of it, and what others did."""
+"""CPU use of the machine during a measurement, by this run and by others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.optimizer.this_machine import machine_speed_s
 
 
 class CpuMeter:
-    """Counts from its making on. This run is this process and all that descend from it."""
+    """Counts from construction on. "Own" is this process and all of its descendants."""
 
     def __init__(self) -> None:
         self._speed_s = machine_speed_s()
@@ -42,7 +42,7 @@ def _machine_seconds() -> tuple[float, float]:
     times = psutil.cpu_times()
     steal_s = float(getattr(times, "steal", 0.0))
     idle_s = times.idle + getattr(times, "iowait", 0.0)
-    # Guests are counted in user time already.
+    # User time already includes guest time.
     guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
     return float(sum(times) - idle_s - steal_s - guests_s), steal_s
 

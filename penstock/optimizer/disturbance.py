@@ -1,9 +1,9 @@
-"""Whether measurements can be trusted: contradictions between them, and the machine's state. Pure.
+"""Detection of disturbed measurements: contradictions between them, and other load. Pure.
 
-Other programs on a machine only ever make a server slower. So a kept SLO stands, and a missed one
-is held against everything else that was measured: the same build at other times, the search for its
-highest rate, the original before and after, and the machine itself. The run measures again where
-there are doubts; doubts that stay make it *disturbed*.
+Other programs on a machine can only make a server slower. So a kept SLO stands, and a missed one is
+compared with everything else that was measured: the same build at other times, the search for its
+highest rate, the original before and after, and the machine itself. If there are doubts, the run
+measures again; doubts that remain make it *disturbed*.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from penstock.benchmark.report import units
 from penstock.benchmark.stats import Interval, Window
 from penstock.optimizer.results import Conditions, Served, Turn
 
-# Units of terms that depend on how fast the machine is.
+# Units of SLO terms that depend on the machine's speed.
 TIMED = ("s", "%", "/s", "per million")
-# The generator was late: by so much, or by this share of the latency limit.
+# The generator counts as late above this delay, or above this share of the latency limit.
 LATE_S, LATE_SHARE = 0.02, 0.2
 # A disturbance also covers the windows after it, until latency is back at RECOVERED times its
 # median, but at most MAX_RECOVERY windows.
 RECOVERED, MAX_RECOVERY = 1.5, 12
-# Without this share of the time nothing is said of the rest.
+# With less calm time than this share, no figures are given for calm time.
 MIN_CALM = 0.3
-# A highest rate contradicts a kept or missed rate that is this factor away from it.
+# A highest rate contradicts a kept or missed rate that differs from it by this factor.
 RATE_MARGIN = 1.25
-# A highest rate below this share of what was just answered in time is void.
+# A highest rate below this share of the rate just answered in time is void.
 VOID_SHARE = 0.5
-# The machine was slower by this factor than at another time.
+# Factor by which the machine was slower than at another time.
 SLOWER = 1.15
-# The least that the probe of its speed can tell; and how fast a latency grows with the time that a
-# request takes, as a power: queues near saturation do.
+# The smallest slowdown that the speed probe can detect; and the power by which latency grows with
+# the time per request, as queues do near saturation.
 MIN_SLOWER, GROWTH = 1.05, 8
-# Predictions are off by less.
+# Factor within which predicted and measured rates agree.
 PREDICTION_MARGIN = 4.0
-# Overloaded: less than this share of what arrives is answered.
+# Overload: less than this share of the arriving requests is answered.
 KEPT_UP = 0.95
-# A queue that builds up during a pause can outlast the window: only a latency above this multiple
-# of its limit counts as missed without the pause.
+# A queue that builds up during a pause can outlast its window: only a latency above this multiple
+# of its limit counts as missed regardless of the pause.
 PAUSE_EXCESS = 3.0
-# Shares of the CPU that are worth naming.
+# Shares that are worth reporting: CPU used by others, steal time, time with a late generator.
 MIN_FOREIGN, MIN_STEAL, MIN_LATE = 0.05, 0.01, 0.01
-# Above this share the run itself keeps the generator from sending in time.
+# Above this CPU share, the run itself delays the generator.
 OWN_LOAD = 0.85
-# Figures taken beside this much load of others are not kept for the next run.
+# Figures measured under more load by others than this are not reused by the next run.
 MAX_FOREIGN, MAX_STEAL, MAX_LATE = 0.25, 0.1, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class BuildHistory:
-    """One build: its final measurement, and what else is known of it."""
+    """One build: its final measurement, and everything else known about it."""
 
     name: str
     served: Served
-    # The same build at the same load, before.
+    # Earlier measurements of the same build at the same load.
     earlier: Sequence[Served] = ()
     predicted_rate: float | None = None
 
@@ -67,10 +67,10 @@ class BuildHistory:
 
 
 def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> list[str]:
-    """Why the verdict on the chosen build cannot stand, one sentence each; empty: it can. `rate` is
-    the SLO's load in requests per second; None: a closed loop."""
+    """Return why the verdict on the chosen build cannot stand, one sentence each; empty if it can.
+    `rate` is the SLO's load in requests per second; None: a closed loop."""
     if not chosen.served.is_met and not _is_missed_in_time(chosen.served):
-        # No machine changes what is missed, such as memory.
+        # A faster machine would not help: only terms such as memory are missed.
         return []
     found = list(rate_doubts(chosen, rate))
     if not chosen.served.is_met:
@@ -83,12 +83,12 @@ def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> 
 
 
 def _is_missed_in_time(served: Served) -> bool:
-    """Whether a term is missed that a faster machine might keep."""
+    """Return whether a term is missed that a faster machine might keep."""
     return any(each.outcome == "missed" and each.unit in TIMED for each in served.verdicts)
 
 
 def is_close(served: Served) -> bool:
-    """Whether chance alone may decide: a limit lies inside the interval of what was measured."""
+    """Return whether chance may decide: a limit lies inside the measured confidence interval."""
     return any(
         each.measured is not None
         and each.unit in TIMED
@@ -99,7 +99,7 @@ def is_close(served: Served) -> bool:
 
 
 def original_doubts(original: BuildHistory, rate: float | None) -> list[str]:
-    """The same for the figures of the original that a gain is claimed against."""
+    """Return doubts about the original's figures, the baseline of a claimed gain."""
     found = list(rate_doubts(original, rate))
     if not original.served.is_met:
         found += [*_pause_doubts(original), *_spread_doubts(original)]
@@ -110,7 +110,7 @@ def original_doubts(original: BuildHistory, rate: float | None) -> list[str]:
 
 
 def rate_doubts(history: BuildHistory, rate: float | None) -> Iterator[str]:
-    """The search for the highest rate against the SLO's rate."""
+    """Compare the highest rate found with the verdict at the SLO's rate."""
     highest = history.served.max_rate
     if rate is None or highest is None or not highest.value > 0:
         return
@@ -125,19 +125,20 @@ def rate_doubts(history: BuildHistory, rate: float | None) -> Iterator[str]:
 
 
 def _end(rate: Interval, name: str) -> float:
-    """An end of the interval, or the estimate where it is not known."""
+    """Return an end of the interval, or the estimate if that end is unknown."""
     end: float = getattr(rate, name)
     return rate.value if math.isnan(end) else end
 
 
 def is_void(highest: Interval, answered: float) -> bool:
-    """Whether a highest rate is far below what the same server has just answered in time."""
+    """Return whether a highest rate is far below what the same server just answered in time."""
     return highest.value < VOID_SHARE * answered
 
 
 def _pause_doubts(history: BuildHistory) -> Iterator[str]:
-    """The SLO is missed because of times in which the generator could not run either: without them
-    it is kept, or not missed by so much that the queue they leave could not be why."""
+    """Yield a doubt if the SLO is missed because of pauses in which the generator could not run
+    either: without them it is kept, or missed by so little that the queue after a pause may explain
+    it."""
     missed = [
         turn
         for turn in history.served.turns
@@ -154,8 +155,8 @@ def _pause_doubts(history: BuildHistory) -> Iterator[str]:
 
 
 def _spread_doubts(history: BuildHistory) -> Iterator[str]:
-    """The same build at the same load kept the SLO at one time and missed it at another, when the
-    machine was slower."""
+    """Yield a doubt if the same build at the same load kept the SLO at one time and missed it at
+    another, when the machine was slower."""
     kept = [turn.conditions.speed_s for turn in history.turns if turn.is_kept]
     missed = [turn.conditions.speed_s for turn in history.turns if not turn.is_kept]
     if kept and missed and min(missed) > SLOWER * min(kept):
@@ -166,21 +167,22 @@ def _spread_doubts(history: BuildHistory) -> Iterator[str]:
 def _slowness_doubts(
     chosen: BuildHistory, original: BuildHistory, rate: float | None
 ) -> Iterator[str]:
-    """Whether the SLO may be kept at the speed that this machine has shown or would have alone."""
+    """Yield a doubt if the SLO might be kept at the speed this machine reached before or would
+    reach without other load."""
     factor, text = slowness(chosen, original)
     if text and _may_be_kept(chosen.served, factor, rate):
         yield f"{chosen.name}: SLO missed while {text}"
 
 
 def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
-    """How many times slower than possible the machine was in the final measurement, and why; 1
-    where it is not known to have been. Cores that others use may be the ones that were idle, so
-    they have to take more before that counts than a slower clock."""
+    """Return the slowdown of the machine in the final measurement, and its cause; 1 if none is
+    known. Other processes may run on idle cores, so their CPU use has a higher threshold than a
+    slower clock."""
     turns = chosen.served.turns
     drift = _drift(turns, [*chosen.turns, *original.turns])
     taken = max((each.conditions.foreign_cpu + each.conditions.steal for each in turns), default=0)
     late = _late_share(turns)
-    # Steal time and pauses may be the same.
+    # Steal time and pauses may be the same time.
     factor = drift / max(0.05, 1 - max(taken, late))
     if drift > MIN_SLOWER:
         return factor, f"the machine was {drift:.2f}x slower than at another time of this run"
@@ -192,27 +194,28 @@ def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
 
 
 def _late_share(turns: Sequence[Turn]) -> float:
-    """The largest share of the time in which the generator was late, and not by the run's doing."""
+    """Return the largest share of time with a late generator, without lateness caused by the run
+    itself."""
     others = (turn.late_share for turn in turns if not _is_own(turn.conditions))
     return max(others, default=0.0)
 
 
 def _drift(turns: Sequence[Turn], every: Sequence[Turn]) -> float:
-    """The slowest moment of these turns over the fastest of all, by the fixed piece of work."""
+    """Return the slowest speed probe of these turns relative to the fastest of all."""
     last = [turn.conditions.speed_s for turn in turns if turn.conditions.speed_s > 0]
     known = [turn.conditions.speed_s for turn in every if turn.conditions.speed_s > 0]
     return max(last) / min(known) if last else 1.0
 
 
 def _may_be_kept(served: Served, factor: float, rate: float | None) -> bool:
-    """On a machine faster by this factor."""
+    """Return whether the SLO might be kept on a machine faster by this factor."""
     if rate is not None and served.throughput.value < KEPT_UP * rate:
         return served.throughput.value * factor * RATE_MARGIN >= rate
     return _excess(served) < factor**GROWTH
 
 
 def _excess(served: Served) -> float:
-    """How many times its limit the worst latency is, without pauses of the machine."""
+    """Return the worst latency as a multiple of its limit, without pauses of the machine."""
     calm = [turn.p99_calm_s for turn in served.turns if turn.p99_calm_s is not None]
     lowered = min(calm) / served.p99.value if calm and served.p99.value > 0 else 1.0
     found = [
@@ -224,15 +227,15 @@ def _excess(served: Served) -> float:
 
 
 def _closeness_doubts(chosen: BuildHistory, original: BuildHistory) -> Iterator[str]:
-    """A limit inside the interval is decided by chance; beside a disturbance not even by that. A
-    neighbour that takes a tenth of the CPU is no disturbance yet."""
+    """Yield a doubt if the machine was disturbed: a limit inside the interval then cannot be
+    decided. A neighbour that takes a tenth of the CPU does not count as a disturbance."""
     _, text = slowness(chosen, original)
     if text:
         yield f"{chosen.name}: too close to the limit to decide ({text})"
 
 
 def prediction_gap(history: BuildHistory, rate: float | None) -> str:
-    """A sentence where the server answers far less, or far more, than batch times predict."""
+    """Return a sentence if the server answers far less, or far more, than batch times predict."""
     predicted, served = history.predicted_rate, history.served
     measured = None if served.max_rate is None else served.max_rate.value
     if measured is None or not measured > 0:
@@ -250,7 +253,7 @@ def prediction_gap(history: BuildHistory, rate: float | None) -> str:
 
 
 def disturbances(servings: Sequence[Served]) -> list[str]:
-    """Signs of other load on the machine, one sentence each; empty if there are none."""
+    """Return signs of other load on the machine, one sentence each; empty without any."""
     turns = [turn for served in servings for turn in served.turns]
     if not turns:
         return []
@@ -283,7 +286,7 @@ def _spread_text(served: Served) -> list[str]:
 
 
 def is_reusable(served: Served) -> bool:
-    """Whether another run may take these figures from the journal."""
+    """Return whether another run may reuse these figures from the journal."""
     return not served.disturbances and all(
         turn.conditions.foreign_cpu <= MAX_FOREIGN
         and turn.conditions.steal <= MAX_STEAL
@@ -293,7 +296,7 @@ def is_reusable(served: Served) -> bool:
 
 
 def _is_own(conditions: Conditions) -> bool:
-    """Whether the run itself keeps all cores busy, so that lateness is its own doing."""
+    """Return whether the run itself keeps all cores busy, so that it causes the lateness."""
     others = conditions.foreign_cpu + conditions.steal
     return conditions.own_cpu >= OWN_LOAD and others < MIN_FOREIGN
 
@@ -309,7 +312,8 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def calm_windows(windows: Sequence[Window], limit_s: float | None) -> list[Window]:
-    """Those in which the generator was in time, and the queue of a late one was gone."""
+    """Return the windows in which the generator was on time and the queue after a pause was
+    gone."""
     late_s = max(LATE_S, LATE_SHARE * (limit_s or 0.0))
     medians = [_median(window) for window in windows]
     known = [each for each in medians if not math.isnan(each)]

@@ -1,5 +1,5 @@
-"""What goes into the repository with the chosen version: what was promised and measured, and how it
-was made. `versions` writes it; the server reads the SLO from it."""
+"""Evidence that is committed with the chosen version: its SLO, what was measured, and how it was
+made. `versions` writes it; the server reads the SLO from it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
 
 CALIBRATION = "calibration.json"
-# Outcomes of versions that keep their SLO; "met" is that of before 2026-11.
+# Outcomes of versions that keep their SLO; "met" was written before 2026-11.
 PROMISED = ("kept", "met")
-# What two commits of one run of one candidate have in common.
+# Fields that are equal in two commits of the same candidate by the same run.
 SAME = ("lineage", "outcome", "measured", "accuracy")
 
 
 def commit(build: Build, found: Optimization, run: str) -> str:
-    """The version's number. A run that was killed after it had committed does not do it again."""
+    """Commit and return the version's number. A run that was killed after its commit does not
+    commit again."""
     out = Path(found.out)
     out.mkdir(parents=True, exist_ok=True)
     made = evidence(build, found, run)
@@ -38,8 +39,8 @@ def commit(build: Build, found: Optimization, run: str) -> str:
 
 
 def try_commit(build: Build, found: Optimization, run: str) -> None:
-    """Commit, and note the version; where there is none to commit, or it cannot be written, note
-    why: what was found is worth keeping without it."""
+    """Commit and record the version in `found`. If there is nothing to commit, or writing fails,
+    record why: the results are worth keeping without it."""
     out = Path(found.out)
     if found.proof_failure:
         found.uncommitted = f"the proof of {build.candidate} failed: {found.proof_failure}"
@@ -63,8 +64,8 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
 
 
 def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> str:
-    """The served version that keeps its SLO, if this result is not proven to keep its own: that
-    must not take the place of the other. Empty: there is none."""
+    """Return the served version that keeps its SLO, unless this result is a proven verdict: an
+    unproven one must not replace it. Empty if no version keeps its SLO."""
     is_verdict = found.is_proven and found.outcome not in ("disturbed", "interrupted")
     if is_verdict or not os.path.isdir(folder) or _committed(folder, made):
         return ""
@@ -78,7 +79,7 @@ def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> st
 
 
 def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
-    """Plain values, as JSON has them."""
+    """Return the evidence as plain JSON values."""
     after, before = found.after, found.before
     made: dict[str, Any] = {
         "slo": found.slo,
@@ -129,7 +130,7 @@ def _calibration(build: Build) -> Any:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: what is not known is null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -140,7 +141,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _committed(folder: Path, made: dict[str, Any]) -> str:
-    """The version that has this evidence, but for the time and the words; empty if none has."""
+    """Return the version with the same evidence (`SAME`); empty if no version has it."""
     if not os.path.isdir(folder):
         return ""
     for version in repository.version_folders(folder):

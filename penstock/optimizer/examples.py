@@ -1,7 +1,7 @@
-"""Representative examples: what users send, what the right answers are, and which part is for what.
+"""Representative examples: inputs, labels, and their split into disjoint parts.
 
-The parts are disjoint: `calibration` for ranges, `choice` for judging candidates, `held_out` for
-the one that was chosen, and nobody else.
+`calibration` is for ranges, `choice` for judging candidates, and `held_out` for the final choice
+only.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import LENGTHS_NAME
 from penstock.types import Array, TensorSpec
 
-# Ranges do not get better with more; judging does.
+# More rows do not improve ranges, but they do improve judging.
 MAX_CALIBRATION = 300
 CALIBRATION_SHARE = 0.2
-# Of data that is for calibration alone, which its owner may have chosen with care.
+# Limit for a separate calibration set, which its owner may have chosen with care.
 MAX_SEPARATE = 1_000
 MIN_EXAMPLES = 10
-# Variable dimensions of inputs that are drawn from the signature: a sequence; sides of an image.
+# Sizes of variable dimensions in random inputs: a sequence; sides of an image.
 SEQUENCE_LENGTHS = Lengths("uniform", (16, 128))
 SIDE_LENGTHS = Lengths("fixed", (224,))
-# Labels of rows that are for calibration only and have none.
+# Label of calibration rows that have none.
 NO_CLASS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Indices into the examples; each in a fixed order that the seed decides."""
+    """Indices into the examples, each part in a fixed order that depends on the seed."""
 
     calibration: tuple[int, ...]
     choice: tuple[int, ...]
@@ -50,22 +50,22 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """`rows[i]` is what one request sends: tensors by name, without the batch dimension."""
+    """`rows[i]` is the input of one request: tensors by name, without the batch dimension."""
 
     rows: Sequence[Mapping[str, Array]]
-    # One per row: class numbers, or whatever the evaluator understands; None without labels.
+    # One per row: class numbers, or anything the evaluator understands; None without labels.
     labels: Array | None
     split: Split
-    # Of every byte that was read.
+    # Digest of every byte that was read.
     digest: str
     # As the report shows it: "3,000 examples of reviews.npz, labelled".
     text: str
-    # Rows with NaN or infinity; `index` is that of `rows`.
+    # Rows with NaN or infinity; `index` is an index of `rows`.
     non_finite: tuple[NonFinite, ...] = ()
 
 
 def open_examples(plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool) -> Examples:
-    """What `plan.data` and `plan.calibration` hold; ConfigError with everything that is wrong."""
+    """Read `plan.data` and `plan.calibration`; ConfigError lists everything that is wrong."""
     assert plan.data, "nothing to open"
     form = RequestForm("tensors", tuple(inputs), has_batch)
     main = _opened(plan, plan.data, form)
@@ -87,7 +87,8 @@ def open_examples(plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool) -> 
 def signature_examples(
     inputs: Sequence[TensorSpec], has_batch: bool, seed: int, num: int
 ) -> Examples:
-    """Rows drawn from the signature, for runs without data: none for calibration, no labels."""
+    """Draw random rows from the signature, for runs without data: none for calibration, no
+    labels."""
     form = RequestForm("tensors", tuple(inputs), has_batch)
     is_image = any(spec.shape.count(-1) > 1 for spec in inputs)
     lengths = SIDE_LENGTHS if is_image else SEQUENCE_LENGTHS
@@ -105,7 +106,8 @@ def signature_examples(
 
 
 def split_examples(num_examples: int, seed: int) -> Split:
-    """A fifth, at most 300, for calibration; half of the others each for choice and held out."""
+    """Split: a fifth, at most 300, for calibration; the rest in equal halves for choice and held
+    out."""
     order = [int(i) for i in np.random.default_rng(seed).permutation(num_examples)]
     num_calibration = min(MAX_CALIBRATION, int(num_examples * CALIBRATION_SHARE))
     calibration, rest = order[:num_calibration], order[num_calibration:]
@@ -114,14 +116,15 @@ def split_examples(num_examples: int, seed: int) -> Split:
 
 
 def _without_non_finite(split: Split, bad: Sequence[NonFinite]) -> Split:
-    """Calibrate with finite rows, if enough are left: no range holds NaN."""
+    """Drop non-finite rows from calibration if enough are left: no range holds NaN."""
     indices = {each.index for each in bad}
     finite = tuple(index for index in split.calibration if index not in indices)
     return replace(split, calibration=finite) if len(finite) >= MIN_EXAMPLES else split
 
 
 def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
-    """How many examples there must be altogether for so many in the choice and held-out parts."""
+    """Return the total number of examples for `num_needed` each in the choice and held-out
+    parts."""
     judged = 2 * num_needed
     if has_own_calibration:
         return judged
@@ -130,7 +133,7 @@ def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
 
 @dataclass(slots=True)
 class _Opened:
-    """One data set as it was read."""
+    """One data set as read."""
 
     name: str
     rows: list[dict[str, Array]]
@@ -169,7 +172,8 @@ def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
 
 
 def _folder_labels(images: Images, folder: Path) -> Array | None:
-    """Numbers of the sub-folders, where every image is in one and there are several."""
+    """Return the sub-folder number of each image; None unless all images are in two or more
+    sub-folders."""
     parents = [path.relative_to(folder).parts[:-1] for path in images.paths]
     classes = sorted({parts[0] for parts in parents if parts})
     if len(classes) < 2 or not all(parents):
@@ -228,7 +232,7 @@ def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Open
     if lengths is not None:
         rows = _cut(rows, lengths, form, path)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
-        # Padding may hold anything.
+        # Padding may contain anything.
         non_finite = [
             each
             for each in non_finite
@@ -238,7 +242,7 @@ def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Open
 
 
 def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """A model whose batch is fixed at 1 has that 1 in the shape of a row; people leave it out."""
+    """Add the leading 1 that users omit for models with a fixed batch of 1."""
     shapes = {tensor.name: tensor.shape for tensor in form.inputs if not form.has_batch}
     return {
         name: array[:, None]
@@ -249,7 +253,7 @@ def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Arra
 
 
 def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> str:
-    """The array or field that holds the labels; empty: there is none."""
+    """Return the array or field that holds the labels; empty without labels."""
     inputs = {tensor.name for tensor in form.inputs}
     if plan.labels:
         if plan.labels in inputs:
@@ -267,7 +271,7 @@ def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> s
 def _cut(
     rows: list[dict[str, Array]], lengths: Array, form: RequestForm, path: Path
 ) -> list[dict[str, Array]]:
-    """Rows that were filled up to one length, as long as they were."""
+    """Cut padded rows to their original lengths."""
     specs = {tensor.name: tensor for tensor in form.inputs if tensor.shape.count(-1) == 1}
     label = f"{path.name}, array '{LENGTHS_NAME}'"
     if not specs:
@@ -301,7 +305,7 @@ def _split_rows(columns: Columns) -> list[dict[str, Array]]:
 
 
 def _check_labels(opened: _Opened, plan: Plan) -> None:
-    """An evaluator may understand anything; without one, a label is a number."""
+    """Check the labels. An evaluator may take any; without one, a label is a number."""
     labels = opened.labels
     if labels is None:
         if plan.labels:
@@ -334,7 +338,8 @@ def _form(array: Array) -> str:
 
 
 def _with_separate(num_examples: int, num_extra: int, seed: int) -> Split:
-    """All of the data is for judging; calibration has rows of its own, which come after it."""
+    """Split with a separate calibration set, whose rows come after the data: all data is for
+    judging."""
     random = np.random.default_rng(seed)
     order = [int(i) for i in random.permutation(num_examples)]
     extra = [num_examples + int(i) for i in random.permutation(num_extra)]

@@ -1,5 +1,5 @@
-"""Which examples show the most about how a model treats rows next to each other: the extreme ones
-in every respect, and ordinary ones beside them. Pure."""
+"""Choice of examples that best reveal whether rows of a batch influence each other: those that are
+extreme in some respect, and ordinary ones beside them. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from penstock.types import Array
 Row = Mapping[str, Array]
 
 SEED = 18
-# Per-feature statistics use at most so many features of a row, evenly spaced, and of all rows
-# together so many values.
+# Per-feature statistics use at most this many features of a row, evenly spaced, and at most this
+# many values of all rows together.
 MAX_FEATURES = 4096
 MAX_VALUES = 8_000_000
-# A value beyond these does not add to what it shows, and its square must not overflow.
+# Values are clipped here: larger ones reveal no more, and their squares must not overflow.
 LARGEST = 1e150
 
 
 def choose_rows(rows: Sequence[Row], num_rows: int) -> list[int]:
     """Return the indices of at most `num_rows` rows. Extreme and ordinary ones alternate, the most
-    telling first, so that any prefix has both.
+    informative first, so that any prefix has both.
 
     A row is extreme by its size, its largest absolute value, its norm (largest and smallest of
-    each), or by one feature that is far from what the other rows have there. Ordinary rows are
-    drawn at random.
+    each), or by one feature that is far from its values in other rows. Ordinary rows are drawn at
+    random.
     """
     num_rows = min(num_rows, len(rows))
     if not num_rows:
@@ -50,7 +50,7 @@ def _alternating(extreme: Iterator[int], ordinary: Iterator[int]) -> Iterator[It
 
 
 def _by_extremes(rows: Sequence[Row]) -> list[int]:
-    """Indices from the most extreme on: the first of each ranking, then the second of each, ..."""
+    """Return indices by extremeness: the first of each ranking, then the second of each, ..."""
     max_features = min(MAX_FEATURES, max(1, MAX_VALUES // len(rows)))
     features: list[Array] = []
     measures = np.empty((3, len(rows)))
@@ -69,7 +69,7 @@ def _by_extremes(rows: Sequence[Row]) -> list[int]:
 
 
 def _vector(row: Row) -> Array:
-    """All values of a row as floats; of a text its length; 0 for what is not finite."""
+    """Return all values of a row as floats: the length of each string, 0 for NaN."""
     parts = [_floats(np.asarray(row[name]).ravel()) for name in sorted(row)]
     values = np.concatenate(parts) if parts else np.empty(0)
     clipped: Array = np.clip(np.nan_to_num(values, nan=0.0), -LARGEST, LARGEST)
@@ -83,8 +83,8 @@ def _floats(values: Array) -> Array:
 
 
 def _outlyingness(features: Sequence[Array]) -> Array:
-    """For each row, how many deviations its oddest feature is from the mean of that feature; 0
-    where rows have different numbers of features."""
+    """Return, for each row, how many standard deviations its most unusual feature is from that
+    feature's mean; 0 if rows have different numbers of features."""
     if len({len(each) for each in features}) > 1 or not len(features[0]):
         return np.zeros(len(features))
     table = np.stack(features)

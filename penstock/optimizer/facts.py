@@ -1,4 +1,4 @@
-"""What a model's files and its loaded form really are: read back, never believed."""
+"""Facts about a model's files and its loaded form, read back rather than assumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
 
 QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
-# Operators that compute with bytes whatever lies around them.
+# Operators that compute in INT8 whatever surrounds them.
 INTEGER_OPERATORS = frozenset(
     {
         "ConvInteger",
@@ -40,7 +40,7 @@ INTEGER_OPERATORS = frozenset(
         "QLinearMul",
     }
 )
-# Of safetensors and of OpenVINO, by the names of v2.
+# Datatypes of safetensors and of OpenVINO, by their names in the v2 protocol.
 TORCH_DATATYPES = {
     "F64": "FP64",
     "F32": "FP32",
@@ -69,29 +69,29 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 class Facts(msgspec.Struct):
-    """Of one build. Counts are of the file; `built` is what the backend says it made of it."""
+    """Facts of one build. Counts are of the file; `built` is what the backend reports."""
 
     backend: str
-    # Of ONNX graphs: nodes by operator type, and how many of each kind are quantised.
+    # Nodes of ONNX graphs by operator type.
     operators: dict[str, int] = {}
     # Bytes of weights by datatype (FP32, FP16, INT8, ...).
     weight_bytes: dict[str, int] = {}
-    # Operator types that lie between DequantizeLinear and QuantizeLinear, with how many; dynamic
-    # forms (MatMulInteger, DynamicQuantizeLinear and contrib twins) count too.
+    # Nodes between DequantizeLinear and QuantizeLinear, by operator type; dynamic forms
+    # (MatMulInteger, DynamicQuantizeLinear and contrib twins) count too.
     quantised: dict[str, int] = {}
-    # Operator types with constant weights that are large enough to gain by INT8, with how many.
+    # Nodes with constant weights that are large enough to gain from INT8, by operator type.
     quantisable: dict[str, int] = {}
-    # After the runtime's own optimisation, by operator type: what will really run.
+    # Nodes that really run, after the runtime's own optimisation, by operator type.
     optimised_operators: dict[str, int] = {}
     # Runner.built(): providers, threads, precision, compiled graphs.
     built: dict[str, str] = {}
     num_parameters: int = 0
     file_bytes: int = 0
-    # Why rows must not share a batch: by the check at load, or by real rows; empty: they may.
+    # Why rows must not share a batch, by the check at load or by real rows; empty: they may.
     batching_problem: str = ""
-    # Why sequences are not padded although configured so; empty: they are, or none were.
+    # Why sequences are not padded although so configured; empty: they are, or it is not configured.
     padding_problem: str = ""
-    # How the answers to the same real rows differ from one run to the next; empty: they do not.
+    # How answers to the same real rows differ between runs; empty: they do not.
     repeat_problem: str = ""
 
     @property
@@ -106,7 +106,7 @@ class Facts(msgspec.Struct):
 
 
 def file_facts(build: Build) -> Facts:
-    """What can be read without loading the model."""
+    """Read the facts that need no loaded model."""
     path = build.artifact
     facts = Facts(backend=build.config.backend)
     if path.suffix == ".onnx":
@@ -124,8 +124,8 @@ def file_facts(build: Build) -> Facts:
 
 
 def optimised_operators(path: Path, options: Mapping[str, str]) -> dict[str, int]:
-    """What ONNX Runtime makes of an ONNX file with these options of the backend: how many nodes
-    of each type will run. Loads the model, so it belongs into a process of its own."""
+    """Return how many nodes of each type ONNX Runtime runs for this file and these backend options.
+    Loads the model, so call it in a separate process."""
     prefixes = ("session.", "optimization.")
     entries = {key: text for key, text in options.items() if key.startswith(prefixes)}
     model = onnx_model.optimised(path, options.get("graph_level", "all"), entries)
@@ -144,7 +144,7 @@ def _read_onnx(path: Path, facts: Facts) -> None:
             for each in weights.values()
         ),
     )
-    # A layer that no output needs is never quantised: preparation for INT8 removes it.
+    # Layers that no output needs are never quantised: preparation for INT8 removes them.
     onnx_model.remove_dead(graph)
     alive = list(onnx_model.nodes(graph))
     facts.quantised = _quantised(alive)
@@ -174,7 +174,7 @@ def _quantised(nodes: list[Any]) -> dict[str, int]:
 
 
 def _count_weights(facts: Facts, weights: Any) -> None:
-    """From (datatype, number of values, bytes) of each."""
+    """Sum up the (datatype, number of values, bytes) of each weight."""
     total: Counter[str] = Counter()
     for datatype, num_values, num_bytes in weights:
         total[datatype] += num_bytes
@@ -205,7 +205,7 @@ def _read_openvino(path: Path, facts: Facts) -> None:
 
 
 def _read_pt2(path: Path, facts: Facts) -> None:
-    """From the list of weights; what has no such list (a compiled package) has only a size."""
+    """Read the list of weights. A compiled package has none, so only its size is known."""
     with zipfile.ZipFile(path) as archive:
         lists = [name for name in archive.namelist() if name.endswith("_weights_config.json")]
         entries = json.loads(archive.read(lists[0]))["config"].values() if lists else ()

@@ -1,7 +1,9 @@
-"""Which layers stay in float when all of a model in INT8 loses too much: found by the error each
-causes when it alone is quantised, ranked by error avoided for time lost, kept until the gate is
-passed, and given back where that was not needed. Pure: whoever calls gives the functions that
-build, compute and judge.
+"""Fallback to float for a model that loses too much in INT8: find the layers to keep in float.
+
+Each layer is quantised alone to measure its error, and layers are ranked by error avoided for time
+lost. They are kept in float in this order until the accuracy gate passes; those that turn out
+unnecessary are quantised again. Pure: the caller provides the functions that build, compute and
+judge.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ import numpy as np
 from penstock.optimizer.numerics import Answers
 from penstock.optimizer.results import FallbackLayer
 
-# Blocks and layers that cause less than this share of the worst one's error are left for last.
+# Blocks and layers that cause less than this share of the worst one's error are ranked last.
 MIN_SHARE = 0.01
-# A layer is taken to cost at least so much of all the time: else those that cost nothing would
-# always come first, however little they help.
+# Minimum cost of a layer as a share of all time: otherwise layers that cost nothing would always
+# rank first, however little they help.
 MIN_COST_SHARE = 0.01
-# Blocks that are looked into operator by operator: those that cause most of the error, as long as
-# they are not too many. Where the error is everywhere, single layers say little.
+# Blocks are analysed layer by layer until they cover this share of the error, or this many layers.
+# If the error is spread everywhere, single layers say little.
 ERROR_COVERED = 0.95
 MAX_SINGLE = 18
 DEFAULT_MAX_CALLS = 24
-# The rows where quantised and original disagree most say most about the layers.
+# Rows on which quantised and original differ most are the most informative about layers.
 MAX_ROWS = 32
 
-# Answers of the model with these layers in float, all others in INT8.
+# Returns the answers of the model with these layers in float and all others in INT8.
 Evaluate = Callable[[tuple[str, ...]], Answers]
 Passes = Callable[[tuple[str, ...]], bool]
 
@@ -37,7 +39,7 @@ Passes = Callable[[tuple[str, ...]], bool]
 class Layer:
     name: str
     operator: str
-    # What it costs to keep it in float: seconds, or its share of all FLOP where no times are known.
+    # Cost of keeping it in float: seconds, or its share of all FLOP if no times are known.
     cost: float
 
 
@@ -59,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What quantising one group alone does to the answers."""
+    """Error of the answers when only this group is quantised."""
 
     group: Group
     error: float
@@ -68,7 +70,7 @@ class Effect:
 def with_costs(
     layers: Sequence[tuple[str, str, float]], seconds: Mapping[str, float] | None = None
 ) -> list[Layer]:
-    """From (name, operator, FLOP) of each, or by the seconds that keeping it costs where known."""
+    """Make layers from (name, operator, FLOP), with costs in seconds where known."""
     if seconds:
         return [Layer(name, operator, seconds.get(name, 0.0)) for name, operator, _ in layers]
     total = sum(flops for _, _, flops in layers) or 1.0
@@ -76,8 +78,8 @@ def with_costs(
 
 
 def blocks(layers: Sequence[Layer]) -> list[Group]:
-    """By what the names say: everything up to the last number that the layers count through
-    (`encoder/layer.3/...`); names without one are cut into runs of neighbours."""
+    """Group layers by name, up to the first number in it (`encoder/layer.3/...`); if names do not
+    help, group neighbours."""
     named: dict[str, list[Layer]] = {}
     for layer in layers:
         named.setdefault(_block_name(layer.name), []).append(layer)
@@ -100,7 +102,7 @@ def _run_name(run: Sequence[Layer]) -> str:
 
 
 def output_error(original: Answers, candidate: Answers) -> float:
-    """Mean squared difference, as a share of each output's own mean square; infinite where an
+    """Return the mean squared difference relative to each output's mean square; infinite if an
     answer is not finite or has another shape."""
     errors: list[float] = []
     for wanted, given in zip(original, candidate, strict=True):
@@ -116,7 +118,7 @@ def output_error(original: Answers, candidate: Answers) -> float:
 
 
 def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS) -> list[int]:
-    """Rows by how far the two are apart, the furthest first."""
+    """Return rows by how much the two differ, the largest difference first."""
     errors = [
         output_error([wanted], [given]) for wanted, given in zip(original, candidate, strict=True)
     ]
@@ -126,7 +128,8 @@ def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS)
 def effects(
     groups: Sequence[Group], layers: Sequence[Layer], evaluate: Evaluate, original: Answers
 ) -> list[Effect]:
-    """Each group quantised alone: also where several layers are destroyed, each shows itself."""
+    """Measure each group quantised alone, so that each shows its error even if several are
+    destroyed."""
     found = []
     for group in groups:
         members = set(group.names)
@@ -136,7 +139,8 @@ def effects(
 
 
 def rank(found: Sequence[Effect]) -> list[Effect]:
-    """Most error avoided for the time lost first; those that cause next to none come last."""
+    """Sort by error avoided for time lost, highest first; groups with next to no error come
+    last."""
     worst = max((effect.error for effect in found), default=0.0)
     total = sum(effect.group.cost for effect in found) or 1.0
 
@@ -149,8 +153,8 @@ def rank(found: Sequence[Effect]) -> list[Effect]:
 
 
 def sensitivity(layers: Sequence[Layer], evaluate: Evaluate, original: Answers) -> list[Effect]:
-    """Blocks first, then the operators of those that cause nearly all of the error: ranked, the
-    single layers before the blocks that were not looked into."""
+    """Measure blocks, then single layers of the blocks that cause nearly all of the error. Ranked:
+    the single layers before the remaining blocks."""
     by_block = effects(blocks(layers), layers, evaluate, original)
     by_block.sort(key=lambda effect: -_finite(effect.error))
     total = sum(_finite(effect.error) for effect in by_block)
@@ -171,7 +175,7 @@ def _finite(error: float) -> float:
 
 
 class Fallback:
-    """The search for the layers to keep, with a bounded number of questions to the gate."""
+    """Search for the layers to keep in float, with a bounded number of gate evaluations."""
 
     def __init__(self, ranked: Sequence[Effect], passes: Passes, max_calls: int) -> None:
         self._ranked = ranked
@@ -180,7 +184,7 @@ class Fallback:
         self._known: dict[frozenset[str], bool] = {}
 
     def find(self) -> list[Effect] | None:
-        """Groups to keep in float; None: it passes with none of the tries that were allowed."""
+        """Return the groups to keep in float; None if no allowed try passes."""
         length = self._first_that_passes()
         if length is None:
             return None
@@ -197,7 +201,7 @@ class Fallback:
         return self._known[key]
 
     def _first_that_passes(self) -> int | None:
-        """1, 2, 4, ... of the ranked until it passes, then halving back."""
+        """Try the first 1, 2, 4, ... of the ranking until it passes, then bisect."""
         low, high = 0, 1
         while not self._ask(self._ranked[:high]):
             if high >= len(self._ranked) or self._left == 0:
@@ -212,7 +216,7 @@ class Fallback:
         return high
 
     def _without_the_needless(self, kept: list[Effect]) -> list[Effect]:
-        """Quantised again, the least useful first, while it still passes."""
+        """Quantise groups again, the least useful first, while the gate still passes."""
         for effect in reversed(list(kept)):
             fewer = [each for each in kept if each is not effect]
             if fewer and self._ask(fewer):
@@ -227,7 +231,7 @@ def find_fallback(
 
 
 def described(kept: Sequence[Effect], ranked: Sequence[Effect]) -> list[FallbackLayer]:
-    """As the report names them: of all the error, what each layer's share was."""
+    """Describe the kept layers for the report, each with its share of the total error."""
     total = sum(_finite(effect.error) for effect in ranked) or 1.0
     return [
         FallbackLayer(

@@ -1,4 +1,4 @@
-"""Builds as folders: files carried over from the parent, and the configuration written beside."""
+"""Builds as folders: files linked from the parent, plus a new configuration."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Build
 
 VERSION = "1"
-# Of one version, written by whoever commits it. A version's own configuration would count before
-# that of the build.
+# Files written by a commit, not part of a build. A version's own configuration would override that
+# of the build.
 OF_A_COMMIT = (repository.CONFIG, manifest.NAME, "history.jsonl")
 
 
 def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Path:
-    """The parent's files, but for its configuration and those named `without` (below its version
-    folder); the new version folder. Files are linked where the file system can: builds are never
-    changed once they are written."""
+    """Link the parent's files except its configuration and those in `without` (paths below its
+    version folder); return the new version folder. Files are copied where links are impossible.
+    Builds never change once written."""
     version = target / VERSION
     version.mkdir(parents=True)
     for path in parent.folder.iterdir():
         if path.is_file() and path.name not in OF_A_COMMIT:
             link(path, target / path.name)
-    # Of the version that the parent is, whatever its number.
+    # The parent's version may have any number.
     source = parent.folder / parent.config.version
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
@@ -40,8 +40,8 @@ def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Pa
 
 
 def write_config(folder: Path, config: ModelConfig) -> ModelConfig:
-    """The config.pbtxt of a build; what a reader makes of it. What evidence promised has to be said
-    now: a build has none."""
+    """Write a build's config.pbtxt and return it as parsed. The SLO from the parent's evidence is
+    written explicitly: a build has no evidence."""
     config = replace(
         config,
         name=folder.name,
@@ -55,7 +55,7 @@ def write_config(folder: Path, config: ModelConfig) -> ModelConfig:
 
 
 def write(parent: Build, config: ModelConfig, target: Path) -> None:
-    """The parent with other settings: the model's files stay as they are."""
+    """Write the parent with another configuration; the model's files stay the same."""
     carry_over(parent, target)
     write_config(target, config)
 
@@ -68,8 +68,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def link(source: Path, target: Path) -> None:
-    """The same bytes without copying them, where the file system can. A symbolic link would lead
-    elsewhere from its new place."""
+    """Hard-link a file, or copy it if the file system cannot. A symbolic link could point elsewhere
+    from its new place."""
     try:
         os.link(source.resolve(), target)
     except OSError:

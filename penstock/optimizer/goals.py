@@ -1,4 +1,4 @@
-"""What an SLO asks of a candidate, as numbers to rank and compare by. Pure."""
+"""The SLO's requirements as numbers, to rank and compare candidates by. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.results import Served
 from penstock.slo import Cost, Latency, Slo, Throughput
 
-# Predictions are off by this much and more; what is so near its goal is worth a real measurement.
+# Predictions are off by this much and more; candidates this close to the goal are worth a served
+# measurement.
 HOPE = 0.85
-# Candidates that differ by less are equal: batch times do not repeat any better.
+# Rates that differ by less are equal: batch times do not repeat any better.
 NOISE = 0.05
-# Shares of requests in time that differ by less are equal.
+# Goodputs that differ by less are equal.
 MIN_GOODPUT = 0.05
 
 
 def required_rate(slo: Slo, price_per_hour: float | None) -> float:
-    """Requests a second that one machine has to answer within the SLO; 0: nobody says."""
+    """Return the requests per second that one machine has to answer within the SLO; 0: not
+    specified."""
     rates = [0.0 if slo.rate is None else slo.rate.per_s]
     for term in slo.terms:
         if isinstance(term, Throughput):
@@ -30,23 +32,23 @@ def required_rate(slo: Slo, price_per_hour: float | None) -> float:
 
 
 def cost_per_million(rate: float, price_per_hour: float) -> float:
-    """Of answers at this rate; infinite where there is none."""
+    """Return the cost of a million answers at this rate; infinite at rate 0."""
     return price_per_hour / 3600 * 1e6 / rate if rate else math.inf
 
 
 def is_within_reach(predicted_rate: float, slo: Slo, price_per_hour: float | None) -> bool:
-    """Whether a served run may show that the SLO is kept."""
+    """Return whether a served run may show that the SLO is kept."""
     return predicted_rate >= HOPE * required_rate(slo, price_per_hour)
 
 
 def is_better(rate: float, than: float) -> bool:
-    """Beyond the noise."""
+    """Return whether a rate is better beyond the noise."""
     return rate > than * (1 + NOISE)
 
 
 def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
-    """Indices from the best to the worst: what keeps the SLO first, then what is better beyond
-    chance, then what is simpler (a lower number)."""
+    """Return indices from best to worst: first by whether the SLO is kept, then by differences
+    beyond chance, then by simplicity (a lower number is simpler)."""
     left = sorted(range(len(servings)), key=lambda index: simplicity[index])
     ranked: list[int] = []
     while left:
@@ -60,12 +62,12 @@ def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
 
 
 def compare(one: Served, other: Served) -> int:
-    """1: `one` is better beyond chance, -1: `other` is, 0: neither."""
+    """Return 1 if `one` is better beyond chance, -1 if `other` is, 0 if neither."""
     return _beats(one, other) - _beats(other, one)
 
 
 def _beats(one: Served, other: Served) -> bool:
-    """Goodput at the SLO's load decides first; highest rates rank what is equal by it."""
+    """Compare by goodput at the SLO's load first, then by highest rate."""
     if one.is_met != other.is_met:
         return one.is_met
     if abs(one.goodput - other.goodput) > MIN_GOODPUT:
@@ -76,28 +78,28 @@ def _beats(one: Served, other: Served) -> bool:
         return _is_above(one.max_rate, other.max_rate)
     if one.is_met:
         return _is_below(one.p99, other.p99)
-    # Where both miss it, who answers more at all; latency of a queue that grows says how long was
-    # measured, so it counts only between equals.
+    # Both miss the SLO: compare throughput. The latency of a growing queue only depends on how long
+    # it was measured, so it decides only between equal throughputs.
     if _is_above(one.throughput, other.throughput) or _is_above(other.throughput, one.throughput):
         return _is_above(one.throughput, other.throughput)
     return _is_below(one.p50, other.p50)
 
 
 def _has_rate(*servings: Served) -> bool:
-    """Whether one was found for any of them."""
+    """Return whether a rate was found for any of them."""
     rates = [each.max_rate for each in servings if each.max_rate is not None]
     return not all(math.isnan(rate.value) for rate in rates)
 
 
 def _is_below(one: Interval, other: Interval) -> bool:
-    """Beyond what the intervals leave open, and beyond the noise."""
+    """Return whether `one` is below `other` beyond both the intervals and the noise."""
     is_sure = one.high < other.value and one.value < other.low
     return is_sure and one.value * (1 + NOISE) < other.value
 
 
 def _is_above(one: Interval, other: Interval) -> bool:
-    """A rate that is not known at all is below all others. Ends that are not known count as the
-    estimate."""
+    """Return whether `one` is above `other`. An unknown rate is below all others; unknown ends of
+    an interval count as the estimate."""
     if math.isnan(other.value) or math.isnan(one.value):
         return math.isnan(other.value) and not math.isnan(one.value)
     low = one.value if math.isnan(one.low) else one.low
@@ -106,8 +108,8 @@ def _is_above(one: Interval, other: Interval) -> bool:
 
 
 def binding(served: Served, slo: Slo, *, can_add_instances: bool) -> str:
-    """The bottleneck: where most of a request's time goes, "compute (71 % of a request's 34 ms)".
-    More instances are advised only where some could be added."""
+    """Return the bottleneck, where most of a request's time goes: "compute (71 % of a request's 34
+    ms)". More instances are advised only if some could be added."""
     total = sum(served.phases.values())
     if not total:
         return ""

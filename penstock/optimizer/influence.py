@@ -1,9 +1,9 @@
-"""Whether real rows influence each other's answers: examples are run alone and in mixed batches.
+"""Check whether rows of a batch influence each other's answers: run examples alone and batched.
 
 The check at load (`serving/proof`) uses random rows, and a model may treat those well and still
-change its answers next to an outlier. Here the examples are the rows, the extreme ones among them.
-Each one's answer in a batch must be what it is alone; padded to its bucket, what it is without; and
-asked a second time, what it was the first time. Runs in a trial's child; the lab calls.
+change its answers next to an outlier. This one uses the examples, including the extreme ones. An
+answer in a batch must equal the answer alone; padded, the answer without padding; and repeated, the
+first answer. Runs in a trial's child process, called by the lab.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ MIN_EXAMPLES = 6
 # ones in fewer batches, largest first.
 CHECK_S = 6.0
 MAX_CHECK_S = 20.0
-# Time and rows for the survey of the original: all other examples, until the time is over. It finds
-# the rows that influence others without looking extreme.
+# Limits of the survey of the original: all other examples, until time is up. It finds rows that
+# influence others without looking extreme.
 SURVEY_S = 3.0
 MAX_SURVEYED = 2000
 # How often each example is computed: twice alone, padded, and in batches.
 RUNS_PER_EXAMPLE = 8
 SIZES = (2, 8, 32)
-# Batches of each size, each time in another order.
+# Number of passes over the rows for each batch size, each in another order.
 NUM_ORDERS = 2
-# The least tolerance for builds below FP32: a value at the edge of a quantisation step falls to
+# Minimum tolerance for builds below FP32: a value at the edge of a quantisation step falls to
 # either side depending on the order of summation. The FP32 parent has a smaller tolerance.
 ROUNDED_TOLERANCE = 0.05
-# What rounding in the output's own datatype may do, in units of the last place.
+# Rounding allowed in the output's own datatype, in units of the last place.
 NUM_ULPS = 4
 EPSILON = {"FP64": 2.0**-52, "FP32": 2.0**-23, "FP16": 2.0**-10, "BF16": 2.0**-7}
 SEED = 12
 
 
 def survey_order(num_rows: int, known: Collection[int]) -> list[int]:
-    """Rows that a survey runs, in random order: all but those that are known, up to its limit."""
+    """Return the rows of a survey in random order: all but the known ones, up to MAX_SURVEYED."""
     left = set(range(num_rows)).difference(known)
     order = np.random.default_rng(SEED).permutation(num_rows)
     return [int(index) for index in order if int(index) in left][:MAX_SURVEYED]
@@ -84,7 +84,7 @@ class RowCheck(msgspec.Struct):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """An answer that is not what it was: by how much of its column's range, in which output."""
+    """A changed answer: which output, and by how much of its column's range."""
 
     output: str
     share: float
@@ -100,8 +100,8 @@ Answer = Mapping[str, Array]
 def inspect(
     build: Build, rows: Sequence[Row], *, is_lossy: bool, ends_at: float = math.inf
 ) -> Facts:
-    """`trials.inspect`, with what real rows show added; in one process where the rows' answers are
-    those of the model itself."""
+    """Run `trials.inspect` and add the check of real rows; in the same process unless the model has
+    postprocessing, which the check leaves out."""
     with Child(build.config, ends_at=ends_at) as child:
         child.load()
         facts = trials.inspected(child, build)
@@ -140,7 +140,7 @@ class _Check:
         self._child = child
         self._build = build
         self._data = rows
-        # Indices of the data, which messages name.
+        # Indices into the data, used in messages.
         self._examples = choose_rows(rows, MAX_EXAMPLES)
         chosen = [rows[index] for index in self._examples]
         self._rows = list(fitted(chosen, build.config))
@@ -161,7 +161,7 @@ class _Check:
             return RowCheck()
         padding_problem = self._padding_problem() if self._child.is_padded else ""
         if padding_problem and self._build.candidate.steps:
-            # Its configuration pads, and so would a server: it must not batch at all.
+            # A server would pad too, as configured, so rows must not be batched at all.
             return RowCheck(padding_problem, padding_problem)
         if padding_problem:
             self._child.rules = TrialLimits(self._child.rules.max_rows, may_pad=False)
@@ -173,7 +173,7 @@ class _Check:
         return RowCheck(found.batching_problem, padding_problem or found.padding_problem)
 
     def _survey(self) -> RowCheck:
-        """Run the examples that were not chosen, alone and in batches, as far as time allows."""
+        """Run the remaining examples, alone and in batches, as far as time allows."""
         ends_at = time.perf_counter() + SURVEY_S
         left = survey_order(len(self._data), self._examples)
         size = min(SIZES[-1], self._build.config.max_batch_size)
@@ -209,7 +209,7 @@ class _Check:
         return range(len(self._rows))
 
     def _reduce(self, whole: ServedRows) -> None:
-        """Keep as many examples as there is time for. The first run may compile: only the second
+        """Keep as many examples as there is time for. The first run may compile, so only the second
         is timed."""
         self._run(whole, [0])
         began = time.perf_counter()
@@ -222,7 +222,7 @@ class _Check:
         return compute(self._child, self._build, served, indices)
 
     def _repeat_problem(self, whole: ServedRows) -> str:
-        """In the opposite order: a model with state has another one by now."""
+        """Repeat each row in reverse order: a stateful model has another state by now."""
         for index in reversed(self._indices):
             moved = self._comparison.moved(index, self._run(whole, [index])[0])
             if moved is not None:
@@ -270,8 +270,8 @@ class _Check:
         )
 
     def _next_to(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
-        """The one neighbour that is enough to move this row, in the order they had; the strongest
-        of them. Empty where it takes more than one."""
+        """Describe the single neighbour, in the same order, that moves this row the most; empty if
+        it takes more than one."""
         found: list[tuple[float, str]] = []
         for other in batch:
             if other == index:
@@ -286,8 +286,8 @@ class _Check:
 
 
 def batches(group: Sequence[int], max_rows: int) -> Iterator[list[int]]:
-    """Mixed batches of these rows, each row in several of each size, at different places and next
-    to different rows; the largest first."""
+    """Yield mixed batches of these rows, largest first. Each row is in several batches of each
+    size, at different positions and next to different rows."""
     random = np.random.default_rng(SEED)
     sizes = sorted({min(size, max_rows, len(group)) for size in SIZES}, reverse=True)
     for size in sizes:
@@ -299,15 +299,15 @@ def batches(group: Sequence[int], max_rows: int) -> Iterator[list[int]]:
 
 
 class Comparison:
-    """What each row answers alone, and whether another answer is the same."""
+    """Compares answers with those of the same rows alone."""
 
     def __init__(self, config: ModelConfig, alone: Sequence[Answer], *, is_rounded: bool) -> None:
         self._specs = config.outputs
         self._is_on_gpu = config.device != CPU
         by_datatype = GPU_PADDING_TOLERANCE if self._is_on_gpu else PADDING_TOLERANCE
         if self._is_on_gpu:
-            # Kernels of other sizes round otherwise in TF32: 0.8 % of a value with ResNet-50 (H200,
-            # 2026-11).
+            # TF32 kernels for other batch sizes round differently: 0.8 % of a value with ResNet-50
+            # (H200, 2026-11).
             by_datatype = {
                 each: max(tolerance, ROUNDED_TOLERANCE) for each, tolerance in by_datatype.items()
             }
@@ -318,7 +318,7 @@ class Comparison:
             datatype: tolerance if granted is None else max(tolerance, granted)
             for datatype, tolerance in by_datatype.items()
         }
-        # Where floats are rounded, integers made of them may fall to either side.
+        # If floats are rounded, integers computed from them may differ.
         self._has_exact = granted is None
         self._alone = alone
         self._scales = {
@@ -328,22 +328,22 @@ class Comparison:
         }
 
     def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> ColumnScales:
-        """What differences in each column are a share of."""
+        """Return the scales of each column's differences."""
         tables = as_tables([to_float64(spec, array) for array in arrays])
         table = np.concatenate(tables)
         finite = np.where(np.isfinite(table), np.abs(table), 0.0)
         rounding = NUM_ULPS * EPSILON[spec.datatype] * finite.max(axis=0, initial=0.0)
-        # Rounding alone stays within the tolerance.
-        # TF32 rounds values, not ranges.
+        # TF32 rounding is relative to values, not ranges. The scales are widened so that rounding
+        # alone stays within the tolerance.
         own_floor = 1.0 if self._is_on_gpu else FLOOR
         return column_scales(table, own_floor).widened(rounding / self._tolerances[spec.datatype])
 
     def moved(self, index: int, answer: Answer) -> Moved | None:
-        """The output that moved the most, if any moved by more than its tolerance."""
+        """Return the output that moved the most, if any moved by more than its tolerance."""
         return self.difference(self._alone[index], answer)
 
     def difference(self, before: Answer, answer: Answer) -> Moved | None:
-        """The same for a row that is not one of those that scales were taken from."""
+        """Like `moved`, for a row that the scales were not computed from."""
         found = [
             Moved(spec.name, share)
             for spec in self._specs
@@ -362,6 +362,6 @@ class Comparison:
         scales = self._scales[spec.name]
         one, other = as_tables([to_float64(spec, each) for each in (before, after)])
         if one.shape[1] != len(scales.spreads):
-            # Rows have no columns in common: all values are one.
+            # Rows have no columns in common: treat all values as one column.
             one, other = one.reshape(-1, 1), other.reshape(-1, 1)
         return float(scaled_differences(one, other, scales).max(initial=0.0))

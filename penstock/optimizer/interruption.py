@@ -1,9 +1,9 @@
 """Ctrl-C or SIGTERM during a long run: acknowledged at once, however busy the main thread is.
 
-Python runs signal handlers between two bytecodes of the main thread, so one that prints may come
-late: a library call can last minutes. The interpreter writes the number of a signal to its wakeup
-file descriptor at once; a thread waits for that and speaks. KeyboardInterrupt ends what runs, as
-ever: the first one ends the search and keeps its best, the second ends everything.
+Python runs signal handlers between two bytecodes of the main thread, so a handler that prints may
+be late: a library call can last minutes. The interpreter writes the signal number to its wakeup
+file descriptor at once; a thread waits for that and prints. KeyboardInterrupt still ends what runs:
+the first one ends the search and keeps its best, the second ends everything.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Protocol, Self, TypeVar
 
 from penstock.exit_codes import ExitCode
 
-# After the second Ctrl-C: how long children and files may take to be closed.
+# Time after the second Ctrl-C for closing children and files.
 GRACE_S = 10.0
-# Supervisors and `kill` send SIGTERM; it ends a run as Ctrl-C does.
+# Supervisors and `kill` send SIGTERM; it ends a run like Ctrl-C.
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 T = TypeVar("T")
 
 
 class Interruption:
-    """Call `tell` with the number of each Ctrl-C or SIGTERM, in a thread of its own. `end` ends the
-    process if it does not end by itself after the second one, or at the third."""
+    """Calls `tell` with the count of Ctrl-C and SIGTERM so far, in a separate thread. `end` ends
+    the process if it is still running `grace_s` after the second one, or at the third."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Interruption:
         self._is_on = False
 
     def __enter__(self) -> Self:
-        # Other threads get no signals.
+        # Only the main thread receives signals.
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
@@ -77,7 +77,7 @@ class Interruption:
 
     def _hear(self) -> None:
         self.count += 1
-        # A terminal that is gone is no reason to go on.
+        # Still end the process if the terminal is gone.
         with contextlib.suppress(OSError, ValueError):
             self._tell(self.count)
         if self.count == 2:
@@ -94,8 +94,8 @@ class Interruptible(Protocol):
 
 
 def finish(findings: Interruptible, do: Callable[[], T]) -> T:
-    """Do what has to be done even after Ctrl-C: the first one is noted, and it is done once more
-    from the start. The second one ends it."""
+    """Call `do` even after Ctrl-C: the first one is noted, and `do` starts again. The second one
+    propagates."""
     try:
         return do()
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
-"""Everything that was found out, appended line by line: a run that was killed goes on where it was.
+"""Append-only journal of findings, one line each: an interrupted run resumes from it.
 
 The search is an ordinary program that asks the journal before it measures. A line is on disk before
-its value is used, so whatever the run has built upon is there when it starts again; half a line,
-left by a kill, is cut off. Which model, data, tools and device the lines are of is the name of the
-folder; two runs cannot have one journal open.
+its value is used, so a restarted run finds everything it has built upon; a partial last line, left
+by a kill, is cut off. The folder's name identifies the model, data, tools and device. Two runs
+cannot have the same journal open.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from penstock.staging import sync_folder
 
 FILE = "journal.jsonl"
 FORMAT = 1
-# Kinds of findings that depend on how fast the machine is, and on what else it does.
+# Kinds of findings that depend on the machine's speed and its other load.
 SERVED = ("served", "served with rates", "proof", "proof with rates", "rated")
 TIMINGS = (*SERVED, "times", "profile")
-# A machine whose speed has changed by more is another one.
+# If the machine's speed has changed by more than this, timings are discarded.
 MAX_SPEED_RATIO = 1.25
 
 T = TypeVar("T")
 
 
 class Journal:
-    """One run's findings by kind and key. `num_measured` counts what was found out by this process,
-    `num_remembered` what was taken from earlier lines."""
+    """One run's findings by kind and key. `num_measured` counts findings of this process,
+    `num_remembered` those reused from earlier lines."""
 
     def __init__(self, folder: Path, *, is_fresh: bool = False, speed_s: float = 0.0) -> None:
-        """`is_fresh` begins anew. `speed_s` is what a fixed piece of work takes on this machine
-        now: timings taken at another speed are discarded. 0: not known, all are kept."""
+        """Open the journal; `is_fresh` empties it. `speed_s` is the time of the speed probe on this
+        machine now: timings taken at another speed are discarded. 0: unknown, all are kept."""
         folder.mkdir(parents=True, exist_ok=True)
         self._speed_s = speed_s
         self.num_discarded = 0
         self.path = folder / FILE
-        # Unbuffered: what could not be written must not be written later.
+        # Unbuffered: data that could not be written must not be written later.
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,12 +64,12 @@ class Journal:
         except ConfigError:
             self._file.close()
             raise
-        # Lines of earlier processes that this one has not asked for yet.
+        # Lines of earlier processes that this one has not used yet.
         self._earlier = set(self._known)
         self._computed: set[tuple[str, str]] = set()
         self.num_measured = 0
         self.num_remembered = 0
-        # When the oldest finding that was reused was made, in seconds since the epoch.
+        # Time of the oldest reused finding, in seconds since the epoch.
         self.oldest_at: float | None = None
 
     def __enter__(self) -> Journal:
@@ -93,10 +93,10 @@ class Journal:
         passing: tuple[type[PenstockError], ...] = (),
         is_reusable: Callable[[T], bool] = lambda value: True,
     ) -> T:
-        """What is known by this kind and key; computed, and kept, if nothing is. What fails with a
-        PenstockError is a finding too: it fails with the same text the next time. Unless another
-        time it may not, as those that are `passing`: then it is no finding. A value that is not
-        reusable serves this process alone; the next one computes it again."""
+        """Return the finding of this kind and key, or compute and record it. A PenstockError is a
+        finding too, and raised with the same text next time, except for the types in `passing`,
+        which may not happen again and are not recorded. A value that is not reusable is used by
+        this process only; the next one computes it again."""
         record = self._known.get((kind, key))
         if record is not None and "value" in record:
             known = msgspec.convert(record["value"], type, strict=False)
@@ -114,7 +114,7 @@ class Journal:
         return msgspec.convert(record["value"], type, strict=False)
 
     def forget(self, kinds: Collection[str]) -> None:
-        """Nothing of these kinds is taken from the journal again, by this process or another."""
+        """Discard all findings of these kinds, for this process and later ones."""
         for kind, key in [known for known in self._known if _plain(known[0]) in kinds]:
             del self._known[kind, key]
             self._append({"kind": kind, "key": key, "forgotten": True})
@@ -131,12 +131,12 @@ class Journal:
             self.oldest_at = min(at, self.oldest_at or at)
 
     def count(self, kind: str, key: str) -> int:
-        """How often this was called, in all runs; called before what may end the process, it tells
-        the next run."""
+        """Count a call and return the total over all runs. Call it before something that may kill
+        the process, so that the next run knows."""
         return self._counted(kind, key, 1)
 
     def discount(self, kind: str, key: str) -> int:
-        """The last call was none."""
+        """Take back the last `count`."""
         return self._counted(kind, key, -1)
 
     def _counted(self, kind: str, key: str, more: int) -> int:
@@ -157,7 +157,7 @@ class Journal:
         try:
             value = msgspec.to_builtins(compute(), str_keys=True)
         except ConfigError:
-            # The wish itself is wrong: there is nothing to be remembered.
+            # The user's input is wrong: there is nothing to remember.
             raise
         except PenstockError as error:
             if isinstance(error, passing):
@@ -176,8 +176,8 @@ class Journal:
         return record
 
     def _append(self, record: dict[str, Any]) -> None:
-        """WriteFailed where the line cannot be written; the lines before it stay."""
-        # NaN and infinity as Python writes them: a measurement may be neither known nor finite.
+        """Append a line; WriteFailed if it cannot be written. Earlier lines stay intact."""
+        # NaN and infinity as Python writes them: a measurement may be unknown or infinite.
         line = json.dumps(record).encode() + b"\n"
         size = os.fstat(self._file.fileno()).st_size
         try:
@@ -220,5 +220,5 @@ class Journal:
 
 
 def _plain(kind: str) -> str:
-    """Without what it was measured with: `served` of `served, levels of 2 s`."""
+    """Return the kind without its settings: `served` of `served, levels of 2 s`."""
     return kind.partition(",")[0]

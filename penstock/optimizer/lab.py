@@ -1,7 +1,7 @@
-"""Everything the search finds out, each from the journal where it is known already.
+"""Evaluation of candidates for the search; every result comes from the journal if already known.
 
-Owns the folder of a run: builds by their key, calibration ranges, the journal. Knows how to ask
-trials, the gate, the profiler and the server; decides nothing.
+Owns the folder of a run: builds by their key, calibration ranges, the journal. Calls trials, the
+accuracy gate, the profiler and the server; decides nothing.
 """
 
 from __future__ import annotations
@@ -74,34 +74,34 @@ from penstock.optimizer.time_plan import (
 from penstock.optimizer.trials import TrialLimits
 from penstock.types import Array
 
-# Rows on which every candidate's answers are compared with the original's, number by number.
+# Rows on which every candidate's answers are compared with the original's, value by value.
 NUM_COMPARED = 64
-# Rounding of another order of operations, as a share of the range of an output's column.
+# Tolerance for rounding by another order of operations, as a share of the range of a column.
 TOLERANCE = 1e-3
-# On a GPU the original convolves in TF32 already, and another kernel rounds other numbers.
+# On a GPU the original already convolves in TF32, and another kernel rounds differently.
 TF32_TOLERANCE = 5e-3
-# Patience with batches of slow models, whatever the SLO allows.
+# Longest batch of slow models, whatever the SLO allows.
 MAX_BATCH_S = 10.0
-# Of the time that is left to the search, that one compilation may take; and what it has at least.
+# Share of the remaining search time that one compilation may take; it gets at least MIN_COMPILE_S.
 COMPILE_SHARE = 0.5
-# The same of the tuning of convolutions, of which more is known: so many seconds for each size of
-# batches, and nothing else comes near what it gives.
+# The same for tuning convolutions. Its time per batch size is known, and it gains far more than any
+# other step.
 TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
-# A child process of a step has at least this long, however little time is left.
+# Minimum time of a step's child process, however little time is left.
 MIN_CHILD_S = 5.0
-# A build that was begun so often and never ended takes the run down with it.
+# A build that was started this often and never finished crashes the run.
 MAX_BEGUN = 3
-# Of a time budget, for answers to rows outside of the held-out part.
+# Share of a time budget for comparing answers on rows outside of the held-out part.
 SURVEY_SHARE = 0.02
-# How long a server is asked for answers to held-out rows.
+# Time for requesting answers to held-out rows from a server.
 SERVED_ANSWERS_S = 8.0
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
-# Rows with NaN or infinity that the original is asked about.
+# Maximum number of rows with NaN or infinity that the original is run on.
 MAX_NON_FINITE = 64
-# Of each GPU's memory, that must be free for what is tried while servers are kept.
+# Share of each GPU's memory that must be free for trials while servers are kept running.
 MIN_FREE = 0.75
-# Passes after which the model is the same, and only served in another way.
+# Passes that change only how the model is served.
 OF_SERVING = ("batching", "instances")
 NO_DATA = (
     "accuracy was not checked: without --data, answers are compared on random inputs only, and "
@@ -122,7 +122,7 @@ T = TypeVar("T")
 
 
 class Evaluation(msgspec.Struct):
-    """One build on one part of the examples: a score for each, and the outputs one by one."""
+    """One build on one part of the examples: a score per example, and a check per output."""
 
     scores: list[float]
     outputs: list[OutputCheck]
@@ -131,15 +131,16 @@ class Evaluation(msgspec.Struct):
 
 
 class KeptLayers(msgspec.Struct):
-    """A step that passes with some layers in float, and those layers; no step: none passes."""
+    """A step that passes the gate with some layers in float, and those layers; no step: none
+    passes."""
 
     step: Step | None = None
     layers: list[FallbackLayer] = []
 
 
 class Lab:
-    """Of one run. `examples` are representative where data was given, else drawn from the
-    signature; `watch` hears what is being done."""
+    """Evaluates the candidates of one run. `examples` are the user's data, or random rows drawn
+    from the signature; `watch` receives what is being done."""
 
     def __init__(
         self, plan: Plan, machine: Machine, subject: Subject, examples: Examples, journal: Journal
@@ -152,26 +153,26 @@ class Lab:
         # Gaps in what the accuracy gate checks, one sentence each.
         self.unchecked: list[str] = []
         self.watch: Callable[[str], None] = lambda doing: None
-        # Until the search must end; None: as long as it takes.
+        # Seconds until the search must end; None: no limit.
         self.left_s: Callable[[], float | None] = lambda: None
-        # Called between the pieces of long work; raises OutOfTime where that must end.
+        # Called between the parts of long work; raises OutOfTime if that must end.
         self.check_time: Callable[[], None] = lambda: None
         self.time = plan_time(plan, is_on_gpu=subject.build.config.uses_gpu)
-        # A small budget has room for short levels only.
+        # A small budget has time for short levels only.
         self._served_plan = replace(plan, duration_s=self.time.level_s)
         self._examples = examples
         self._folder = journal.path.parent
         self._builds: dict[str, Build] = {}
         self._facts: dict[str, Facts] = {}
         self._original: dict[str, Answers] = {}
-        # The original's answers to the rows outside of a part; see `_surveyed`.
+        # The original's answers to rows outside of a part; see `_surveyed`.
         self._survey: dict[str, Answers] = {}
         self._spare = Spare()
         self._sitting: Sitting | None = None
         self._servers = served.Servers()
 
     def close(self) -> None:
-        """What runs on a GPU for this run ends."""
+        """Stop all processes that this run keeps on GPUs."""
         self._rise()
         self._spare.close()
         self._servers.close()
@@ -182,7 +183,7 @@ class Lab:
 
     @property
     def examples(self) -> Examples | None:
-        """None where nothing representative was given."""
+        """The user's examples; None without data."""
         return self._examples if self.plan.data else None
 
     @property
@@ -213,8 +214,8 @@ class Lab:
         return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
-        """The candidate's files, made if they are not there; its parents' first. BackendFailed
-        when it cannot be built."""
+        """Return the candidate's files, built after its parents' if they do not exist.
+        BackendFailed if it cannot be built."""
         if not candidate.steps:
             return self.original
         known = self._builds.get(candidate.key)
@@ -230,7 +231,7 @@ class Lab:
             passing=self._passing,
         )
         if not home.is_dir():
-            # The journal outlived the files.
+            # The journal knows the build, but its files are gone.
             self._make(candidate, parent)
         build = _opened(candidate, home / self.plan.name)
         self._builds[candidate.key] = build
@@ -238,21 +239,22 @@ class Lab:
 
     @property
     def _passing(self) -> tuple[type[PenstockError], ...]:
-        """With more time the same may come to its end."""
+        """Errors that may not happen with more time."""
         return () if self.plan.budget_s is None else (TookTooLong,)
 
     def _too_long(self, text: str) -> TookTooLong:
-        """A compiler has a share of the time that is left where there is a budget."""
+        """Return the error for a compilation timeout: with a budget, the compiler had only a share
+        of the remaining time."""
         is_cut = self.left_s() is not None
         return CutOff(text) if is_cut else TookTooLong(text)
 
     def _ends_at(self, build: Build) -> float:
-        """When a child process that is asked now must have answered."""
+        """Return the deadline of a child process that starts now."""
         left_s = self.left_s() if build.candidate.steps else None
         return math.inf if left_s is None else time.monotonic() + max(MIN_CHILD_S, left_s)
 
     def _make(self, candidate: Candidate, parent: Build) -> bool:
-        """Into a folder that nobody looks at, then renamed: half a build is none."""
+        """Build in a hidden folder, then rename: readers never see a partial build."""
         self.watch("build")
         self._rise()
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
@@ -279,7 +281,7 @@ class Lab:
                 trials.keep_compiled(made, timeout_s, take)
             os.rename(draft, home)
         except TookTooLong as error:
-            # It did come to an end, and the run with more time is not to count this one.
+            # The build ended, so a run with more time must not count this start.
             self.journal.discount("build begun", candidate.key)
             raise self._too_long(f"compiling it takes too long: {error}") from error
         except OutOfTime:
@@ -290,16 +292,16 @@ class Lab:
         except (OSError, MemoryError) as error:
             # The machine's fault, not the candidate's.
             raise ConfigError([f"{home.name}: cannot be built: {error}"]) from error
-        except Exception as error:  # A trial may fail in any way its libraries know.
+        except Exception as error:  # A build may fail in any way its libraries do.
             raise BackendFailed(f"{type(error).__name__}: {_first_line(error)}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return True
 
     def keep_chosen(self, build: Build, left_s: float | None = None) -> None:
-        """Products of packed models are timed at load; what was found the fastest goes with the
-        version, so that no start of it does that again. Only of the one that is kept: each load
-        with all its token counts takes as long as a measurement."""
+        """Save the fastest GEMM kernels of a packed model with the version. They are timed at load,
+        which later starts then skip. Done only for the version that is kept: a load that covers all
+        token counts takes as long as a measurement."""
         is_packed = build.config.uses_gpu and "penstock.pack" in build.config.options
         if not is_packed or (build.version_folder / CHOICES).exists():
             return
@@ -309,8 +311,8 @@ class Lab:
         trials.keep_compiled(build, left_s or trials.LOAD_TIMEOUT_S)
 
     def facts(self, build: Build) -> Facts:
-        """What the build is. What its parents' rows do to each other holds for it too, whatever
-        tolerance it is granted for its own rounding."""
+        """Return the facts of a build. Batching problems of its parents apply to it too, whatever
+        tolerance its own rounding gets."""
         self.watch("read back")
         key = build.candidate.key
         build = self._read_as(build)
@@ -328,7 +330,7 @@ class Lab:
         return found
 
     def _lineage(self, candidate: Candidate) -> list[Facts]:
-        """What is known of a candidate and its parents, itself first."""
+        """Return the known facts of a candidate and its parents, its own first."""
         num_steps = len(candidate.steps)
         keys = [Candidate(candidate.steps[:num]).key for num in range(num_steps, -1, -1)]
         return [self._facts[key] for key in keys if key in self._facts]
@@ -341,8 +343,7 @@ class Lab:
         return next((each.padding_problem for each in self._lineage(candidate)[1:]), "")
 
     def _rules(self, build: Build) -> TrialLimits:
-        """How its rows may share batches, as far as that is known: so it is served, and so it is
-        judged."""
+        """Return how rows may be batched, as far as known: both serving and judging follow it."""
         known = self._lineage(build.candidate)
         is_alone = any(each.batching_problem for each in known)
         may_pad = not (known and known[0].padding_problem)
@@ -350,8 +351,8 @@ class Lab:
         return TrialLimits(max_rows, may_pad, self._ends_at(build))
 
     def check_rows(self) -> None:
-        """Serve the original without batching, or without padding, from the start if real rows say
-        so. ConfigError if it does not give the same answers to the same rows."""
+        """Serve the original without batching or padding from the start if real rows require it.
+        ConfigError if it gives different answers to the same rows."""
         facts = self.facts(self.original)
         config = self.original.config
         if facts.batching_problem:
@@ -364,14 +365,14 @@ class Lab:
                 self._configure_original(replace(config, padding=None))
 
     def _configure_original(self, config: ModelConfig) -> None:
-        """Also on disk, where the server reads it."""
+        """Change the original's configuration, also on disk, where the server reads it."""
         build = self.original
         config = folders.write_config(build.folder, config)
         self.subject = replace(self.subject, build=replace(build, config=config))
 
     def _read_as(self, build: Build) -> Build:
-        """On a GPU, what is only served in another way is the model that has been read already:
-        another process would say the same of it. Not so where rows are filled up otherwise."""
+        """Return the build whose facts apply to this one. On a GPU, that is the model without its
+        serving steps, which has been inspected already, unless rows are padded differently."""
         candidate = self._model_of(build.candidate)
         if not build.config.uses_gpu or candidate == build.candidate:
             return build
@@ -379,7 +380,7 @@ class Lab:
         return model if build.config.padding in (None, model.config.padding) else build
 
     def _model_of(self, candidate: Candidate) -> Candidate:
-        """Without the steps that only change how it is served."""
+        """Return the candidate without trailing steps that change only how it is served."""
         while candidate.steps and candidate.steps[-1].pass_name in OF_SERVING:
             candidate = candidate.parent
         return candidate
@@ -409,15 +410,15 @@ class Lab:
         return facts
 
     def _has_own_rows(self, build: Build) -> bool:
-        """Whether real rows are to be run: not without data, nor where only the way to serve is
-        another and rows are padded as before."""
+        """Return whether to check with real rows: not without data, nor if only serving changes and
+        padding does not."""
         candidate = self._model_of(build.candidate)
         if self.examples is None or candidate == build.candidate:
             return self.examples is not None
         return build.config.padding not in (None, self.build(candidate).config.padding)
 
     def _sat(self, build: Build) -> Sitting | None:
-        """Where the build is loaded already, or will be for all further questions; None on CPUs."""
+        """Return the GPU session that has the build loaded, started if needed; None on CPUs."""
         config = build.config
         if not config.uses_gpu:
             return None
@@ -432,7 +433,7 @@ class Lab:
         return self._sitting
 
     def _make_room(self, config: ModelConfig) -> None:
-        """Servers that were kept go before they can take memory from what is tried."""
+        """Stop the kept servers if the GPUs do not have enough free memory for a trial."""
         if not config.uses_gpu:
             return
         gpus = [gpu for gpu in devices.read_gpus() if gpu.total_bytes]
@@ -440,25 +441,25 @@ class Lab:
             self._servers.close()
 
     def _kept(self, builds: Sequence[Build]) -> served.Servers | None:
-        """On GPUs servers take as long to start as a measurement takes, and stay; on CPUs each
-        measurement has the machine, and its memory, for itself."""
+        """Return the servers to keep running. On GPUs starting one takes as long as a measurement;
+        on CPUs each measurement gets the whole machine and its memory, so None."""
         is_on_gpu = all(build.config.uses_gpu for build in builds)
         return self._servers if is_on_gpu else None
 
     def _rise(self) -> None:
-        """The GPU is free for others."""
+        """Close the GPU session, which frees the GPU."""
         if self._sitting is not None:
             self._sitting.close()
             self._sitting = None
 
     def _settle(self) -> None:
-        """Nothing of this run but what is measured next does anything."""
+        """Make sure that nothing else of this run is active during the next measurement."""
         self._rise()
         self._spare.settle()
 
     def _needed(self, build: Build, compute: Callable[[], T]) -> Callable[[], T]:
-        """Without the original there is nothing to optimise: where it fails, the run ends, and the
-        next one asks again instead of remembering it."""
+        """Wrap `compute` for the original: without it there is nothing to optimise, so its failure
+        ends the run with a ConfigError and is not remembered."""
 
         def asked() -> T:
             try:
@@ -472,14 +473,15 @@ class Lab:
     # Answers.
 
     def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
-        """Against the original, on the first rows of what candidates are chosen by; what the model
-        itself gives, before any postprocessing."""
+        """Compare with the original on the first rows of the choice part, before any
+        postprocessing."""
 
         def compare() -> Numerics:
             original = self._model_answers
             found = self.answers(_of_the_model(build), self.compared)
             tolerance = self._tolerance if is_exact else None
-            # With a postprocessing function, --outputs are the function's and not the model's.
+            # With a postprocessing function, --outputs names the function's outputs, not the
+            # model's.
             names = () if build.config.postprocess else self.plan.outputs
             return self._compared(original, found, tolerance, names)
 
@@ -495,7 +497,8 @@ class Lab:
     def _compared(
         self, one: Answers, other: Answers, tolerance: float | None, names: Sequence[str]
     ) -> Numerics:
-        """On GPUs relative to a column's largest value: TF32 rounds values, not ranges."""
+        """Compare answers. On GPUs relative to a column's largest value: TF32 rounds values, not
+        ranges."""
         own_floor = 1.0 if self.original.config.uses_gpu else FLOOR
         return numerics.compare(one, other, tolerance=tolerance, names=names, own_floor=own_floor)
 
@@ -506,8 +509,8 @@ class Lab:
     def answers(
         self, build: Build, indices: tuple[int, ...], stop_after_s: float = math.inf
     ) -> Answers:
-        """To these rows; empty ones where the time is over first. Not kept: they are large and soon
-        made again."""
+        """Return answers to these rows; empty ones where time ran out first. Not recorded: they are
+        large and quickly recomputed."""
         rows = [self.rows[index] for index in indices]
         told = self._tell_share(indices)
 
@@ -531,8 +534,8 @@ class Lab:
         return known
 
     def _note_nan(self, answers: Answers) -> None:
-        """A candidate that answers NaN where the original does agrees with it, and no score says
-        that such answers are of no use."""
+        """Note how many answers of the original have NaN: a candidate that answers NaN as well
+        agrees with it, and no score shows that such answers are useless."""
         num_nan = sum(
             any(np.isnan(each).any() for each in answer.values() if each.dtype.kind == "f")
             for answer in answers
@@ -544,7 +547,7 @@ class Lab:
 
     @cached_property
     def _model_answers(self) -> Answers:
-        """What the original's model gives for the rows that are compared."""
+        """The original's answers to the compared rows, without postprocessing."""
         if self.original.config.postprocess is None:
             return self.original_answers(COMPARED)
         return self.answers(_of_the_model(self.original), self.compared)
@@ -567,15 +570,16 @@ class Lab:
     # Accuracy.
 
     def judge(self, build: Build, part: str, alpha: float = accuracy.ALPHA) -> Judgement:
-        """The gate, on one part of the examples: the score, and every output it does not read."""
+        """Apply the accuracy gate on one part: the score, and every output that it does not
+        read."""
         original, found = self._evaluated(self.original, part), self._evaluated(build, part)
         before, after = np.array(original.scores), np.array(found.scores)
         judgement = accuracy.judge(before, after, self.budget, alpha=alpha, part=part)
         return accuracy.with_outputs(judgement, found.outputs)
 
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
-        """The gate for a step that claims to change nothing: answers are also compared number by
-        number on all examples of the part, and on as many other rows as a survey has time for."""
+        """Apply the accuracy gate to a lossless step: answers are also compared value by value on
+        all examples of the part, and on as many other rows as the survey has time for."""
 
         def compare() -> Numerics:
             self.watch(f"numerics, {part}")
@@ -593,7 +597,7 @@ class Lab:
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     def _surveyed(self, build: Build, part: str) -> list[tuple[Row, Row]]:
-        """Answers of the original and the build to rows outside of the part."""
+        """Return answers of the original and the build to rows outside of the part."""
         left = tuple(influence.survey_order(len(self.rows), self._indices(part)))
         if not left:
             return []
@@ -611,7 +615,7 @@ class Lab:
         return min(influence.SURVEY_S, shortest)
 
     def check_served(self, build: Build, *, is_lossy: bool) -> str:
-        """Why what the server answers is not what the gate has judged; empty: it is."""
+        """Return why the server's answers are not those that the gate judged; empty if they are."""
 
         def check() -> str:
             self.watch("answers of the server")
@@ -633,7 +637,8 @@ class Lab:
         )
 
     def _served_difference(self, judged: Answers, found: Answers, *, is_lossy: bool) -> str:
-        """Batches of a server are others than those of a trial: lossy builds may differ by them."""
+        """Describe differences of served answers. A server forms other batches than a trial, so
+        lossy builds may differ more."""
         if is_lossy:
             checks = check_outputs(judged, found, self._checked_outputs)
             return "; ".join(each.problem for each in checks if each.problem)
@@ -664,11 +669,11 @@ class Lab:
 
     @property
     def _checked_outputs(self) -> Sequence[str]:
-        """Those named by --outputs, else all."""
+        """The outputs named by --outputs, default all."""
         return self.plan.outputs or [spec.name for spec in self.original.config.outputs]
 
     def _check_output_names(self) -> None:
-        """ConfigError where --outputs names what the model does not have."""
+        """Raise ConfigError if --outputs names an output that the model does not have."""
         known = [spec.name for spec in self.original.config.outputs]
         unknown = [name for name in self.plan.outputs if name not in known]
         if unknown:
@@ -680,7 +685,7 @@ class Lab:
             self.unchecked.append(f"outputs {listed} were not checked: --outputs leaves them out")
 
     def check_data(self) -> None:
-        """ConfigError, with an explanation, for data that would mislead calibration or the gate."""
+        """Check the data; ConfigError explains what would mislead calibration or the gate."""
         self._check_output_names()
         if self.examples is None:
             self.unchecked.append(NO_DATA)
@@ -695,7 +700,7 @@ class Lab:
             ways = "or omit --data; steps that need data are then skipped"
             raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
         self.notes += found.warnings
-        # What cannot be scored, or an evaluator that fails, is better known now than at the end.
+        # Fail now rather than at the end if answers cannot be scored or the evaluator fails.
         evaluated = self._evaluated(self.original, CHOICE)
         scored = evaluated.scores
         if not np.isfinite(scored).any():
@@ -706,7 +711,8 @@ class Lab:
         self._note_judged(evaluated.reads)
 
     def _note_judged(self, names: Sequence[str]) -> None:
-        """An evaluator's own outputs are judged by what it says of them."""
+        """Note what is not checked in outputs that an evaluator reads: only its score judges
+        them."""
         if self.plan.evaluator and names:
             listed = ", ".join(f"'{name}'" for name in names)
             self.unchecked.append(
@@ -715,8 +721,9 @@ class Lab:
             )
 
     def _check_finite(self, found: Sequence[NonFinite]) -> None:
-        """Rows with NaN or infinity are an error where the original's answers are not finite
-        either: nothing can be compared with those. Else they are missing values."""
+        """Check rows with NaN or infinity. They are an error if the original's answers are not
+        finite either, as nothing can be compared with those; otherwise they count as missing
+        values."""
         if not found:
             return
         self.watch("rows that are not finite")
@@ -741,7 +748,7 @@ class Lab:
         self.notes += [f"{text}; the model answers with finite values" for text in describe(found)]
 
     def _ask_ahead(self) -> None:
-        """On a GPU, all that will be wanted of the original, as long as it is loaded."""
+        """On a GPU, compute everything needed of the original while it is loaded."""
         if not self.original.config.uses_gpu:
             return
         if self.examples is None:
@@ -761,7 +768,7 @@ class Lab:
         )
 
     def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
-        """Which layers must stay in float for the gate to pass."""
+        """Find the layers that must stay in float for the gate to pass."""
 
         def passes_gate(other: Step) -> bool:
             check_time()
@@ -777,8 +784,8 @@ class Lab:
         return self.journal.remember("fallback", parent.candidate.then(step).key, KeptLayers, find)
 
     def clipped(self, build: Build) -> dict[str, float]:
-        """Of each input's values in the held-out rows, the share outside of the range that the
-        build was calibrated for; empty where nothing was calibrated."""
+        """Return, for each input, the share of held-out values outside of the calibrated range;
+        empty if nothing was calibrated."""
         path = build.version_folder / calibration.FILE
         if not path.is_file():
             return {}
@@ -795,7 +802,7 @@ class Lab:
         return audit.clipped_share(ranges, values)
 
     def _float_seconds(self, build: Build) -> dict[str, float] | None:
-        """What each operator takes; None where no profile can be had."""
+        """Return the seconds of each operator; None if it cannot be profiled."""
         try:
             operators = self.profile(build).operators
         except PenstockError:
@@ -826,7 +833,8 @@ class Lab:
 
     @property
     def _longest_s(self) -> float:
-        """A batch that takes longer than a request may has no place in any configuration."""
+        """Longest batch worth measuring: one that exceeds the latency limit fits no
+        configuration."""
         limit_s = None if self.plan.slo is None else self.plan.slo.latency_s
         return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
@@ -840,7 +848,7 @@ class Lab:
         return self.journal.remember("profile", build.candidate.key, Profile, measure)
 
     def serve(self, builds: Sequence[Build]) -> list[Served]:
-        """At the load of the SLO; several in turns."""
+        """Measure at the SLO's load; several builds in turns."""
 
         def measure() -> list[Served]:
             kept, plan, limits = self._kept(builds), self._served_plan, self._limits()
@@ -853,7 +861,7 @@ class Lab:
         return self._served("served", builds, asked)
 
     def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
-        """At the load of the SLO, and up to the highest rate of each; in turns."""
+        """Measure at the SLO's load and up to the highest rate of each, in turns."""
 
         def measure() -> list[Served]:
             kept, limits = self._kept(builds), replace(self._limits(), search_s=search_s)
@@ -866,8 +874,8 @@ class Lab:
     def prove(
         self, builds: Sequence[Build], left_s: float | None, attempt: int = 0
     ) -> list[Served]:
-        """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
-        in turns. Each attempt is a measurement of its own."""
+        """Measure at the SLO's load and, if time allows, up to the highest rate of each, in turns.
+        Each attempt is a separate measurement."""
         time_plan = self.time
         needed_s = time_plan.prove_s(len(builds), time_plan.num_rounds)
         needed_s += len(builds) * MIN_SEARCH_S
@@ -888,7 +896,7 @@ class Lab:
         return self._served(kind, builds, measure, f" attempt {attempt}" if attempt else "")
 
     def _limits(self) -> Limits:
-        """Of a served measurement that begins now."""
+        """Return the limits of a served measurement that begins now."""
         left_s = self.left_s()
         ends_at = math.inf if left_s is None else time.monotonic() + left_s
         search_s = self.time.cost_search_s
@@ -901,10 +909,11 @@ class Lab:
         measure: Callable[[], list[Served]],
         suffix: str = "",
     ) -> list[Served]:
-        """With the machine for itself; as it was told before, at the price of today."""
+        """Measure with the machine otherwise idle, or take the figures from the journal, at the
+        current price."""
         self._settle()
         if self.time.level_s < self.plan.duration_s:
-            # A larger budget measures for longer, and again.
+            # A run with a larger budget measures again, for longer.
             kind = f"{kind}, levels of {self.time.level_s:.3g} s"
         found = self.journal.remember(
             kind,

@@ -1,4 +1,4 @@
-"""The machine that is optimised for: what its processor and its libraries can do. Values only."""
+"""The target machine: what its processor and its libraries can do. Values only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Machine(msgspec.Struct, frozen=True):
     cpu: str
     num_cores: int
     memory_bytes: int
-    # Of /proc/cpuinfo, those that matter for inference (`ISA`).
+    # CPU flags of /proc/cpuinfo that matter for inference (`ISA`).
     isa: tuple[str, ...]
     gpus: tuple[str, ...] = ()
     # Installed packages that a candidate may need, with versions: onnxruntime, openvino, torch, ...
@@ -20,7 +20,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     @property
     def has_int8(self) -> bool:
-        """Instructions that multiply bytes several times as fast as floats."""
+        """Whether the CPU has INT8 instructions several times as fast as floats."""
         return bool(INT8 & set(self.isa))
 
     @property

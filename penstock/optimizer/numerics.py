@@ -1,7 +1,7 @@
-"""Answers of a candidate against those of the original, example by example. Pure.
+"""Comparison of a candidate's answers with the original's, example by example. Pure.
 
-Tolerances apply to each column of an output, relative to that column's own range (`columns`):
-pixels next to scores do not hide what happens to the scores.
+Tolerances apply to each column of an output, relative to that column's own range (`columns`): large
+pixel values do not hide changes of small scores next to them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Answers = Sequence[Mapping[str, Array]]
 MAX_CLASSES = 100_000
 # Standard deviations of class scores lie within this factor of their median.
 MAX_SPREAD = 50.0
-# An output so named is no list of classes, whatever its shape.
+# Outputs with these words in their names are not class scores, whatever their shape.
 NO_SCORES = ("embed", "hidden", "pool", "feature", "state")
-# How far apart answers are that cannot be compared. A file has no infinity.
+# Distance of answers that cannot be compared. JSON has no infinity.
 FAR = 1e300
-# Of one kind; the rest is counted.
+# Problems of one kind that are listed; the rest are counted.
 MAX_SHOWN = 3
-# Share of the examples whose whole numbers and texts may differ after a lossless step: rounding
-# breaks ties.
+# Share of examples whose integers and strings may differ after a lossless step: rounding breaks
+# ties.
 MAX_UNEQUAL = 0.01
-# Floats that are whole numbers, such as ids, stay the same numbers after a lossless step.
+# Allowed difference of floats that are whole numbers, such as ids: a lossless step must keep them.
 WHOLE = 0.5
 
 
@@ -38,14 +38,14 @@ class Numerics(msgspec.Struct):
     num_examples: int
     is_finite: bool
     has_same_shapes: bool
-    # Over all outputs: largest absolute difference, and largest difference as a share of the range
-    # of its column; the least cosine of any example.
+    # Over all outputs: the largest absolute difference, the largest difference as a share of its
+    # column's range, and the smallest cosine of any example.
     max_absolute: float
     max_relative: float
     min_cosine: float
-    # Share of examples whose largest element is the same one; None where outputs are no scores.
+    # Share of examples with the same largest element; None if outputs are not class scores.
     agreement: float | None = None
-    # What must not be, in words; empty: all is well.
+    # Problems, one sentence each; empty: none.
     problems: list[str] = []
 
 
@@ -57,10 +57,10 @@ def compare(
     names: Sequence[str] = (),
     own_floor: float = FLOOR,
 ) -> Numerics:
-    """`tolerance` is for `max_relative`; None accepts any finite answers of the same shapes (the
-    accuracy gate then decides), and numbers of rows that depend on the data. `names`: the outputs
-    that matter; default: all. `own_floor`: a column's scale is at least this share of its largest
-    value, because rounding is relative to values; 1 in TF32."""
+    """Compare answers. `tolerance` applies to `max_relative`; None accepts any finite answers of
+    the same shapes (the accuracy gate then decides), and other numbers of rows where these depend
+    on the data. `names`: the outputs that matter; default: all. `own_floor`: a column's scale is at
+    least this share of its largest value, because rounding is relative to values; 1 in TF32."""
     if len(original) != len(candidate) or not original:
         problem = f"expected {len(original):,} answers, got {len(candidate):,}"
         return _incomparable(len(original), problem if original else "there are no answers")
@@ -92,22 +92,23 @@ def compare(
 
 
 def only(answers: Answers, names: Sequence[str]) -> Answers:
-    """The named outputs of each answer; all of them without names."""
+    """Return the named outputs of each answer; all of them without names."""
     if not names:
         return answers
     return [{name: answer[name] for name in names if name in answer} for answer in answers]
 
 
 def score_outputs(answers: Answers) -> list[str]:
-    """Names of the outputs that give a score per class: one float each for 2 to 100,000 classes in
-    every answer, all of one scale, and not called or normalised like an embedding."""
+    """Return the outputs that are class scores: 2 to 100,000 floats in every answer, all of similar
+    scale, neither named nor normalised like an embedding."""
     if not answers:
         return []
     return [name for name in answers[0] if _is_scores(name, answers)]
 
 
 def agreements(original: Answers, candidate: Answers, names: Sequence[str]) -> Array:
-    """For each example 1 if the best class of these outputs is the same one in both, else 0."""
+    """Return, for each example, 1 if the best class of all these outputs is the same in both, else
+    0."""
     return np.array(
         [
             all(np.argmax(one[name]) == np.argmax(other[name]) for name in names)
@@ -118,15 +119,15 @@ def agreements(original: Answers, candidate: Answers, names: Sequence[str]) -> A
 
 
 def cosines(original: Answers, candidate: Answers) -> Array:
-    """For each example, over all floats that are finite in the original; NaN where the candidate's
-    are not, 0 where there are more or fewer of them."""
+    """Return the cosine of each example, over all floats that are finite in the original; NaN if
+    the candidate's are not, 0 if their numbers differ."""
     return np.array(
         [_cosine(one, other) for one, other in zip(original, candidate, strict=True)], np.float64
     )
 
 
 class _Difference(msgspec.Struct):
-    """`relative` is that of the worst column, whose range is `scale`."""
+    """Difference of one output; `relative` is that of the worst column, whose range is `scale`."""
 
     absolute: float
     relative: float
@@ -140,8 +141,8 @@ def _incomparable(num_examples: int, *problems: str) -> Numerics:
 
 
 def _misfits(original: Answers, candidate: Answers, *, is_exact: bool) -> list[str]:
-    """Outputs, datatypes and shapes that are not those of the original. A lossy step may change the
-    number of rows of outputs whose number of rows differs between examples anyway."""
+    """Return outputs, datatypes and shapes that differ from the original's. A lossy step may change
+    the number of rows of outputs in which it varies between examples anyway."""
     free = set() if is_exact else _free_outputs(original)
     problems: list[str] = []
     for position, (one, other) in enumerate(zip(original, candidate, strict=True)):
@@ -163,7 +164,7 @@ def _form(array: Array) -> str:
 
 
 def _free_outputs(original: Answers) -> set[str]:
-    """Outputs whose number of rows differs between examples: it depends on the data."""
+    """Return outputs whose number of rows depends on the data: it varies between examples."""
     return {
         name
         for name, array in original[0].items()
@@ -189,7 +190,7 @@ def _difference(
         np.concatenate(as_tables([np.asarray(pair[side])[None] for pair in pairs]))
         for side in (0, 1)
     )
-    # What the original does not know either, such as a masked -inf, may stay as it is.
+    # Values that are not finite in the original, such as a masked -inf, must stay the same.
     is_known = np.isfinite(before)
     num_bad = int(
         (is_known & ~np.isfinite(after)).sum() + (~is_known & ~_same(before, after)).sum()
@@ -214,8 +215,8 @@ def _difference(
 
 
 def _whole_columns(table: Array, dtype: np.dtype[Any]) -> Array:
-    """Whether each column holds whole numbers that its datatype tells apart: ids, counts, labels.
-    Beyond that every float is whole."""
+    """Return which columns hold integers that their datatype represents exactly: ids, counts,
+    labels. Above that size every float is whole."""
     known = np.where(np.isfinite(table), table, 0.0)
     is_whole = (known == np.rint(known)).all(axis=0)
     largest = np.abs(known).max(axis=0, initial=0.0)
@@ -238,7 +239,7 @@ def _beyond(differences: Mapping[str, _Difference], tolerance: float) -> list[st
 
 
 def _unequal(original: Answers, candidate: Answers) -> list[str]:
-    """Whole numbers and texts that differ, beyond what ties may."""
+    """Return outputs whose integers or strings differ in more examples than ties explain."""
     problems = []
     for name in (name for name, array in original[0].items() if array.dtype.kind != "f"):
         num_other = sum(
@@ -266,8 +267,8 @@ def _is_scores(name: str, answers: Answers) -> bool:
 
 
 def _have_one_scale(rows: Array) -> bool:
-    """Scores of different classes vary alike, or are probabilities. Pixels beside a confidence do
-    not, and their largest value is no best class."""
+    """Return whether all columns have similar spread, as class scores do, or are probabilities.
+    Pixels beside a confidence do not, and their largest value is no best class."""
     if bool(((rows >= 0) & (rows <= 1)).all()):
         return True
     spreads = rows[:, np.isfinite(rows).all(axis=0)].std(axis=0)
@@ -279,7 +280,8 @@ def _have_one_scale(rows: Array) -> bool:
 
 
 def _are_unit_vectors(rows: Array) -> bool:
-    """Embeddings are often made one long; scores with negative values hardly ever are."""
+    """Return whether rows are normalised like embeddings; scores with negative values hardly ever
+    are."""
     lengths = np.linalg.norm(rows, axis=1)
     return bool((np.abs(lengths - 1) < 1e-3).all() and (rows < 0).any())
 
@@ -289,7 +291,8 @@ def _cosine(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
 
 
 def cosine(before: Array, after: Array) -> float:
-    """Over what is finite in `before`; NaN where `after` is not, 0 for other shapes."""
+    """Return the cosine over elements that are finite in `before`; NaN if `after` is not finite
+    there, 0 for other shapes."""
     if before.shape != after.shape:
         return 0.0
     is_known = np.isfinite(before)

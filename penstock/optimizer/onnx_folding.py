@@ -1,10 +1,10 @@
-"""Shape-specialised constant folding: what a graph computes from known dimensions becomes constant.
+"""Shape-specialised constant folding: replace what a graph computes from known dimensions.
 
 Exporters that trace a model leave the arithmetic of its shapes in the graph (Shape, Gather, Div,
-Concat, Pad, ...). ONNX Runtime folds it only where every dimension is known, and the batch
-dimension is not. Here a walk over the graph tracks integers element by element, so that
-[batch, 3, 224, 224] has three known elements. Sound by construction: a value that depends on an
-unknown dimension stays in the graph. Knows nothing of candidates.
+Concat, Pad, ...). ONNX Runtime folds it only if every dimension is known, and the batch dimension
+is not. This walk over the graph tracks integers element by element, so that [batch, 3, 224, 224]
+has three known elements. Sound by construction: a value that depends on an unknown dimension stays
+in the graph. Knows nothing of candidates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
 from penstock.types import Array
 
-# Constants larger than this cost more memory than computing them costs time.
+# Larger constants cost more memory than they save time.
 MAX_VALUES = 1 << 16
-# Symbol of an element that is known, and of one about which nothing is known; above 0: the number
-# of a named dimension that the element is equal to.
+# Symbols of an element that is known, and of one about which nothing is known. Above 0: the number
+# of the named dimension that the element equals.
 KNOWN, UNKNOWN = 0, -1
-# Operators that only move elements of these inputs (None: of all); the others must be known.
+# Operators that only move elements of their first N inputs (None: all); other inputs must be known.
 MOVING: Mapping[str, int | None] = {
     "Cast": 1,
     "Concat": None,
@@ -67,7 +67,7 @@ ELEMENTWISE = frozenset(
         "Xor",
     ]
 )
-# Operators whose answer is another one each time, or not decided by their inputs alone.
+# Operators that are random or that their inputs alone do not determine.
 NOT_FOLDED = frozenset(
     [
         "Bernoulli",
@@ -82,9 +82,9 @@ NOT_FOLDED = frozenset(
         "Scan",
     ]
 )
-# The input of an operator that is its output's shape.
+# Index of the input that is the output's shape.
 SHAPED_BY = {"ConstantOfShape": 0, "Resize": 3}
-# Operators that exist to compute or apply shapes; embeddings are Gather too, and stay.
+# Operators that compute or apply shapes; embeddings use Gather too, and stay.
 SHAPE_OPERATORS = (
     "ConstantOfShape",
     "Expand",
@@ -102,7 +102,7 @@ Dims = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """An array of which some elements are known. Others hold 1, so that nothing divides by 0."""
+    """An array with some known elements. Others hold 1, so that nothing divides by 0."""
 
     elements: Array
     symbols: Array
@@ -117,9 +117,9 @@ def known(elements: Array) -> Partial:
 
 
 def fold(model: Any, shapes: Mapping[str, Dims] | None = None) -> Any:
-    """A copy of the model with all constants folded that follow from its inputs' dimensions.
-    `shapes` are those of inputs, with -1 where a dimension is not known; dimensions that the file
-    has fixed stay. The copy declares them."""
+    """Return a copy of the model in which everything that follows from input dimensions is
+    constant. `shapes` are those of inputs, with -1 for unknown dimensions; dimensions fixed in the
+    file stay. The copy declares them."""
     copy = type(model)()
     copy.CopyFrom(model)
     if not _can_be_walked(copy.graph):
@@ -131,14 +131,14 @@ def fold(model: Any, shapes: Mapping[str, Dims] | None = None) -> Any:
         walk.visit(copy.graph, node)
     _replace(copy.graph, walk.folded)
     tidy_pads(copy.graph)
-    # Earlier shape inference may contradict the sizes that are fixed now.
+    # Earlier shape inference may contradict the sizes that are now fixed.
     del copy.graph.value_info[:]
     return copy
 
 
 def _can_be_walked(graph: Any) -> bool:
-    """Weights that a caller may give are no constants (the pass onnx-graph makes them such), and
-    nodes must follow what they need."""
+    """Return whether the graph can be folded: no initializer may be overridden by callers (the pass
+    onnx-graph ensures this), and nodes must be in topological order."""
     if len(onnx_model.true_inputs(graph)) < len(graph.input):
         return False
     made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -150,7 +150,7 @@ def _can_be_walked(graph: Any) -> bool:
 
 
 def num_shape_nodes(operators: Mapping[str, int]) -> int:
-    """How many of these nodes (by operator type) compute or apply shapes."""
+    """Return how many of these nodes (by operator type) compute or apply shapes."""
     return sum(operators.get(name, 0) for name in SHAPE_OPERATORS)
 
 
@@ -167,7 +167,7 @@ def _declare(graph: Any, shapes: Mapping[str, Dims]) -> None:
 
 
 def _replace(graph: Any, folded: Mapping[str, Array]) -> None:
-    """Constants in place of the nodes that computed them."""
+    """Replace nodes by the constants that they compute."""
     import onnx
 
     outputs = {value.name for value in graph.output}
@@ -181,12 +181,12 @@ def _replace(graph: Any, folded: Mapping[str, Array]) -> None:
 
 @dataclass(slots=True)
 class _Walk:
-    """Types and integers of everything before the node that is looked at."""
+    """Types and integer values of everything before the current node."""
 
     opset: int
     types: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Partial] = field(default_factory=dict)
-    # Computed from dimensions or other constants.
+    # Constants computed from dimensions or other constants.
     folded: dict[str, Array] = field(default_factory=dict)
     _symbols: dict[str, int] = field(default_factory=dict)
 
@@ -215,7 +215,7 @@ class _Walk:
     # Types.
 
     def _infer(self, node: Any) -> None:
-        """Types of its outputs; nothing where they cannot be told."""
+        """Infer the types of a node's outputs; skip what cannot be inferred."""
         import onnx
 
         names = [name for name in node.input if name]
@@ -241,7 +241,7 @@ class _Walk:
         self._shape_by_input(node)
 
     def _shape_by_input(self, node: Any) -> None:
-        """The type of an output whose shape is an input that is known in part."""
+        """Set the type of an output whose shape is a partially known input."""
         place = SHAPED_BY.get(node.op_type)
         if place is None or place >= len(node.input) or node.output[0] not in self.types:
             return
@@ -258,7 +258,7 @@ class _Walk:
                 dim.dim_param = self._name(symbol)
 
     def _dims(self, name: str) -> Partial | None:
-        """The dimensions of a tensor; None where not even their number is known."""
+        """Return the dimensions of a tensor; None if its rank is unknown."""
         found = self.types.get(name)
         if found is None or not found.tensor_type.HasField("shape"):
             return None
@@ -296,7 +296,7 @@ class _Walk:
         return {node.output[0]: known(np.array(dims.elements.prod(), np.int64))}
 
     def _computed(self, node: Any) -> dict[str, Partial]:
-        """Return the outputs of any other node whose inputs are all known, else nothing."""
+        """Return the outputs of any other node, as far as its inputs are known."""
         names = [name for name in node.input if name]
         if any(name not in self.values for name in names) or not self._is_small(node):
             return {}
@@ -311,7 +311,7 @@ class _Walk:
         return {}
 
     def _moved(self, node: Any, inputs: Mapping[str, Partial]) -> dict[str, Partial]:
-        """Symbols move as their elements do."""
+        """Compute a node that only moves elements: symbols move with them."""
         data = set(node.input[: MOVING[node.op_type]])
         if any(name not in data and not each.is_known for name, each in inputs.items()):
             return {}
@@ -334,7 +334,7 @@ class _Walk:
         }
 
     def _paired(self, node: Any, inputs: Mapping[str, Partial]) -> dict[str, Partial]:
-        """An element is known where all that it is computed from are."""
+        """Compute an elementwise node: an element is known if all of its inputs are."""
         found = self._run(node, {name: each.elements for name, each in inputs.items()})
         is_open = np.zeros((), bool)
         for each in inputs.values():
@@ -348,7 +348,7 @@ class _Walk:
         }
 
     def _is_small(self, node: Any) -> bool:
-        """Whether its outputs are known to be small enough."""
+        """Return whether all outputs are known to be small enough."""
         for name in filter(None, node.output):
             dims = self._dims(name)
             if dims is None or not dims.is_known or dims.elements.prod() > MAX_VALUES:
@@ -358,8 +358,8 @@ class _Walk:
     def _run(
         self, node: Any, inputs: Mapping[str, Array], *, is_symbolic: bool = False
     ) -> dict[str, Array]:
-        """By ONNX Runtime, whose rounding is what the model was served with; empty where it
-        cannot. `is_symbolic` runs the node on INT64 whatever it computes with."""
+        """Run a node by ONNX Runtime, for the same rounding as when served; empty if that fails.
+        `is_symbolic` runs it on INT64 regardless of its types."""
         import onnx
 
         def output(name: str) -> Any:
@@ -381,8 +381,8 @@ class _Walk:
     # Reshape.
 
     def _fix_reshape(self, graph: Any, node: Any) -> None:
-        """A constant shape in place of one that repeats the batch dimension: 0 where it is that of
-        the input at the same place, -1 where it is the only one that is not known."""
+        """Make a shape constant that repeats the batch dimension: 0 if the input has it at the same
+        place, -1 if it is the only unknown one."""
         import onnx
 
         sizes = self.values.get(node.input[1])
@@ -410,7 +410,7 @@ def _reshaped(sizes: Partial, dims: Partial | None) -> Array | None:
         else:
             left.append(place)
     if left:
-        # Elsewhere a 0 or -1 may stand for anything.
+        # A 0 or -1 elsewhere could stand for any size.
         if len(left) > 1 or (sizes.elements[sizes.symbols == KNOWN] <= 0).any():
             return None
         fixed[left[0]] = -1
@@ -427,13 +427,13 @@ class _Padding:
     source: str
     sizes: Array
     value: float
-    # The input is never below zero.
+    # The input is never negative.
     is_positive: bool
 
 
 def tidy_pads(graph: Any) -> None:
-    """Drop empty Pads, and make others part of the Conv or MaxPool behind them where that is exact.
-    ONNX Runtime's own fusion knows fewer cases of Conv, and one of MaxPool too many."""
+    """Drop empty Pads, and fuse others into the Conv or MaxPool behind them where that is exact.
+    ONNX Runtime's own fusion handles fewer cases of Conv, and one case of MaxPool wrongly."""
     constants = onnx_model.constants(graph)
     producers = {name: node for node in graph.node for name in node.output}
     renamed: dict[str, str] = {}
@@ -441,7 +441,7 @@ def tidy_pads(graph: Any) -> None:
         for place, name in enumerate(node.input):
             node.input[place] = renamed.get(name, name)
         while node.op_type == "Pad" and not node.input[-1]:
-            # An input that is left out keeps ONNX Runtime from fusing it into AveragePool.
+            # A trailing empty input keeps ONNX Runtime from fusing the Pad into AveragePool.
             del node.input[-1]
         sizes = _pad_sizes(node, constants)
         if sizes is not None and not sizes.any():
@@ -456,8 +456,8 @@ def tidy_pads(graph: Any) -> None:
 
 
 def _pad_sizes(node: Any, constants: Mapping[str, Any]) -> Array | None:
-    """Return the padding before and behind each axis, or None if the node is no Pad, its sizes are
-    computed at run time, or it pads only some axes."""
+    """Return the padding before and behind each axis, or None if the node is not a Pad, its sizes
+    are computed at run time, or it pads only some axes."""
     import onnx
 
     if node.op_type != "Pad" or not 2 <= len(node.input) <= 3:
@@ -469,7 +469,8 @@ def _pad_sizes(node: Any, constants: Mapping[str, Any]) -> Array | None:
 def _padding(
     pad: Any, constants: Mapping[str, Any], producers: Mapping[str, Any]
 ) -> _Padding | None:
-    """None where it is not constant, cuts off, or pads batch or channels."""
+    """Return a Pad's padding; None if it is not constant, is negative, or pads batch or
+    channels."""
     import onnx
 
     sizes = _pad_sizes(pad, constants)
@@ -505,8 +506,8 @@ def _join_conv(node: Any, padding: _Padding) -> None:
 
 
 def _join_pool(node: Any, padding: _Padding) -> None:
-    """MaxPool's own padding is never the largest value; neither is -inf, nor zero beside values
-    that are not below it."""
+    """Fuse a Pad into MaxPool, whose own padding never wins. Exact if the Pad's value never wins
+    either: it is -inf, or 0 and the input is not negative."""
     if not _is_plain_pool(node):
         return
     own = _own_sizes(node, padding)
@@ -514,20 +515,21 @@ def _join_pool(node: Any, padding: _Padding) -> None:
     is_lowest = padding.value <= np.finfo(np.float32).min or (
         padding.value == 0 and padding.is_positive
     )
-    # A window must not lie in the padding as a whole.
+    # No window may lie entirely in the padding.
     has_room = (sizes < np.array(onnx_model.attribute(node, "kernel_shape"))).all()
     if is_lowest and has_room:
         _set_attribute(node, "pads", sizes.ravel().tolist())
         node.input[0] = padding.source
     elif not own.any():
-        # ONNX Runtime 1.31 fuses a Pad of zeros into MaxPool even where a zero may be the largest
-        # value of a window. It leaves alone what is said to have no padding.
+        # ONNX Runtime 1.31 fuses a Pad of zeros into MaxPool even if zero may be the largest value
+        # of a window. It does not fuse into a MaxPool declared without padding.
         _remove_attribute(node, "pads")
         _set_attribute(node, "auto_pad", "VALID")
 
 
 def _is_plain_pool(node: Any) -> bool:
-    """Without what depends on where the padding is: rounded up, spread out, or with indices."""
+    """Return whether results do not depend on where the padding is: no ceil_mode, dilations or
+    indices."""
     return (
         len(node.output) == 1
         and not onnx_model.attribute(node, "ceil_mode", 0)

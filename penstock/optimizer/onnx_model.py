@@ -1,4 +1,4 @@
-"""ONNX graphs as the passes handle them: read, look at, prepare for quantisation, run, write.
+"""ONNX graph utilities of the passes: read, inspect, prepare for quantisation, run, write.
 
 Knows nothing of candidates; `facts`, `calibration` and the passes call it. onnx and onnxruntime are
 imported where they are used.
@@ -18,19 +18,19 @@ from penstock.backends.checks import first_line
 from penstock.errors import BackendFailed
 from penstock.types import Array
 
-# Protobuf holds no message of 2 GiB; weights beyond this go into a file of their own.
+# Protobuf messages are limited to 2 GiB; larger weights go into a separate file.
 MAX_INLINE_BYTES = 1_500_000_000
 EXTERNAL_SUFFIX = ".data"
-# Operators with weights whose product is worth quantising.
+# Operators with weights that are worth quantising.
 WEIGHTED = ("Conv", "Gemm", "MatMul")
-# Products with fewer rows or columns of weights lose more by converting than they gain.
+# Matmuls with fewer rows or columns of weights lose more by converting datatypes than they gain.
 MIN_SIDE = 16
-# Datatypes that weights have; whole numbers of 64 bits are shapes and indices.
+# Datatypes that do not count as weights; 64-bit integers are shapes and indices.
 NOT_WEIGHTS = ("INT64", "BOOL", "STRING", "UINT64")
 
 
 def read(path: Path, *, weights: bool = True) -> Any:
-    """The ModelProto; BackendFailed says why it cannot be read."""
+    """Return the ModelProto; BackendFailed says why it cannot be read."""
     import onnx
 
     try:
@@ -51,7 +51,7 @@ def write(model: Any, path: Path) -> None:
 
 
 def external_files(model: Any) -> set[str]:
-    """Files below the model's folder that hold weights, as it names them."""
+    """Return the external weight files, relative to the model's folder."""
     import onnx
 
     return {
@@ -64,7 +64,7 @@ def external_files(model: Any) -> set[str]:
 
 
 def tensors(graph: Any) -> Iterator[Any]:
-    """All weights, those of branches and loop bodies too."""
+    """Yield all weights, including those of branches and loop bodies."""
     yield from graph.initializer
     for node in nodes(graph):
         for attribute in node.attribute:
@@ -76,7 +76,7 @@ def tensors(graph: Any) -> Iterator[Any]:
 
 
 def nodes(graph: Any) -> Iterator[Any]:
-    """All nodes, those of branches and loop bodies too."""
+    """Yield all nodes, including those of branches and loop bodies."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -89,13 +89,13 @@ def opset(model: Any) -> int:
 
 
 def true_inputs(graph: Any) -> list[Any]:
-    """Inputs that a caller gives; old files list their weights among them."""
+    """Return the inputs that callers provide; old files list weights among the inputs."""
     weights = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in weights]
 
 
 def constants(graph: Any) -> dict[str, Any]:
-    """Weights by name: initialisers, and what Constant nodes give."""
+    """Return weights by name: initialisers, and values of Constant nodes."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
@@ -106,7 +106,7 @@ def constants(graph: Any) -> dict[str, Any]:
 
 
 def datatype(tensor: Any) -> str:
-    """The v2 name of a weight's datatype, or ONNX's own where there is none."""
+    """Return the v2 name of a weight's datatype, or ONNX's own if there is no such name."""
     import onnx
 
     from penstock.onnx_file import NAMES
@@ -137,7 +137,8 @@ def attribute(node: Any, name: str, default: Any = None) -> Any:
 
 
 def product_sides(node: Any, dims: Sequence[int]) -> tuple[int, int]:
-    """(K, N): how many numbers one result sums over, and how many results share them."""
+    """Return K and N of the node's matmul: the length of each dot product, and the number of
+    columns."""
     if node.op_type == "Conv":
         return int(np.prod(dims[1:], dtype=np.int64)), dims[0]
     if node.op_type == "Gemm" and attribute(node, "transB", 0):
@@ -146,8 +147,9 @@ def product_sides(node: Any, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def can_gain(node: Any, weights: Mapping[str, Any]) -> bool:
-    """Whether INT8 can make this node faster at all: constant weights, and enough of them.
-    Depthwise convolutions are small but lie between others, where changing datatypes costs more."""
+    """Return whether INT8 can make this node faster: its weights are constant and large enough.
+    Depthwise convolutions are small but lie between others, where converting datatypes costs
+    more."""
     if node.op_type not in WEIGHTED or len(node.input) < 2:
         return False
     weight = weights.get(node.input[1])
@@ -159,7 +161,7 @@ def can_gain(node: Any, weights: Mapping[str, Any]) -> bool:
 
 
 def session(model: Any, *, num_threads: int = 0, entries: Mapping[str, str] | None = None) -> Any:
-    """A model, as a message or a path, in ONNX Runtime; BackendFailed says why not."""
+    """Load a model, given as a message or a path, in ONNX Runtime; BackendFailed says why not."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -183,8 +185,8 @@ def run(loaded: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def made_up(graph: Any, num_rows: int, size: int, seed: int = 0) -> dict[str, Array]:
-    """Inputs drawn from the signature: `num_rows` where the first dimension is variable, `size`
-    where any other one is."""
+    """Draw random inputs from the signature: `num_rows` for a variable first dimension, `size` for
+    any other."""
     import onnx
 
     random = np.random.default_rng(seed)
@@ -197,14 +199,15 @@ def made_up(graph: Any, num_rows: int, size: int, seed: int = 0) -> dict[str, Ar
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         drawn = random.normal(size=shape) if dtype.kind == "f" else random.integers(0, 2, shape)
         if dtype.kind != "f" and shape:
-            # It may be a mask, and a row that is masked as a whole has no right answer.
+            # It may be a mask, and a fully masked row has no meaningful answer.
             drawn[..., 0] = 1
         feeds[value.name] = np.asarray(drawn).astype(dtype)
     return feeds
 
 
 def optimised(model: Any, level: str = "basic", entries: Mapping[str, str] | None = None) -> Any:
-    """What ONNX Runtime makes of it. "basic" is plain ONNX again, for any machine."""
+    """Return the model after ONNX Runtime's graph optimisation. Level "basic" is plain ONNX, for
+    any machine."""
     import onnxruntime as ort
 
     from penstock.backends.onnxruntime import GRAPH_LEVELS
@@ -226,8 +229,8 @@ def optimised(model: Any, level: str = "basic", entries: Mapping[str, str] | Non
 
 
 def prepared(model: Any) -> Any:
-    """As quantisation wants it: constants folded, batch normalisation in its convolution, shapes
-    known where they can be, and a name for every node (without commas, which separate names)."""
+    """Prepare for quantisation: fold constants and batch normalisation, infer shapes, and give
+    every node a unique name (without commas, which separate names)."""
     import onnx
 
     ready = optimised(model)
@@ -242,8 +245,8 @@ def prepared(model: Any) -> Any:
 
 
 def _tell_types(graph: Any) -> None:
-    """Behind an operator of another domain ONNX knows no types; a product has those of its
-    weights."""
+    """Declare types around matmuls, from their weights: ONNX infers none after operators of other
+    domains."""
     import onnx
 
     known = {value.name for value in (*graph.value_info, *graph.input, *graph.output)}
@@ -280,7 +283,7 @@ def remove_dead(graph: Any) -> None:
 
 
 def inputs_of(node: Any) -> list[str]:
-    """Those of its branches and loop bodies too."""
+    """Return all inputs of a node, including those of its branches and loop bodies."""
     inner = [
         name
         for attribute in node.attribute
@@ -292,7 +295,7 @@ def inputs_of(node: Any) -> list[str]:
 
 
 def float_tensors(graph: Any, op_types: Sequence[str]) -> list[str]:
-    """Activations in FP32 that such nodes take or give, in the order of the graph."""
+    """Return FP32 activations around nodes of these types, in the order of the graph."""
     import onnx
 
     known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
@@ -313,7 +316,7 @@ def float_tensors(graph: Any, op_types: Sequence[str]) -> list[str]:
 
 
 def with_outputs(model: Any, names: Sequence[str]) -> Any:
-    """A copy that also gives these tensors."""
+    """Return a copy that also outputs these tensors."""
     import onnx
 
     copy = onnx.ModelProto()

@@ -1,6 +1,6 @@
-"""What became of each candidate and of the run, once the choice is made. Pure.
+"""Outcomes of each candidate and of the run, once the choice is made. Pure.
 
-The words of the report are made from these outcomes: a candidate's in `Try`, the run's in
+The report's wording comes from these outcomes: a candidate's in `Try`, the run's in
 `Optimization.outcome`.
 """
 
@@ -34,7 +34,7 @@ def try_of(tries: Sequence[Try], key: str) -> Try | None:
 
 
 def outcome_of_error(error: PenstockError) -> tuple[Outcome, str]:
-    """Outcome and reason of a candidate that ended with this error."""
+    """Return outcome and reason of a candidate that ended with this error."""
     if isinstance(error, CutOff):
         return "cut off", f"{CUT_OFF}: {error}"
     return "failed", str(error)
@@ -45,8 +45,8 @@ def mark_refused(
     refused: Mapping[str, Judgement],
     model_of: Callable[[Candidate], Candidate],
 ) -> list[str]:
-    """Reject the models that the held-out examples refused, by key, however they are served.
-    `model_of` leaves out steps that change no answers. Returns a note for each model."""
+    """Reject the models that failed on the held-out set, by key, however they are served.
+    `model_of` leaves out steps that change no answers. Return a note for each model."""
     notes = []
     for each in tries:
         model = model_of(each.candidate)
@@ -61,7 +61,7 @@ def mark_refused(
 
 
 def settle_served(tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, Served]) -> None:
-    """Say of every served candidate how it compares with the chosen one. `proofs` by key."""
+    """Set for every served candidate how it compares with the chosen one. `proofs` are by key."""
     own = try_of(tries, chosen.key)
     for each in tries:
         if each.served is None or not each.candidate.steps or each.outcome == "rejected":
@@ -89,7 +89,7 @@ def _settle(each: Try, chosen: Served, chosen_proof: Served | None, proof: Serve
 
 
 def against(one: Served, chosen: Served) -> str:
-    """The figures that tell them apart: `92 % in time, the chosen one 100 %`."""
+    """Return the figures in which they differ: `92 % in time, the chosen one 100 %`."""
     shares = [f"{100 * each.goodput:.0f} %" for each in (one, chosen)]
     if shares[0] != shares[1]:
         return f"{shares[0]} in time, the chosen one {shares[1]}"
@@ -103,7 +103,7 @@ def against(one: Served, chosen: Served) -> str:
 
 
 def _p99_text(served: Served) -> str:
-    """A server that answers next to nothing has no p99."""
+    """Format p99, which is unknown if the server answers next to nothing."""
     value = served.p99.value
     return "unknown (too few answers)" if math.isnan(value) else f"{value * 1e3:.3g} ms"
 
@@ -125,8 +125,8 @@ def outcome_of(found: Optimization, *, is_interrupted: bool) -> str:
 
 
 def is_refused(found: Optimization) -> bool:
-    """Whether the accuracy gate stands in the way: it refused every candidate that it judged, and
-    one of them would be faster than the chosen one."""
+    """Return whether the accuracy gate prevents a better result: it refused every candidate that it
+    judged, and one of them would be faster than the chosen one."""
     judged = [each for each in found.tries if each.accuracy is not None or each.held_out]
     refused = [each for each in judged if each.refusal is not None]
     if not refused or len(refused) < len(judged):
@@ -135,7 +135,8 @@ def is_refused(found: Optimization) -> bool:
 
 
 def _is_faster(attempt: Try, found: Optimization) -> bool:
-    """Whether the attempt is faster than the choice: as predicted, else as measured, else False."""
+    """Return whether the attempt is faster than the choice: by prediction, else as measured, else
+    False."""
     candidate = found.chosen or Candidate()
     model, own = (try_of(found.tries, key) for key in (candidate.model.key, candidate.key))
     if model is not None and model.predicted_rate is not None:
@@ -161,7 +162,7 @@ def _measured_rate(attempt: Try | None) -> float | None:
 
 
 def untried(found: Optimization, cut_by: str) -> list[str]:
-    """Names of the steps that the end of the time, or an interruption, left no chance."""
+    """Return the steps that were not tried because time ran out or the run was interrupted."""
     tried = {step.pass_name for each in found.tries for step in each.candidate.steps[-1:]}
     names = [
         str(each.step)
@@ -176,7 +177,7 @@ def untried(found: Optimization, cut_by: str) -> list[str]:
 
 
 def unfinished(found: Optimization) -> list[str]:
-    """Names of the steps that the time budget cut off."""
+    """Return the steps that the time budget cut off."""
     names = [str(each.candidate.steps[-1]) for each in found.tries if each.outcome == "cut off"]
     return list(dict.fromkeys(names))
 

@@ -1,8 +1,8 @@
-"""Every output of a lossy candidate beside the original's, over all examples of a part. Pure.
+"""Checks of every output of a lossy candidate against the original's, over one part. Pure.
 
-Labels and evaluators judge the outputs that they read; those must only keep their scale here. All
-others are held to every check, so that no output can break unseen. Owns the thresholds; knows
-nothing of labels or budgets.
+Labels and evaluators judge the outputs that they read; here only the scale of those is checked. All
+others must pass every check, so that no output breaks unnoticed. Owns the thresholds; knows nothing
+of labels or budgets.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from penstock.types import Array
 
 MIN_MEDIAN_COSINE = 0.99
 MIN_WORST_COSINE = 0.95
-# Share of the examples with the same best class, whole numbers or text.
+# Minimum share of examples with the same best class, or equal integers or text.
 MIN_AGREEMENT = 0.95
-# The median row's error norm over the row's norm. Cosines do not see a change of scale, and labels
-# see only the best class.
+# Error norm of the median row, relative to the row's norm. Cosines do not see a change of scale,
+# and labels see only the best class.
 MAX_MEDIAN_ERROR = 0.3
 # A column's root mean square error over its standard deviation. A healthy INT8 build has 0.02 to
-# 0.2, a column that carries nothing any more 1.
+# 0.2; a column that has lost all information has 1.
 MAX_COLUMN_ERROR = 0.5
 # Share of a column's values that are off by more than the column's usual spread, or than their own
-# distance from its middle. Outliers raise the standard deviation above; they do not raise this.
+# distance from its middle. Outliers inflate the standard deviation above, but not this.
 MAX_COLUMN_LOST = 0.05
-# The range without tails of a normal distribution, in standard deviations.
+# Range of a normal distribution without its tails, in standard deviations.
 DEVIATIONS = 3.3
-# A column that hardly varies is compared with this share of its own magnitude, or of the output's
+# A nearly constant column is compared with this share of its own magnitude, or of the output's
 # median magnitude, whichever is larger.
 OWN_FLOOR, OUTPUT_FLOOR = 0.01, 1e-3
-# Fewer values say nothing about how much a column varies.
+# Fewer values do not show how much a column varies.
 MIN_COLUMN_VALUES = 10
 # Rows this much smaller than the median row have no direction worth comparing.
 NEGLIGIBLE = 0.05
@@ -45,13 +45,13 @@ Kind = Literal["scores", "values", "rows", "equal"]
 
 
 class OutputCheck(msgspec.Struct):
-    """One output. `kind`: scores per class; values at fixed places; rows whose number depends on
-    the data, matched to the nearest; equal or not (whole numbers and text)."""
+    """Check of one output. `kind`: scores per class; values at fixed places; rows whose number
+    depends on the data, matched to the nearest; equal or not (integers and text)."""
 
     name: str
     kind: Kind
     num_examples: int
-    # Judged by the score: only its scale is checked.
+    # The score judges it: only its scale is checked.
     is_judged: bool = False
     # None: not applicable.
     median_error: float | None = None
@@ -60,10 +60,10 @@ class OutputCheck(msgspec.Struct):
     agreement: float | None = None
     worst_column: int | None = None
     worst_column_error: float | None = None
-    # Share of the values of one column that are off by more than its usual spread.
+    # Share of one column's values that are off by more than its usual spread.
     lost_column: int | None = None
     lost_column_share: float | None = None
-    # The same along the first axis of outputs with two: one token of a sequence.
+    # Like `worst_column`, along the first axis of outputs with two: one token of a sequence.
     worst_position: int | None = None
     worst_position_error: float | None = None
     # The failed checks, with figures; empty if the output passes.
@@ -73,8 +73,8 @@ class OutputCheck(msgspec.Struct):
 def check_outputs(
     original: Answers, candidate: Answers, names: Sequence[str], judged: Set[str] = frozenset()
 ) -> list[OutputCheck]:
-    """One check for each of these outputs; `judged`: those that a score reads. The answers are to
-    the same examples."""
+    """Check each of these outputs; `judged`: those that a score reads. Both answers are to the same
+    examples."""
     if not original:
         return []
     are_scores = set(score_outputs(original))
@@ -109,7 +109,7 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
             np.argmax(one) == np.argmax(other) for one, other in zip(before, after, strict=True)
         ]
         check.agreement = float(np.mean(same))
-    # Probabilities of classes that never come up are next to nothing, and any noise is large.
+    # Probabilities of classes that never occur are near zero, where any noise is relatively large.
     if not is_scores or not _are_shares(before):
         tables = _table(before), _table(after)
         check.worst_column, check.worst_column_error = _worst_column(*tables)
@@ -125,7 +125,7 @@ def _are_shares(arrays: Sequence[Array]) -> bool:
 
 
 def _error(before: Array, after: Array) -> float:
-    """The length of the difference over that of the original; 0 where both are nothing."""
+    """Return the norm of the difference over that of the original; 0 if both are 0."""
     is_known = np.isfinite(before)
     one, other = before[is_known].astype(np.float64), after[is_known].astype(np.float64)
     length, rest = float(np.linalg.norm(one)), float(np.linalg.norm(other - one))
@@ -135,8 +135,8 @@ def _error(before: Array, after: Array) -> float:
 
 
 def _rows(name: str, before: Sequence[Array], after: Sequence[Array]) -> OutputCheck:
-    """The number of rows depends on the data, as with detections: each is compared with the nearest
-    one, and what has no partner counts as lost."""
+    """Check an output whose number of rows depends on the data, such as detections: each row is
+    compared with the nearest one, and rows without a partner count as lost."""
     found = []
     for one, other in zip(before, after, strict=True):
         if one.ndim == 0 or one.shape[1:] != other.shape[1:]:
@@ -153,8 +153,8 @@ def _rows(name: str, before: Sequence[Array], after: Sequence[Array]) -> OutputC
 
 
 def row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
-    """By example; -1 where the candidate is not finite. A row that is next to nothing in the
-    original must stay so."""
+    """Return the cosine of each example; -1 if the candidate is not finite. A row that is near zero
+    in the original must stay so."""
     sizes = [float(np.linalg.norm(one[np.isfinite(one)].astype(np.float64))) for one in before]
     usual = float(np.median(sizes))
     found = []
@@ -170,8 +170,8 @@ def row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
 
 
 def matched_cosine(before: Array, after: Array) -> float:
-    """Mean cosine of rows with their nearest partners, each used once; the longer side counts, so
-    rows without a partner are losses."""
+    """Return the mean cosine of rows with their nearest partners, each used once, over the longer
+    side: rows without a partner count as 0."""
     num_rows = max(len(before), len(after))
     if not num_rows:
         return 1.0
@@ -190,12 +190,13 @@ def matched_cosine(before: Array, after: Array) -> float:
 
 
 def _table(arrays: Sequence[Array]) -> Array:
-    """One table of all examples."""
+    """Return one table of all examples."""
     return np.concatenate(as_tables([each[None] for each in arrays]))
 
 
 def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
-    """The column that lost most of what it says, and its error over its standard deviation."""
+    """Return the column with the largest error relative to its standard deviation, and that
+    error."""
     if len(one) < MIN_COLUMN_VALUES:
         return None, None
     is_known = np.isfinite(one)
@@ -218,7 +219,8 @@ def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
 
 
 def _lost_column(one: Array, other: Array) -> tuple[int | None, float | None]:
-    """The column with the largest share of values that say nothing any more, and that share."""
+    """Return the column with the largest share of values that are off by more than the usual
+    spread, and that share."""
     if len(one) < MIN_COLUMN_VALUES or not one.shape[1]:
         return None, None
     is_known = np.isfinite(one)
@@ -249,7 +251,8 @@ def _scale_problem(check: OutputCheck) -> str:
 
 
 def _direction_problem(check: OutputCheck) -> str:
-    """Scores have directions that healthy builds change; their order is what counts."""
+    """Check cosines, except of class scores: only their order counts, and healthy builds change
+    their direction."""
     if check.kind == "scores" or check.median_cosine is None or check.worst_cosine is None:
         return ""
     if check.median_cosine < MIN_MEDIAN_COSINE:

@@ -1,8 +1,7 @@
 """The waterfall of a report: from the original to the chosen candidate, one bar per step. Pure.
 
-A step that makes another model is a bar of its own; the steps about serving are the last bar
-together. Each bar has measured figures if that much of the chosen candidate was served, else its
-predicted rate.
+Each step that makes another model has its own bar; all serving steps share the last bar. A bar has
+measured figures if the candidate up to this step was served, else its predicted rate.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ AS_SERVED = "as served: "
 
 
 def waterfall(found: Optimization) -> list[Phase]:
-    """The original first, the chosen candidate last. A step with unknown figures is merged into
-    the next bar; empty where nothing is known of the original."""
+    """Return the bars, the original first, the chosen candidate last. A step with unknown figures
+    is merged into the next bar. Empty if nothing is known of the original."""
     known = _Known(found)
     phases = []
     merged: list[str] = []
@@ -40,7 +39,7 @@ def waterfall(found: Optimization) -> list[Phase]:
 
 
 def _chain(chosen: Candidate | None) -> Iterator[tuple[str, Candidate]]:
-    """What each bar is called, and the candidate that it shows."""
+    """Yield the label of each bar and its candidate."""
     yield "original", Candidate()
     if chosen is None:
         return
@@ -71,8 +70,9 @@ class _Known:
         )
 
     def _served(self, candidate: Candidate) -> Served | None:
-        """As it was proven, else as it was served in the search. A model on the way counts as
-        served in the best way that was measured; the chosen one has a bar for that."""
+        """Return the proof of a candidate, else its figures of the search. An intermediate model
+        counts as served in the best way that was measured; the chosen one has a separate bar for
+        serving."""
         chosen = self.found.chosen
         proven = self.found.after if candidate == chosen else None
         if not candidate.steps:
@@ -90,8 +90,8 @@ class _Known:
         return ways[goals.order(ways, [0] * len(ways))[0]] if ways else None
 
     def _rate(self, candidate: Candidate, served: Served | None) -> tuple[float, bool]:
-        """The highest rate, and whether it is predicted. A search of a language model that found
-        none says so by leaving it out."""
+        """Return the highest rate, and whether it is predicted. The search of a language model
+        leaves the rate out if it finds none, which counts as 0."""
         if served is not None and served.max_rate is not None:
             return served.max_rate.value, False
         if self.found.form == "text":

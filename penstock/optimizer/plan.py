@@ -1,4 +1,4 @@
-"""What is to be optimised, for what, and how far it may go: the wishes as one value."""
+"""The plan of a run as one value: the model, its goals and its limits."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from penstock.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything `penstock optimize` was asked for; the command line and plan files make it."""
+    """Everything `penstock optimize` was asked for, from the command line or a plan file."""
 
     # An .onnx or .pt2 file, a Hugging Face folder, a model's folder of a repository, or
     # package.module:factory.
     model: str
     name: str
-    # The repository that gets the version.
+    # The repository that the version is committed to.
     out: str
     slo: Slo | None = None
     # Representative inputs, as in bench; empty: drawn from the signature.
     data: str = ""
-    # Which input a file without names is for.
+    # Input of the model for data files without names.
     data_name: str = ""
-    # The array or field of the data that holds the right answers; empty: none.
+    # The array or field of the data that holds the labels; empty: none.
     labels: str = ""
-    # package.module:function that scores examples; empty: by labels, or agreement.
+    # package.module:function that scores examples; empty: use labels, or agreement.
     evaluator: str = ""
-    # Data for calibration alone; empty: a part of `data`.
+    # Separate data for calibration; empty: a part of `data`.
     calibration: str = ""
-    # None: the default for what is known (see accuracy).
+    # None: the default of the metric (see `budget.default_budget`).
     accuracy: Budget | None = None
-    # package.module:function from what users send to what the model takes.
+    # package.module:function from a user's inputs to the model's.
     preprocess: str = ""
-    # package.module:function from what the model gives to what users get.
+    # package.module:function from the model's outputs to the user's.
     postprocess: str = ""
     price_per_hour: float | None = None
-    # Wall-clock time for everything; None: as long as it takes.
+    # Wall-clock time for everything; None: no limit.
     budget_s: float | None = None
-    # auto, cpu, cuda (each GPU there is) or cuda:N: where the original and all candidates run.
+    # auto, cpu, cuda (all GPUs) or cuda:N: where the original and all candidates run.
     device: str = "auto"
-    # Go on after the SLO is met, and try what the hardware should not profit from.
+    # Continue after the SLO is met, and try steps that this hardware should not profit from.
     is_exhaustive: bool = False
     # Longest time to measure one load of one candidate.
     duration_s: float = 10.0
     seed: int = 0
     # Outputs whose answers matter; empty: all of them.
     outputs: tuple[str, ...] = ()
-    # Discard what an interrupted run of the same command has measured.
+    # Discard the measurements of an interrupted run of the same command.
     is_fresh: bool = False

@@ -1,5 +1,5 @@
 """Options of `penstock optimize` to a Plan: flags and plan files (TOML) are checked together, and
-every problem is reported at once under the name that the user wrote.
+every problem is reported at once, under the name that the user wrote.
 
     model = "model.onnx"
     slo = "p99 < 20 ms at 200/s"
@@ -24,15 +24,15 @@ from penstock.optimizer import budget
 from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
 
-# Options that name files; in a plan file they are relative to it.
+# Options that are paths; in a plan file they are relative to it.
 PATHS = ("model", "data", "calibration", "out")
-# What to write for an option that is missing.
+# Examples of required options, shown if they are missing.
 REQUIRED = {"model": "model.onnx", "slo": "p99 < 20 ms at 200/s", "out": "models"}
 TEXTS = ("model", "name", "out", "data", "data_name", "labels", "calibration")
 FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess", "postprocess": "postprocess"}
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-# Minutes and hours, which no SLO needs.
+# Minutes and hours, which SLOs do not have.
 LONG_DURATIONS = {"m": 60.0, "min": 60.0, "h": 3600.0}
 MAX_SEED = 2**31 - 1
 
@@ -62,7 +62,7 @@ def read(path: Path) -> PlanFile:
 
 @dataclass(slots=True)
 class Problems:
-    """Problems by who is to change what: the command line, or a file."""
+    """Problems by where to fix them: on the command line, or in a file."""
 
     flags: Mapping[str, object]
     file: PlanFile | None
@@ -73,13 +73,13 @@ class Problems:
         return self.file is not None and key in self.file.options and key not in self.flags
 
     def label(self, key: str) -> str:
-        """The option as the user wrote it: a flag, or a key of the plan file."""
+        """Return the option as the user wrote it: a flag, or a key of the plan file."""
         if self.file is not None and self.is_in_file(key):
             return f"{self.file.name}: {key}"
         return "MODEL" if key == "model" else f"--{key.replace('_', '-')}"
 
     def add(self, key: str, text: str) -> None:
-        """A wrong value of an option."""
+        """Add a problem with an option's value."""
         listed = self.of_files if self.is_in_file(key) else self.of_command_line
         listed.append(f"{self.label(key)}: {text}")
 
@@ -102,7 +102,8 @@ class Problems:
 
 
 def make_plan(flags: Mapping[str, object], file: PlanFile | None = None) -> Plan:
-    """Flags override the file. Raise CommandLineError or ConfigError with every problem."""
+    """Make a plan; flags override the file. Raise CommandLineError or ConfigError with every
+    problem."""
     options = {**(file.options if file is not None else {}), **flags}
     problems = Problems(flags, file)
     for key in sorted(set(options) - set(READERS)):
@@ -120,7 +121,7 @@ def make_plan(flags: Mapping[str, object], file: PlanFile | None = None) -> Plan
 
 
 def _read_values(options: Mapping[str, object], problems: Problems) -> dict[str, Any]:
-    """Values by field of a Plan, without those that are missing or wrong."""
+    """Return values by field of a Plan, without missing or invalid ones."""
     values: dict[str, Any] = {}
     for key, (name, reader) in READERS.items():
         value = options.get(key)
@@ -137,7 +138,7 @@ def _read_values(options: Mapping[str, object], problems: Problems) -> dict[str,
 
 
 def default_name(model: str) -> str:
-    """The default name: that of the model's file, folder or function."""
+    """Return the default name: that of the model's file, folder or module."""
     if _is_reference(model):
         return model.rpartition(".")[2].partition(":")[0]
     path = Path(os.path.abspath(model))
@@ -170,7 +171,8 @@ def _names_streams(promised: slo.Slo | None) -> bool:
 
 
 def _check_paths(plan: Plan, problems: Problems) -> None:
-    """Files that are not there are problems of files, whoever names them."""
+    """Check that files exist. Missing ones count as problems of files, even if a flag names
+    them."""
     missing = "no such file or folder"
     if plan.model and not _is_reference(plan.model) and not os.path.exists(plan.model):
         expected = "an .onnx, .pt2 or .gguf file, a model's folder or package.module:factory"
@@ -186,7 +188,7 @@ def _check_paths(plan: Plan, problems: Problems) -> None:
 
 
 def parse_time(text: str) -> float:
-    """`90s`, `10m` or `1.5h` in seconds; ValueError says what was expected."""
+    """Parse `90s`, `10m` or `1.5h` to seconds; ValueError says what was expected."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(m|min|h)\s*", text)
     if match is not None and float(match[1]) > 0:
         return float(match[1]) * LONG_DURATIONS[match[2]]
@@ -197,7 +199,7 @@ def parse_time(text: str) -> float:
 
 
 def _is_reference(text: str) -> bool:
-    """package.module:name"""
+    """Return whether the text has the form package.module:name."""
     return REFERENCE.fullmatch(text) is not None
 
 
@@ -246,7 +248,7 @@ def _switch(value: object) -> bool:
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """A list of texts, or one text with commas."""
+    """Parse a list of names, or one string with commas."""
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
         raise ValueError(f"{value!r} is not a list of names")
@@ -262,7 +264,7 @@ def _seed(value: object) -> int:
     return value
 
 
-# By the name of the option: the field of a Plan and how it is read.
+# By option name: the field of Plan and its parser.
 READERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     **{key: (key, _text) for key in TEXTS},
     **{key: (field, _reference) for key, field in FUNCTIONS.items()},

@@ -1,4 +1,4 @@
-"""How an optimisation stands, for whoever watches. Values only."""
+"""Progress of an optimisation, for display. Values only."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Progress:
     stage: Stage | str
     # The candidate being tried, as text.
     candidate: str
-    # build, read back, numerics, accuracy, batch times, served, ...; after a comma, how far it is.
+    # build, read back, numerics, accuracy, batch times, served, ...; after a comma, the progress.
     doing: str
     num_tried: int
     best: str
     best_text: str  # "p99 12 ms, about 310/s"
     elapsed_s: float
     left_s: float | None
-    # In the order in which they are gone through.
+    # In the order in which they are run.
     stages: tuple[Stage, ...] = STAGES
-    # To be read once, and to stay; empty: nothing.
+    # Printed once and kept on screen; empty: none.
     note: str = ""
     # What Ctrl-C would still measure, empty: nothing; and what it would save if that is no better.
     to_measure: str = ""
     to_save: str = ""
-    # About how long it takes to measure and save that; None: not known.
+    # Estimated seconds to measure and save that; None: unknown.
     finish_s: float | None = None

@@ -1,5 +1,5 @@
-"""What an optimisation found: every try with its reasons, the choice and its proof. Values that the
-journal, the report and the evidence are written from."""
+"""Results of an optimisation: every try with its reasons, the choice and its proof. Values from
+which the journal, the report and the evidence are written."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.simulate import TimeTable
 
 # kept: became the best so far; equal: no better than the best within the noise, and not simpler;
-# slower: measured, and behind; rejected: a gate said no; failed: it could not be built or run;
-# cut off: the time budget ended before it was built or measured.
+# slower: measured, and behind; rejected: failed a gate; failed: could not be built or run; cut off:
+# the time budget ended before it was built or measured.
 Outcome = Literal["kept", "equal", "slower", "rejected", "failed", "cut off"]
 
 
-# Units of terms that must not be below their limit; all others must not be above.
+# Units of terms with a lower limit; all others have an upper limit.
 AT_LEAST = ("/s", "%")
-# So many times below its limit a figure is sure, however few requests it comes from.
+# A figure this many times below its limit is certain, however few requests it comes from.
 FAR = 3.0
 
 
 class Verdict(msgspec.Struct):
-    """One term of the SLO and what was measured for it."""
+    """One term of the SLO and its measurement."""
 
     term: str  # "p99 < 20ms"
     outcome: str  # kept, missed, not measured
@@ -40,7 +40,8 @@ class Verdict(msgspec.Struct):
 
     @property
     def is_sure(self) -> bool:
-        """Whether the limit is outside the interval, or so far away that it need not be known."""
+        """Whether the term is kept by the whole confidence interval, or by a factor of FAR, where
+        no interval is needed."""
         if self.measured is None:
             return False
         if self.unit in AT_LEAST:
@@ -49,20 +50,20 @@ class Verdict(msgspec.Struct):
 
 
 class Curve(msgspec.Struct):
-    """Throughput against latency, at rising arrival rates."""
+    """Latency and throughput at increasing arrival rates."""
 
     rates: list[float]
     throughput: list[float]
     p50_s: list[float]
     p99_s: list[float]
-    # Of answers that come in pieces; empty for others.
+    # For streamed answers; empty for others.
     ttft_p99_s: list[float] = []
     tpot_p99_s: list[float] = []
 
 
 class Streams(msgspec.Struct):
-    """Of answers that come in pieces: p99 of the time to the first token and per token after it,
-    and how many tokens went in and out in a second."""
+    """Figures of streamed answers: p99 of the time to the first token and per token after it, and
+    prompt and output tokens per second."""
 
     ttft: Interval
     tpot: Interval
@@ -71,17 +72,18 @@ class Streams(msgspec.Struct):
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """The machine while something was measured."""
+    """State of the machine during a measurement."""
 
-    # Shares of all cores: what this run used, what other processes did, what the hypervisor took.
+    # Shares of all cores: used by this run, by other processes, and taken by the hypervisor.
     own_cpu: float = 0.0
     foreign_cpu: float = 0.0
     steal: float = 0.0
-    # What a fixed piece of work took just before: the speed of the machine. 0: not known.
+    # Seconds of the speed probe just before; 0: unknown.
     speed_s: float = 0.0
-    # The generator waited for connections to the server: its lateness says nothing of the machine.
+    # The generator waited for connections to the server: its lateness says nothing about the
+    # machine.
     is_generator_waiting: bool = False
-    # Over the last minute.
+    # Load average of the last minute.
     load_average: float = 0.0
     num_cores: int = 0
 
@@ -94,8 +96,8 @@ class Turn(msgspec.Struct):
     throughput: float
     goodput: float
     is_kept: bool
-    # The same without the time in which the load generator itself was late, and its share; None:
-    # too little is left.
+    # The same without the time in which the load generator itself was late (None: too little is
+    # left), and the share of that time.
     is_kept_calm: bool | None = None
     p99_calm_s: float | None = None
     late_share: float = 0.0
@@ -103,7 +105,7 @@ class Turn(msgspec.Struct):
 
 
 class Served(msgspec.Struct):
-    """Measured through the real serving path, at the load of the SLO."""
+    """Measurement through the real serving path, at the SLO's load."""
 
     load: str  # "200/s poisson"
     p50: Interval
@@ -114,21 +116,21 @@ class Served(msgspec.Struct):
     num_requests: int
     num_failed: int
     # Mean seconds of a request by phase: queue, compute input, compute, compute output, network and
-    # codec; preprocess and postprocess instead, where a function is most of the one or the other.
+    # codec; or preprocess and postprocess, if a function takes most of compute input or output.
     phases: dict[str, float]
     rows_per_batch: float
     memory_bytes: int
-    # Highest rate that keeps the latency terms; None: not looked for.
+    # Highest rate that keeps the latency terms; None: not searched for.
     max_rate: Interval | None = None
     cost_per_million: float | None = None
     curve: Curve | None = None
-    # How often it was measured; the figures are of all of them.
+    # Number of repetitions; the figures cover all of them.
     num_runs: int = 1
-    # The commonest reason of those that failed.
+    # The most common reason of failed requests.
     failure: str = ""
-    # What one instance took of its GPU; 0 on CPUs.
+    # GPU memory of one instance; 0 on CPUs.
     gpu_memory_bytes: int = 0
-    # None: answers come whole.
+    # None: answers are not streamed.
     streams: Streams | None = None
     # Each repetition, in order. Intervals cover their spread.
     turns: list[Turn] = []
@@ -141,12 +143,12 @@ class Served(msgspec.Struct):
 
     @property
     def is_sure(self) -> bool:
-        """Met, and by more than chance may have added."""
+        """Whether the SLO is met with certainty."""
         return self.is_met and all(each.is_sure for each in self.verdicts)
 
 
 class Try(msgspec.Struct):
-    """One candidate and what became of it."""
+    """One candidate and its outcome."""
 
     candidate: Candidate
     stage: Stage
@@ -156,7 +158,7 @@ class Try(msgspec.Struct):
     facts: Facts | None = None
     numerics: Numerics | None = None
     accuracy: Judgement | None = None
-    # What refused it on the held-out examples; None: they were not asked, or allowed it.
+    # The judgement that refused it on the held-out set; None: not judged there, or passed.
     held_out: Judgement | None = None
     times: list[TimeTable] = []
     # Highest rate by simulation, with the serving configuration that gives it.
@@ -177,13 +179,13 @@ class Try(msgspec.Struct):
 class FallbackLayer(msgspec.Struct):
     name: str
     operator: str
-    # Of the error that quantising it caused, how much is regained by keeping it in float.
+    # Share of the quantisation error that keeping it in float avoids.
     regained: float
     lost_s: float
 
 
 class Phase(msgspec.Struct):
-    """A bar of the waterfall: the original, or what a step of the chosen candidate made of it."""
+    """A bar of the waterfall: the original, or the chosen candidate up to one of its steps."""
 
     label: str
     p99_s: float
@@ -192,7 +194,7 @@ class Phase(msgspec.Struct):
     cost_per_million: float | None
     # From a served run; False: predicted from batch times.
     is_measured: bool
-    # The served run did not look for the highest rate: rate and cost are predicted all the same.
+    # The served run did not search for the highest rate: rate and cost are predicted.
     is_rate_predicted: bool = False
 
     @property
@@ -201,10 +203,10 @@ class Phase(msgspec.Struct):
 
 
 class Optimization(msgspec.Struct):
-    """Everything that is known about one call of `penstock optimize`."""
+    """Everything known about one call of `penstock optimize`."""
 
     name: str
-    source: str  # the model as it was given
+    source: str  # the model as given
     source_text: str  # "ONNX, 22.7 M parameters, FP32"
     slo: str
     accuracy_budget: str
@@ -212,7 +214,7 @@ class Optimization(msgspec.Struct):
     machine: Machine
     created: str
     command: str
-    # Read these first: no data, only agreement, the budget of time ran out.
+    # Important notes: no data, agreement only, the time budget ran out.
     notes: list[str] = []
     tries: list[Try] = []
     skipped: list[Skip] = []
@@ -226,34 +228,34 @@ class Optimization(msgspec.Struct):
     # kept, missed, refused (by the accuracy gate), disturbed (the measurements contradict each
     # other), interrupted, failed (the proof of the chosen version could not be measured).
     outcome: str = ""
-    # Why the proof of the chosen version could not be measured; empty: it was, or was not begun.
+    # Why the proof of the chosen version could not be measured; empty: it was, or was not started.
     proof_failure: str = ""
-    # What disturbed the measurements, one sentence each.
+    # Disturbances of the measurements, one sentence each.
     disturbances: list[str] = []
-    # What the accuracy gate did not check, one sentence each.
+    # Gaps in what the accuracy gate checked, one sentence each.
     unchecked: list[str] = []
     # The first line of the report.
     headline: str = ""
-    # What stands in the way when the SLO is missed: "compute: 71 % of p99".
+    # Bottleneck when the SLO is missed: "compute: 71 % of p99".
     binding: str = ""
     version: str = ""  # in the repository
     # Why no version was committed; empty: it was.
     uncommitted: str = ""
-    # A version that keeps its SLO and stays served, because this result is not proven; empty: none.
+    # Version that keeps its SLO and stays served, because this result is not proven; empty: none.
     kept_version: str = ""
-    # Folder of the chosen build, while the run's folder is there.
+    # Folder of the chosen build, as long as the run's folder exists.
     build_folder: str = ""
     out: str = ""  # the repository
     source_digest: str = ""
     price_per_hour: float | None = None
     profile: Profile | None = None
-    # The key of the candidate that was profiled.
+    # Key of the candidate that was profiled.
     profiled: str = ""
     elapsed_s: float = 0.0
     num_measured: int = 0
     num_remembered: int = 0
     # The run's folder, with every build by its key; empty: not kept.
     work: str = ""
-    # tensors, or text: a language model, asked over OpenAI's API.
+    # tensors; or text: a language model behind OpenAI's API.
     form: Literal["tensors", "text"] = "tensors"
     format: int = 1

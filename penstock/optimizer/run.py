@@ -1,5 +1,5 @@
-"""A run from its plan to a version in the repository: model and data are opened, the search is
-asked, what it found is concluded and committed."""
+"""A run from its plan to a version in the repository: open model and data, search, conclude,
+commit."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
 
-# Below the repository; readers of repositories pass over names that start with a dot.
+# Below the repository; readers of repositories skip names that start with a dot.
 WORK = ".optimize"
 ORIGINAL = "original"
 OPENING = ".opening-"
-# Enough inputs that no two requests in a row are alike.
+# Number of random inputs, enough that consecutive requests differ.
 NUM_DRAWN = 256
 
 UNPROMISED = (
@@ -52,12 +52,13 @@ Watch = Callable[[Progress], None]
 
 
 def report_path(plan: Plan) -> Path:
-    """Where the report goes when nobody says."""
+    """Return the default path of the report."""
     return Path(plan.out).absolute() / WORK / plan.name / "report.html"
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
-    """ConfigError before anything long begins, if the plan or its files are wrong."""
+    """Run the optimisation. ConfigError before anything long begins, if the plan or its files are
+    wrong."""
     began = time.monotonic()
     work = Path(plan.out).absolute() / WORK / plan.name
     machine = read_machine()
@@ -85,7 +86,7 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     search.learn_judging(time.monotonic() - began_check)
     findings = search.run()
     if not findings.finalists:
-        # Interrupted before the original had been measured: there is nothing to keep.
+        # Interrupted before the original was measured: there is nothing to keep.
         raise KeyboardInterrupt
     found = conclude(lab, search, command, created)
     assert found.chosen is not None
@@ -110,7 +111,7 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
 
 
 def note_resumed(found: Optimization, journal: Journal) -> None:
-    """What was taken from an earlier run, and what was not."""
+    """Note what was reused from an earlier run, and what was discarded."""
     found.num_measured = journal.num_measured
     found.num_remembered = journal.num_remembered
     if journal.num_remembered and journal.oldest_at is not None:
@@ -127,7 +128,8 @@ def note_resumed(found: Optimization, journal: Journal) -> None:
 
 
 def _as_committed(lab: Lab, chosen: Candidate) -> Build:
-    """Our server finds out by itself which rows must not share a batch; others believe the file."""
+    """Return the build to commit: batching is off in its file if rows must not share a batch. Our
+    server detects that itself; others follow the file."""
     build = lab.build(chosen)
     if not build.config.batching.is_dynamic or not lab.facts(build).batching_problem:
         return build
@@ -136,8 +138,8 @@ def _as_committed(lab: Lab, chosen: Candidate) -> Build:
 
 
 def without_promise(build: Build, found: Optimization) -> Build:
-    """A version that misses its SLO would refuse requests in slo mode: it is batched by Triton's
-    rules instead, unless somebody asks for the promise."""
+    """Drop the SLO of a version that misses it: in slo mode it would refuse requests. It is batched
+    by Triton's rules instead, unless users set penstock.slo themselves."""
     if found.outcome == "kept" or build.config.batching.slo_latency_s is None:
         return build
     found.notes.append(UNPROMISED)
@@ -147,7 +149,7 @@ def without_promise(build: Build, found: Optimization) -> Build:
 
 @contextmanager
 def _opened(plan: Plan, work: Path) -> Iterator[Subject]:
-    """The model as it came, in a folder of this process until it is known whose it is."""
+    """Open the model in a temporary folder of this process, until the run's folder is known."""
     folder = work / f"{OPENING}{os.getpid()}"
     try:
         sweep(work)
@@ -166,7 +168,7 @@ def _opened(plan: Plan, work: Path) -> Iterator[Subject]:
 
 
 def sweep(work: Path) -> None:
-    """What processes left behind that were killed while they opened a model."""
+    """Remove folders of processes that were killed while opening a model."""
     for folder in work.glob(f"{OPENING}*"):
         pid = folder.name.removeprefix(OPENING)
         if not pid.isdigit() or not psutil.pid_exists(int(pid)) or int(pid) == os.getpid():
@@ -174,7 +176,7 @@ def sweep(work: Path) -> None:
 
 
 def _placed(subject: Subject, folder: Path) -> Subject:
-    """Where the run keeps it; as it was put there by the run that this one goes on with."""
+    """Put the original into the run's folder, unless the run that this one resumes has done so."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = folder.with_name(f".{folder.name}") / folder.name
@@ -195,8 +197,9 @@ def _examples(plan: Plan, subject: Subject) -> Examples:
 
 
 def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples) -> str:
-    """The same model, data, wishes, code, tools and machine: then what a journal says holds."""
-    # A price changes what is made of what was measured, and a budget of time how much is.
+    """Return a key of model, data, plan, code, tools and machine: journals are valid for equal keys
+    only."""
+    # Price and time budget do not change the measurements, only their use and their number.
     wishes = replace(plan, budget_s=None, out="", price_per_hour=None, is_fresh=False)
     parts = [
         str(wishes),
@@ -209,7 +212,7 @@ def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples) 
 
 
 def _code_digest(reference: str) -> str:
-    """Of the file that holds a function the user gave."""
+    """Return the digest of the file that defines a user's function."""
     if not reference:
         return ""
     path = [*sys.path]

@@ -1,4 +1,4 @@
-"""From answers to one score per example: by labels, by an evaluator, or by agreement with the
+"""One score per example from its answers: by labels, by an evaluator, or by agreement with the
 original."""
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from penstock.optimizer.numerics import Answers, agreements, cosines, score_outp
 from penstock.optimizer.plan import Plan
 from penstock.types import Array
 
-# What outputs that give a score per class are called, where several could.
+# Usual names of outputs with class scores, to choose among several.
 SCORE_NAMES = ("logits", "scores", "probabilities", "probs", "score")
 
-# Answers, the indices of their examples, and the original's answers to the same.
+# Arguments: answers, the indices of their examples, and the original's answers to them.
 Score = Callable[[Answers, tuple[int, ...], Answers], Array]
-# A class number or a value per answer; NaN where it has none.
+# Returns a class number or a value per answer; NaN if it has none.
 Predict = Callable[[Answers], Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Which score is used is decided once, from the plan and the data."""
+    """The score of a run, chosen once from the plan and the data."""
 
     metric: str
-    # True when there are neither labels nor an evaluator: the original's answers are the truth.
+    # There are neither labels nor an evaluator: the original's answers are the ground truth.
     is_agreement: bool
     # As the report shows it: "top1 of output 'logits' by labels".
     text: str
     compute: Score
-    # What the answers say, in the form of the labels; None where nothing is compared with labels.
+    # Converts answers to the form of the labels; None if nothing is compared with labels.
     predict: Predict | None = None
-    # The outputs that the score reads; those of an evaluator are known once it was called.
+    # The outputs that the score reads; those of an evaluator are known only after its first call.
     reads: Set[str] = frozenset()
 
     def score(self, answers: Answers, indices: tuple[int, ...], original: Answers) -> Array:
-        """One number per example of `indices`, whose answers these are; NaN: cannot be scored."""
+        """Return one number for each example of `indices`; NaN: cannot be scored."""
         assert len(answers) == len(indices) == len(original), "answers of other examples"
         if not indices:
             return np.empty(0)
@@ -51,8 +51,8 @@ class Scorer:
 
 
 def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
-    """`original`: some answers of the original, to see what its outputs are. ConfigError when the
-    plan's metric does not fit the data."""
+    """Choose the scorer. `original`: some answers of the original, to classify its outputs.
+    ConfigError if the plan's metric does not fit the data."""
     asked = "" if plan.accuracy is None else plan.accuracy.metric
     if plan.evaluator:
         return _by_evaluator(plan.evaluator, asked or "score", examples.labels)
@@ -74,7 +74,7 @@ def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
 
 
 class _Recorded(dict[str, Array]):
-    """One answer for an evaluator, which notes the outputs that were read."""
+    """An answer that records which outputs an evaluator reads."""
 
     def __init__(self, answer: Mapping[str, Array], reads: set[str]) -> None:
         super().__init__(answer)
@@ -85,7 +85,7 @@ class _Recorded(dict[str, Array]):
         return super().__getitem__(name)
 
     def __iter__(self) -> Iterator[str]:
-        # With an iterator of its own, dict(answer) and **answer read by item.
+        # Overriding `__iter__` makes dict(answer) and **answer read item by item.
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -110,7 +110,7 @@ def _by_evaluator(path: str, metric: str, labels: Array | None) -> Scorer:
         right = None if labels is None else labels[list(indices)]
         try:
             scores = np.asarray(evaluate(outputs, right), np.float64)
-        except Exception as error:  # Whatever a user's function raises.
+        except Exception as error:  # A user's function may raise anything.
             raise ConfigError([f"evaluator '{path}': failed: {_named(error)}"]) from error
         if scores.shape != (len(answers),):
             raise ConfigError(
@@ -133,7 +133,7 @@ def _by_agreement(original: Answers) -> Scorer:
         return scores
 
     def same_direction(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
-        """What is no float has no direction: texts and whole numbers must be the same."""
+        """Return cosines; 0 if strings or integers, which have no direction, are not equal."""
         scores = cosines(truth, answers)
         pairs = zip(truth, answers, strict=True)
         scores[[not _has_same_others(one, other) for one, other in pairs]] = 0.0
@@ -183,7 +183,8 @@ def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
 
 
 def _is_among_best(scores: Array, right: Array, count: int) -> Array:
-    """1 if fewer than `count` classes are before the right one; equal ones go by their number."""
+    """Return 1 if fewer than `count` classes rank before the right one, else 0; ties rank by class
+    number."""
     own = scores[np.arange(len(right)), right][:, None]
     is_before = (scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < right[:, None]))
     found: Array = (is_before.sum(axis=1) < count).astype(np.float64)
@@ -192,7 +193,8 @@ def _is_among_best(scores: Array, right: Array, count: int) -> Array:
 
 
 def _classes_output(original: Answers) -> tuple[str, int]:
-    """The output that names a class and how many there are; 0: it gives the number itself."""
+    """Return the output that predicts the class, and the number of classes; 0: it is the class
+    number."""
     names = score_outputs(original)
     if names:
         name = _chosen(names)
@@ -277,12 +279,12 @@ def _values(name: str, answers: Answers) -> Array:
 
 
 def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
-    """No NaN and no infinity, but for a class that is masked with minus infinity."""
+    """Return whether there is no NaN or infinity, except minus infinity of masked classes."""
     return all(bool((answer[name] < np.inf).all()) for name in names)
 
 
 def _has_same_others(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """In everything that is not a float."""
+    """Return whether all outputs other than floats are equal."""
     return all(
         np.array_equal(array, other[name]) for name, array in one.items() if array.dtype.kind != "f"
     )

@@ -1,10 +1,10 @@
-"""The loop: from the original by steps to what keeps the SLO, at the cheapest step that is enough.
+"""The search loop: from the original, step by step, to the first candidate that keeps the SLO.
 
-Each stage lets its passes propose; a proposal is built, read back, compared with the original, put
-through the accuracy gate where its answers may differ, and timed. What is predicted to come near
-the SLO is served and measured; the first stage that is enough is the last, unless everything is to
-be tried. What fails or loses is kept with its reason. The search only asks the lab, whose answers
-may come from the journal: the same answers lead to the same choice.
+In each stage, passes propose steps. A proposal is built, read back, compared with the original, put
+through the accuracy gate if its answers may differ, and timed. Candidates that are predicted to
+come near the SLO are served and measured; the search ends at the first stage that is enough, unless
+it is exhaustive. Failed and slower candidates are kept with their reasons. The search only asks the
+lab, whose results may come from the journal: the same results lead to the same choice.
 """
 
 from __future__ import annotations
@@ -38,37 +38,38 @@ from penstock.optimizer.time_plan import (
 from penstock.slo import Memory
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
-# On a GPU sixteen bits are half the work for nothing but a check, and what is compiled is tuned for
-# one precision: whoever begins with it does not have to compile twice.
+# On a GPU, FP16 halves the work and needs only a check. Compiled code is tuned for one precision,
+# so precision comes first to avoid compiling twice.
 ON_GPU: tuple[Stage, ...] = ("precision", "compile", "quantise")
-# Served and measured at most, besides the original.
+# Maximum number of served candidates, besides the original.
 MAX_FINALISTS = 3
-# Arrangements of instances and threads in which one candidate may be measured.
+# Arrangements of instances and threads in which one candidate may be served.
 NUM_ARRANGEMENTS = 3
-# The same after a stage that may be the last.
+# Maximum number of served candidates after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
-# About what it takes to judge and save the choice.
+# Estimated seconds to judge and save the choice.
 SAVED_S = 5.0
-# What is to be enough is predicted to answer so many times the rate that is asked for: fully loaded
+# Headroom: to be enough, the predicted rate must be this many times the required rate. Fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
-# Search for the highest rate of one finalist.
+# Time to search for the highest rate of one finalist.
 RATE_S = 30.0
-# Predicted to be within so much of the best: worth a real measurement.
+# A prediction above this share of the best is worth a served measurement.
 NEAR = 0.85
-# Predicted with one instance on a GPU to be below this share of the best.
+# On a GPU, a prediction for one instance below this share of the best ends the timing.
 HOPELESS = 0.6
-# A parent below this share of the best is none for the stage: BF16 may double its rate, INT8 more.
+# Parents below this share of the best are not used in the stage: BF16 may double the rate, INT8
+# more.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
-# Passes whose later steps are, on a GPU, as fast as the first at best: BF16 and TF32 after FP16,
-# FP8 for some products after FP8 for all.
+# Passes whose later steps, on a GPU, are at best as fast as the first: BF16 and TF32 after FP16,
+# FP8 for some matmuls after FP8 for all.
 ALTERNATIVES = ("half", "fp8")
-# Begins anew with the model's own operators, however far others have come without it.
+# Starts again from the model's own operators, however far other passes have come.
 COMPILER = "torch-compile"
-# A budget of time with room for a profile on a GPU, which measures the device first.
+# Smallest time budget with room for a profile on a GPU, which measures the device first.
 PROFILE_BUDGET_S = 900.0
 FAR_BEHIND = "the candidates that it could build on are far slower than the best"
-# Of the machine's, that instances of one candidate may take while they are timed.
+# Share of the machine's memory that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 UNLESS_REFUSED = " (unless the held-out examples refuse it)"
@@ -77,12 +78,12 @@ NO_TIME = "out of time before it was tried"
 
 @dataclass(slots=True)
 class Contender:
-    """A candidate that passed its gates, with what is known of its speed."""
+    """A candidate that passed its gates, with its timings."""
 
     build: Build
     facts: Facts
     times: dict[tuple[int, int], TimeTable]
-    # Steps of the serving passes, with the highest rate that is predicted for them; best first.
+    # Steps of the serving passes with their predicted highest rates, best first.
     shapes: list[tuple[tuple[Step, ...], float]]
     is_lossy: bool
 
@@ -95,8 +96,8 @@ class Contender:
         return self.shapes[0][1] if self.shapes else 0.0
 
     def is_ahead(self, other: Contender) -> bool:
-        """Beyond the noise: by the rate that is predicted to keep the SLO; where neither has one,
-        by how soon a request is answered that comes alone."""
+        """Compare beyond the noise: by the predicted rate that keeps the SLO; if neither has one,
+        by the latency of a single request."""
         if self.rate or other.rate:
             return goals.is_better(self.rate, other.rate)
         return goals.is_better(other.alone_s, self.alone_s)
@@ -128,7 +129,7 @@ class Finalist:
 
 @dataclass(slots=True)
 class Findings:
-    """What the search knows; the report is written from it."""
+    """Results of the search; the report is written from it."""
 
     tries: list[Try] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
@@ -136,20 +137,20 @@ class Findings:
     # From the best to the worst.
     finalists: list[Finalist] = field(default_factory=list)
     original: Served | None = None
-    # Of the best before anything is quantised: what binds.
+    # Profile of the best candidate before quantisation: shows the bottleneck.
     profile: Profile | None = None
-    # The key of the candidate that was profiled.
+    # Key of the profiled candidate.
     profiled: str = ""
-    # What the proof measured, by key.
+    # Proof measurements by key.
     proofs: dict[str, Served] = field(default_factory=dict)
     is_interrupted: bool = False
     is_out_of_time: bool = False
-    # What the time budget did not allow, one sentence each.
+    # Notes on what the time budget did not allow, one sentence each.
     notes: list[str] = field(default_factory=list)
 
     @property
     def best(self) -> Contender:
-        """By prediction; of equal ones the simpler, which came earlier."""
+        """The best by prediction; of equal ones the simpler, which came earlier."""
         best = self.contenders[0]
         for contender in self.contenders[1:]:
             if contender.is_ahead(best):
@@ -157,12 +158,13 @@ class Findings:
         return best
 
     def is_met(self) -> bool:
-        """For sure: a limit that is just kept today is missed tomorrow."""
+        """Return whether the SLO is met with certainty: a limit that is barely kept may be missed
+        next time."""
         return bool(self.finalists) and self.finalists[0].served.is_sure
 
 
 class Search:
-    """One run. Nothing here measures or writes."""
+    """The search of one run. Does not measure or write anything itself."""
 
     def __init__(
         self,
@@ -184,20 +186,20 @@ class Search:
         self._asked: set[str] = set()
         self._served: dict[str, Finalist] = {}
         self._is_on_gpu = False
-        # What is being done; a stage, or the proof.
+        # The current stage, or "proof".
         self._stage: str = "baseline"
         self._model_stage: Stage = "baseline"
         self._trying = ""
         self._doing = "start"
-        # What an interruption saves once the choice is made; see `prove`.
+        # Saved on an interruption once the choice is made; see `prove`.
         self._to_save = ""
-        # What is expected to take how long; see `_start`.
+        # Time estimates; see `_start`.
         self._time = plan_time(lab.plan, is_on_gpu=False)
-        # Facts and batch times of the original: a step takes at least as long.
+        # Time for facts and batch times of the original: a step takes at least as long.
         self._step_s = 0.0
-        # From the start to the end of the baseline.
+        # Time from the start to the end of the baseline.
         self._baseline_s = 0.0
-        # Something that was begun in time is brought to its end.
+        # Work that was started in time is being finished.
         self._is_finishing = False
         self.findings = Findings()
         lab.watch = self._tell
@@ -205,8 +207,8 @@ class Search:
         lab.check_time = self._check_piece
 
     def run(self) -> Findings:
-        """An interruption or the end of the time ends the search, not what was found; a second
-        interruption ends everything."""
+        """Run the search. An interruption or the end of the time budget ends it but keeps its
+        results; a second interruption ends everything."""
         try:
             self._sequence()
         except KeyboardInterrupt:
@@ -240,7 +242,7 @@ class Search:
         self._try_memory()
 
     def _note_left(self, reason: str, cut_by: Literal["time", "interrupt"]) -> None:
-        """Passes that were not asked, or not to the end."""
+        """Note the passes that did not run, or not to the end."""
         self.findings.skipped += [
             Skip(each.name, reason, cut_by=cut_by)
             for each in self._passes
@@ -248,12 +250,12 @@ class Search:
         ]
 
     def _note_no_step(self) -> None:
-        """Say so where not even one step had time, and how much would be enough."""
+        """If not even one step had time, say so and suggest a sufficient budget."""
         is_done = any(each.outcome != "cut off" for each in self.findings.tries[1:])
         if is_done or self._plan.budget_s is None:
             return
         needed_s = self._baseline_s + self._step_s + self._time.shortest_kept_s
-        # No less than what was too little.
+        # More than the budget that was too small.
         suggested_s = smallest_budget_s(max(needed_s, self._plan.budget_s + 1))
         self.findings.notes.append(
             f"no step was completed: {wording.span(self._plan.budget_s)} are enough for the "
@@ -261,17 +263,17 @@ class Search:
         )
 
     def _finish_early(self) -> None:
-        """What was found before the time was up, or somebody interrupted, is served and measured
-        once more quickly, so that it is known for what it is. Time is kept for it: where the best
-        have been served already, what comes after them is."""
+        """Serve the best candidates so far in a short measurement, so that they have real figures;
+        time is reserved for this. At the end of the time budget, those already served are skipped
+        in favour of the next ones."""
         if self.findings.is_interrupted:
             self._measure(self._still_to_measure())
         else:
             self._measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
     def _still_to_measure(self) -> list[tuple[Contender, tuple[Step, ...]]]:
-        """What is served after an interruption: the best by prediction, if it has not been served
-        and there is time for it."""
+        """Return what to serve after an interruption: the best by prediction, if it was not served
+        yet and there is time."""
         if len(self.findings.contenders) < 2:
             return []
         num_known = sum(one.served.is_met for one in self.findings.finalists[:1])
@@ -284,15 +286,16 @@ class Search:
         ]
 
     def _is_enough(self) -> bool:
-        """Kept for sure, and with room, unless by the original: nobody asked to change it then."""
+        """Return whether the SLO is met with certainty and headroom. The original needs no
+        headroom: it requires no change."""
         if self._plan.is_exhaustive or not self.findings.is_met():
             return False
         best = self.findings.finalists[0]
         return not best.build.candidate.steps or self._has_room(best.contender)
 
     def _may_be_enough(self) -> bool:
-        """Whether a served run may show that the search can end. On a GPU, where servers take long
-        to start, and with a small budget, it has to be predicted that it does."""
+        """Return whether a served run may show that the search can end. On a GPU, where servers
+        start slowly, and with a small budget, the prediction must have headroom."""
         is_short = self._is_on_gpu or not self._time.has_rates
         if is_short and not self._plan.is_exhaustive:
             return self._has_room(self.findings.best)
@@ -309,7 +312,7 @@ class Search:
     # The original.
 
     def _start(self) -> None:
-        """The original is served as it is, in the configuration it came with."""
+        """Measure the original in its own configuration."""
         original = self._lab.original
         self._is_on_gpu = original.config.uses_gpu
         judge_s = self._time.judge_s
@@ -341,7 +344,8 @@ class Search:
                 self._run_pass(each)
 
     def _profile(self) -> None:
-        """What binds now. A profiler that fails costs the report a picture, and nothing else."""
+        """Profile the best candidate to find the bottleneck. If this fails, only the report lacks a
+        figure."""
         budget_s, left_s = self._plan.budget_s, self._search_left_s()
         if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
             return
@@ -363,7 +367,7 @@ class Search:
         self._asked.add(each.name)
 
     def _try_each(self, each: Pass, parent: Contender, steps: Sequence[Step]) -> None:
-        """All of them, unless after one of them the others cannot win."""
+        """Try all steps, until the rest cannot win any more."""
         for place, step in enumerate(steps):
             record = self._try(each, parent, step)
             reason = self._reason_to_stop(each, step, record)
@@ -373,8 +377,8 @@ class Search:
                 return
 
     def _reason_to_stop(self, each: Pass, step: Step, record: Try) -> str:
-        """On a GPU: what is there for those that do not bear the one before it is left out when
-        that has passed; and more time for the same compiler, where its kernels are behind."""
+        """Return why to skip the remaining steps, on a GPU: the step passed and the others are its
+        fallbacks, or the compiler's kernels are behind and it would only get more tuning time."""
         if not self._is_on_gpu or self._plan.is_exhaustive:
             return ""
         is_passed = record.outcome not in ("rejected", "failed", "cut off")
@@ -391,7 +395,7 @@ class Search:
         return ""
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
-        """From the best of each family that the pass has steps for."""
+        """Return the steps that the pass proposes for the best contender of each family."""
         if each.changes_answers and self._lab.examples is None:
             self.findings.skipped.append(Skip(each.name, NEEDS_DATA))
             return []
@@ -415,13 +419,15 @@ class Search:
         return found_any
 
     def _stands_for_all(self, each: Pass) -> bool:
-        """Whether the best of a family has the last word, also when it says no: on a GPU, what adds
-        to what is there is not tried on what is behind it. Compilers begin anew."""
+        """Return whether only the best of a family is asked, even if the pass proposes nothing for
+        it: on a GPU, passes that build on their parent are not tried on slower parents. Compilers
+        start again from the model's own operators."""
         is_adding = self._model_stage == "compile" and each.name != COMPILER
         return self._is_on_gpu and is_adding and not self._plan.is_exhaustive
 
     def _is_far_behind(self, parent: Contender) -> bool:
-        """So slow that no precision would bring it to the front. A compiler may do anything."""
+        """Return whether a parent is too slow for any precision to make it the best. A compiler
+        might."""
         if self._model_stage == "compile" or self._plan.is_exhaustive:
             return False
         return parent.rate < MIN_PARENT[self._model_stage] * self.findings.best.rate
@@ -452,8 +458,8 @@ class Search:
         return record
 
     def _try_variants(self, each: Pass, parent: Contender, steps: Sequence[Step]) -> None:
-        """Steps that build the same operators with other numbers: all are judged, and the best is
-        timed for all of them. If none passes, some layers may have to be left out."""
+        """Try steps that build the same operators with other numbers: all are judged, and the best
+        is timed for all of them. If none passes, fall back to float for some layers."""
         judged: list[Try] = []
         try:
             for step in steps:
@@ -463,7 +469,7 @@ class Search:
                         self._is_accurate(build, record)
                         judged.append(record)
         except OutOfTime:
-            # What has passed by then is worth its timing, if there is time for that.
+            # Steps that have passed are worth timing, if there is time.
             is_worth = any(record.outcome != "rejected" for record in judged)
             needed_s = self._step_s + self._time.shortest_kept_s
             if is_worth and self.left_s is not None and self.left_s >= needed_s:
@@ -488,7 +494,7 @@ class Search:
                 record.reason = f"as fast as {best.candidate.steps[-1]}, which loses no more"
 
     def _timed_best(self, judged: Sequence[Try]) -> tuple[Try | None, Contender | None]:
-        """The most accurate that can be timed at all."""
+        """Return the most accurate try that can be timed, and its contender."""
         for record in sorted(judged, key=_by_accuracy):
             try:
                 build = self._lab.build(record.candidate)
@@ -499,7 +505,7 @@ class Search:
 
     @contextlib.contextmanager
     def _record(self, parent: Contender, step: Step) -> Iterator[Try]:
-        """A candidate that fails is a result like others."""
+        """Record a try; a candidate that fails is a result like others."""
         self._check_time(self._step_s)
         began = self._clock()
         candidate = parent.candidate.then(step)
@@ -517,12 +523,12 @@ class Search:
         self.findings.tries.append(record)
 
     def _checked(self, each: Pass, parent: Contender, record: Try) -> Build | None:
-        """Built, read back, compared with the original; None when one of these says no."""
+        """Build, read back and compare with the original; None if one of these fails."""
         candidate = record.candidate
         build = self._lab.build(candidate)
         record.facts = facts = self._lab.facts(build)
-        # Rows that influence each other do so whatever the precision; a build that is granted a
-        # tolerance for its own rounding must not hide it.
+        # Rows influence each other at any precision; the tolerance for a build's own rounding must
+        # not hide it.
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
         problems = each.check(candidate.steps[-1], parent.facts, facts)
         if problems:
@@ -562,14 +568,14 @@ class Search:
                 break
             times[pair] = lab.times(build, *pair)
             if is_on_gpu and self._is_hopeless(Contender(build, facts, times, [], is_lossy)):
-                # Copies that are hidden would not bring it to the front.
+                # More instances only overlap copies with compute, which would not make it the best.
                 break
         contender = Contender(build, facts, times, [], is_lossy)
         contender.shapes = self._within_memory(contender)
         return contender
 
     def _is_hopeless(self, contender: Contender) -> bool:
-        """With as few instances as there may be, beside the best with as few."""
+        """Compare with the best at the smallest number of instances."""
         if not self.findings.contenders or self._plan.is_exhaustive:
             return False
         contender.shapes = shapes(self._situation(contender))
@@ -579,7 +585,8 @@ class Search:
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
-        """Shapes that the SLO has room for; all of them if none is known to fit."""
+        """Return the shapes that fit the SLO's memory limit; all of them if none is known to
+        fit."""
         found = shapes(self._situation(contender))
         limits = [term.max_bytes for term in self._slo.terms if isinstance(term, Memory)]
         if not limits:
@@ -603,7 +610,7 @@ class Search:
             record.predicted_shape = ", ".join(map(str, contender.shapes[0][0]))
 
     def _compare(self, contender: Contender, record: Try) -> None:
-        """By prediction, with the best so far."""
+        """Compare with the best so far by prediction."""
         best = self.findings.best
         self.findings.contenders.append(contender)
         against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"
@@ -613,13 +620,13 @@ class Search:
             record.outcome, record.reason = "slower", against
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
-        # What Ctrl-C would do may be something else now.
+        # This may change what Ctrl-C would do.
         self._tell(self._doing)
 
-    # Layers that do not bear it.
+    # Fallback to float.
 
     def _fall_back(self, each: Pass, parent: Contender, refused: Try, timed: Contender) -> None:
-        """If the speed would be worth it, some layers stay in float: those that give back most
+        """If it would be the fastest, keep some layers in float: those that regain the most
         accuracy for the time they cost."""
         if not timed.is_ahead(self.findings.best):
             refused.reason += "; no faster either, so no layer was kept in float for it"
@@ -635,16 +642,16 @@ class Search:
             return
         self._try(each, parent, found.step).fallback = found.layers
 
-    # What is served.
+    # Served measurements.
 
     def _measure_finalists(
         self, limit: int, *, is_fresh: bool = False, is_final: bool = True
     ) -> None:
-        """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
-        servers that are overrun all look the same. Predictions are off by more than builds differ,
-        so that the best of different builds are asked, and the best in another arrangement of
-        instances and threads. Where no rate is predicted to keep it, none is looked for: who
-        answers soonest is the best."""
+        """Serve the finalists. If the SLO is out of reach, search for the highest rate that keeps
+        its latency: overloaded servers all look the same. Predictions are off by more than builds
+        differ, so several builds are served, and the best one in a second arrangement of instances
+        and threads too. If no rate is predicted to keep the SLO, none is searched for: the lowest
+        latency wins."""
         has_rates = self._slo.latency_s is not None and self.findings.best.rate > 0
         if self._is_in_reach() or not (has_rates and self._time.has_rates):
             self._measure(self._nearest(limit, is_fresh=is_fresh), is_final=is_final)
@@ -656,8 +663,8 @@ class Search:
         self._measure(leading, is_rated=True, is_final=is_final)
 
     def _measure_overlooked(self) -> None:
-        """What was predicted to be far ahead, and was not when it was served, must not hide what
-        comes after it."""
+        """Serve the next contenders if all finalists miss the SLO: one with a wrong prediction must
+        not hide those behind it."""
         if any(one.served.is_met for one in self.findings.finalists):
             return
         tried = {one.contender.candidate.key for one in self._served.values()}
@@ -679,22 +686,22 @@ class Search:
         is_rated: bool = False,
         is_final: bool = True,
     ) -> None:
-        """Contenders in serving configurations, in turns. What keeps the SLO already runs along
-        with them, if there is time. `is_rated` looks for the highest rate of each, too;
-        `is_final`: no step is tried any more."""
+        """Serve contenders in turns, in these serving configurations. The best that already keeps
+        the SLO is measured along with them, if there is time. `is_rated` searches for the highest
+        rate of each, too; `is_final`: no more steps follow."""
         kept = [one for one in self.findings.finalists[:1] if one.served.is_met]
         known = [(one.contender, one.build) for one in kept]
         search_s = RATE_S if is_rated else 0.0
         stage, self._stage = self._stage, "batching"
         fresh: list[tuple[Contender, Build]] = []
-        # As many as there is time for; others are not even built.
+        # Build only as many as there is time to measure.
         shaped = self._shaped(chosen)
         while len(fresh) < self._num_measurable(len(known), search_s, is_final=is_final):
             one = next(shaped, None)
             if one is None:
                 break
             fresh.append(one)
-        # A build may have taken the time that it was to be measured in.
+        # The builds may have used up the time to measure them.
         if not fresh or not self._num_measurable(0, search_s, is_final=is_final):
             self._stage = stage
             return
@@ -709,8 +716,8 @@ class Search:
         self._stage = stage
 
     def _num_measurable(self, num_known: int, search_s: float, *, is_final: bool) -> float:
-        """How many new builds there is time to serve, beside so many that are known. At the end
-        one of them is worth more than a long proof, and than the comparison with the known."""
+        """Return how many new builds there is time to serve beside `num_known` known ones. At the
+        end, one new build is worth more than a long proof or the comparison with known ones."""
         time, left_s = self._time, self.left_s
         if left_s is None:
             return math.inf
@@ -724,12 +731,12 @@ class Search:
         return self._lab.with_rates(builds, RATE_S)
 
     def _has_time(self, needed_s: float) -> bool:
-        """Whether this fits before the shortest proof."""
+        """Return whether this fits before the shortest proof."""
         return self.left_s is None or self.left_s - self._time.shortest_proof_s >= needed_s
 
     def _note_served(self, build: Build, served: Served, seconds: float) -> None:
-        """A way to serve is a try like others; measured again, the last figures count, and the time
-        of both. How it compares is known once the choice is made."""
+        """Record a serving configuration as a try. If it was measured before, the last figures
+        count, and the time of both. Its comparison is added once the choice is made."""
         if not build.candidate.steps:
             return
         reason = f"served: {served.goodput:.1%} in time, {served.throughput.value:,.0f}/s answered"
@@ -746,8 +753,8 @@ class Search:
         runners: Sequence[tuple[Contender, Build]],
         serve: Callable[[Sequence[Build]], list[Served]],
     ) -> Iterator[tuple[Contender, Build, Served, float]]:
-        """In turns, with each one's share of the time; if that fails, one by one, so that only
-        the one to blame is out."""
+        """Serve in turns, and yield each with its share of the time. If that fails, serve one by
+        one, so that only the failing one is lost."""
         began = self._clock()
         try:
             servings = serve([build for _, build in runners])
@@ -770,7 +777,7 @@ class Search:
             yield contender, build, served, seconds
 
     def _note_serving(self) -> None:
-        """Why the passes about serving have nothing to offer, where that is so."""
+        """Note why serving passes have nothing to offer."""
         situation = self._situation(self.findings.best)
         for each in self._passes:
             if each.is_config_only and each.stage != "memory":
@@ -778,7 +785,7 @@ class Search:
                 self.findings.skipped += [one for one in found if isinstance(one, Skip)]
 
     def _try_memory(self) -> None:
-        """What misses nothing but the memory it may take, with less of it."""
+        """If the best misses only its memory limit, try it with less memory."""
         best = self.findings.finalists[0]
         missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
         if missed != {"bytes"}:
@@ -815,15 +822,15 @@ class Search:
     def _nearest(
         self, limit: int, *, is_fresh: bool = False
     ) -> list[tuple[Contender, tuple[Step, ...]]]:
-        """What is predicted to come near the best: of what is as good as the best the simpler
-        first, each in its best shape before any in its second. `is_fresh` passes over what has
-        been served."""
+        """Return what is predicted to come near the best: each contender in its best shape before
+        any in its second; among equals, the simpler first. `is_fresh` skips what was served
+        already."""
         best = self.findings.best.rate
         found = [
             (
                 place,
                 goals.is_better(best, rate),
-                # Where nothing keeps the SLO at any rate: what answers sooner.
+                # If nothing keeps the SLO at any rate: by latency.
                 0.0 if rate else contender.alone_s,
                 _simplicity(contender),
                 -rate,
@@ -841,7 +848,7 @@ class Search:
     def _shaped(
         self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]
     ) -> Iterator[tuple[Contender, Build]]:
-        """What has not been served so far, each built when it is its turn."""
+        """Yield those not served so far; each is built when it is needed."""
         for contender, steps in chosen:
             candidate = contender.candidate.then(*steps)
             if candidate.key in self._served:
@@ -878,39 +885,40 @@ class Search:
 
     @property
     def left_s(self) -> float | None:
-        """None: as long as it takes."""
+        """Seconds left of the time budget; None: no limit."""
         if self._plan.budget_s is None:
             return None
         return self._plan.budget_s - (self._clock() - self._began)
 
     def learn_judging(self, took_s: float) -> None:
-        """Answers were judged in this time: the final check is expected to take as long."""
+        """Learn how long judging takes: the final check is expected to take as long."""
         self._time = self._time.with_judging(took_s)
 
     def has_time_to_prove(self, num_builds: int) -> bool:
-        """Whether each can be served and measured once before the budget ends."""
+        """Return whether each can be served and measured once before the budget ends."""
         return self.left_s is None or self.left_s >= self._time.prove_s(num_builds, 1)
 
     def prove(self, candidate: Candidate, to_save: str = "") -> None:
-        """After the search: what is proven, and what an interruption would save now; empty: the
-        best that passes on the held-out examples."""
+        """Set the progress of the proof, after the search: the candidate, and what an interruption
+        would save; empty: the best that passes on the held-out set."""
         self._stage, self._trying, self._to_save = "proof", str(candidate), to_save
 
     def _search_left_s(self) -> float | None:
-        """Without what is kept for the end."""
+        """Return the seconds left, without the time reserved for the end."""
         if self.left_s is None or self._plan.budget_s is None:
             return None
         if len(self.findings.tries) <= 1:
-            # A proof of one round, with a step that it is about, is worth more than a long one.
+            # A one-round proof of an optimised candidate is worth more than a long proof of the
+            # original.
             return self.left_s - self._time.shortest_kept_s
-        # On GPUs the first steps are far from what the last ones reach, and servers stay up.
+        # On GPUs the last steps reach far more than the first ones, and servers stay up.
         is_far = not self._is_on_gpu and self.findings.contenders and not self._is_in_reach()
         return self.left_s - self._time.kept_s(is_far=bool(is_far))
 
     def _left_to_build_s(self) -> float | None:
-        """How long a process of the present part may run. Without the baseline and the final check
-        there is no result: they have as long as they take. What is served may have to be compiled
-        for its batches first: time was kept for that, but for the proof."""
+        """Return how long a process of the current stage may run. Baseline and final check have no
+        limit: without them there is no result. Serving may have to compile for its batches first;
+        it may use the reserved time except that of the proof."""
         if self._stage in ("baseline", "proof"):
             return None
         left_s = self._search_left_s()
@@ -923,17 +931,17 @@ class Search:
         return left_s is None or left_s >= needed_s
 
     def _check_time(self, needed_s: float = 0.0) -> None:
-        """OutOfTime where this would take time that is kept for finalists and proof."""
+        """Raise OutOfTime if this would use time reserved for finalists and proof."""
         if not self._has_search_time(needed_s):
             raise OutOfTime
 
     def _check_piece(self) -> None:
-        """Between the pieces of long work; only steps can be cut short."""
+        """Check time between the parts of long work; only steps can be cut short."""
         if self._stage in MODEL_STAGES and not self._is_finishing:
             self._check_time()
 
     def announce(self, note: str) -> None:
-        """A line that stays to be read."""
+        """Show a line that stays on screen."""
         self._tell("start", note)
 
     def _tell(self, doing: str, note: str = "") -> None:
@@ -959,7 +967,7 @@ class Search:
         )
 
     def _first_finalist(self) -> str:
-        """What is saved if nothing more is measured."""
+        """Return what is saved if nothing more is measured."""
         if not self.findings.finalists:
             return ""
         candidate = self.findings.finalists[0].build.candidate
@@ -972,7 +980,7 @@ class Search:
 
     @property
     def _all_stages(self) -> tuple[Stage, ...]:
-        """All that there are, in the order of this run."""
+        """All stages, in the order of this run."""
         order = iter(self._model_stages)
         return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
@@ -980,8 +988,9 @@ class Search:
 def _different(
     ranked: Sequence[tuple[tuple[Step, ...], float]],
 ) -> list[tuple[tuple[Step, ...], float]]:
-    """The best, and the best of two other arrangements of instances and threads: predictions are
-    surer about batches than about what instances do to each other and to the server."""
+    """Return the best shape of each of the best three arrangements of instances and threads:
+    predictions are more certain about batches than about how instances affect each other and the
+    server."""
     best: dict[tuple[int, int], tuple[tuple[Step, ...], float]] = {}
     for each in ranked:
         best.setdefault(_arrangement(each[0]), each)
@@ -989,7 +998,7 @@ def _different(
 
 
 def _arrangement(steps: Sequence[Step]) -> tuple[int, int]:
-    """Instances, and threads of each."""
+    """Return instances, and threads of each."""
     [settings] = [step.settings for step in steps if step.pass_name == "instances"]
     return int(settings["instances"]), int(settings["threads"])
 
@@ -999,7 +1008,7 @@ def _reject(record: Try, reason: str) -> None:
 
 
 def _by_accuracy(record: Try) -> tuple[bool, float]:
-    """What passes first, then what surely loses least."""
+    """Sort key: passed first, then by the smallest loss bound."""
     assert record.accuracy is not None
     return not record.accuracy.is_passed, record.accuracy.loss_bound
 
@@ -1010,7 +1019,7 @@ def _facts(record: Try) -> Facts:
 
 
 def _from_the_best(contender: Contender) -> tuple[float, float]:
-    """By rate; where none keeps the SLO, by how soon a request is answered that comes alone."""
+    """Sort key: by rate; without one that keeps the SLO, by the latency of a single request."""
     return -contender.rate, 0.0 if contender.rate else contender.alone_s
 
 
@@ -1019,8 +1028,8 @@ def _simplicity(contender: Contender) -> tuple[bool, int]:
 
 
 def _family(config: ModelConfig) -> tuple[str, bool]:
-    """Builds of which the best stands for all: those of one backend. On a GPU what is compiled at
-    load is a family of its own: whether that pays may show only with the steps that follow."""
+    """Return the family of a build, of which the best stands for all: builds of one backend. On a
+    GPU, models compiled at load are a separate family: later steps may decide whether that pays."""
     return config.backend, config.uses_gpu and "penstock.compile" in config.options
 
 

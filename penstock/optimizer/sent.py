@@ -1,4 +1,4 @@
-"""What users send, as the data shows it: rows before anything is known of the model."""
+"""User inputs as the data shows them: rows before anything is known of the model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from penstock.optimizer.plan import Plan
 from penstock.types import DATATYPES, Array, TensorSpec
 
 Row = dict[str, Array]
-# As many are looked at.
+# Maximum number of rows that are read.
 MAX_ROWS = 256
-# The array of an `.npz` that says how long rows were before they were filled up.
+# Array of an `.npz` with the lengths of rows before padding.
 LENGTHS_NAME = "lengths"
-# Numbers of JSON and of Python have no size of their own.
+# Numbers of JSON and Python have no datatype size.
 DEFAULTS: dict[str, np.dtype[Any]] = {"f": np.dtype(np.float32), "i": np.dtype(np.int64)}
 
 
 def read_sent(plan: Plan) -> list[Row]:
-    """Some rows of the plan's data, without the labels it names; none without data."""
+    """Read some rows of the plan's data, without the labels it names; none without data."""
     if not plan.data:
         return []
     path = Path(plan.data)
@@ -47,14 +47,14 @@ def read_sent(plan: Plan) -> list[Row]:
 
 
 def without_labels(rows: Sequence[Row], taken: Collection[str] = ()) -> list[Row]:
-    """Without what counts as labels when nobody names them, unless the model takes it."""
+    """Remove the default label, unless the model takes an input of that name."""
     label = next((n for n in LABEL_NAMES if rows and n in rows[0] and n not in taken), None)
     return [{name: array for name, array in row.items() if name != label} for row in rows]
 
 
 def as_long_as_told(rows: Sequence[Row], taken: Collection[str]) -> list[Row]:
-    """Rows that were filled up are cut along their first axis, where it is long enough, to what
-    `lengths` beside them says, unless the model takes that itself."""
+    """Cut padded rows to their `lengths` along the first axis, where it is long enough, unless
+    `lengths` is an input of the model."""
     if not rows or LENGTHS_NAME not in rows[0] or LENGTHS_NAME in taken:
         return list(rows)
     lengths = [int(row[LENGTHS_NAME][0]) for row in rows]
@@ -70,8 +70,8 @@ def as_long_as_told(rows: Sequence[Row], taken: Collection[str]) -> list[Row]:
 
 
 def specs_of(rows: Sequence[Mapping[str, Array]], kind: str = "input") -> tuple[TensorSpec, ...]:
-    """What all these rows fit: sizes that differ are free, and so are those that are 0. ConfigError
-    where they do not agree."""
+    """Return tensor specs that fit all rows: sizes that differ or are 0 are variable. ConfigError
+    if rows do not agree."""
     problems: list[str] = []
     specs: list[TensorSpec] = []
     for name, first in rows[0].items():
@@ -92,7 +92,7 @@ def specs_of(rows: Sequence[Mapping[str, Array]], kind: str = "input") -> tuple[
 
 
 def _element(value: Any) -> Array:
-    """One example's value; texts and single numbers are tensors of one element."""
+    """Convert one example's value; strings and scalars become tensors of one element."""
     if isinstance(value, str | bytes):
         text = value.encode() if isinstance(value, str) else value
         return np.array([text], object)

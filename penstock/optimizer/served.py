@@ -1,4 +1,5 @@
-"""Builds measured as they would be served: `python -m penstock serve` and the bench's conductor."""
+"""Measure builds as they would be served, by `python -m penstock serve` and the bench's
+conductor."""
 
 from __future__ import annotations
 
@@ -62,31 +63,31 @@ from penstock.serving.worker import PR_SET_PDEATHSIG
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 
-# What is being done, for the live view.
+# Receives what is being done, for the live view.
 Watch = Callable[[str], None]
 Row = Mapping[str, Array]
 
 START_TIMEOUT_S = 900.0
-# A server that is started has at least this long, however little of the budget is left.
+# Minimum time to start a server, however little of the budget is left.
 MIN_START_S = 10.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.05
 ASK_TIMEOUT_S = 10.0
 ADDRESS = re.compile(r"(http://[^\s\"/]+/v2)\b")
-# Rows that are sent in turn; more would only be written and read.
+# Maximum number of distinct rows to send.
 MAX_ROWS = 4096
 MAX_BYTES = 256 << 20
-# A throughput is promised to those who ask for a little more than it.
+# Load for a throughput term, relative to it: slightly above, so that the load is not the limit.
 ABOVE = 1.05
 SEARCH_LEVEL_S = 4.0
-# A level is longer where fewer would come in that time: so few say nothing of a tail.
+# A level is extended to this many requests, if allowed: fewer say nothing about a tail.
 SEARCH_REQUESTS = 400
 SEARCH_WARM_UP_S = 1.0
 SEARCH_PRECISION = 0.05
 PROBE_S = 2.0
 MAX_CLIENTS = 256
-# Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
-# not waited for.
+# Client timeouts: this long, or this multiple of the SLO's latency limit; LONG_PATIENCE_S without
+# such a limit. Overloaded builds are not waited for.
 PATIENCE_S = 3.0
 LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
@@ -103,7 +104,7 @@ def measure(
     servers: Servers | None = None,
     limits: Limits = UNLIMITED,
 ) -> Served:
-    """At the load of the SLO. With a price and a term on cost, the highest rate is looked for."""
+    """Measure at the SLO's load. With a price and a cost term, also search for the highest rate."""
     with _stage([build], rows, servers, limits) as endpoints:
         (served,) = _measured(endpoints, plan, watch, replace(limits, num_rounds=1))
         return served
@@ -117,7 +118,7 @@ def measure_alternately(
     servers: Servers | None = None,
     limits: Limits = UNLIMITED,
 ) -> list[Served]:
-    """The same for several, in turns (A B A B), so that a machine that changes changes for all."""
+    """Measure several in turns (A B A B), so that changes of the machine affect all of them."""
     with _stage(builds, rows, servers, limits) as endpoints:
         return _measured(endpoints, plan, watch, limits)
 
@@ -129,7 +130,7 @@ def answers(
     limits: Limits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[tuple[int, dict[str, Array]]]:
-    """Rows by their place, and what the build answers behind its server."""
+    """Return the answers of the build behind its server, with the index of each row."""
     with _stage([build], rows, servers, limits) as endpoints:
         return served_answers.ask(endpoints[0].address, build.config, rows, seconds)
 
@@ -141,7 +142,7 @@ def max_rates(
     watch: Watch,
     search_s: float = SEARCH_S,
 ) -> list[tuple[Interval, Curve | None]]:
-    """The highest rate of each, in turns, and nothing else; the benchmarks ask for that."""
+    """Return only the highest rate of each, measured in turns; used by the benchmarks."""
     with _stage(builds, rows, None, UNLIMITED) as endpoints:
         return _max_rates(endpoints, plan, watch, search_s)
 
@@ -154,8 +155,8 @@ def with_rates(
     limits: Limits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[Served]:
-    """Once at the load of the SLO, then up to the highest rate of each, in turns. A search that
-    has no time for another level has found what it has found by then."""
+    """Measure once at the SLO's load, then up to the highest rate of each, in turns. A search
+    without time for another level ends with what it has."""
     with _stage(builds, rows, servers, limits) as endpoints:
         found = _in_turns(endpoints, plan, watch, replace(limits, num_rounds=1))
         return _rated(endpoints, found, plan, watch, _search_s(len(builds), limits))
@@ -169,8 +170,8 @@ def prove(
     limits: Limits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[Served]:
-    """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves.
-    Rates are left out when there is no time to look for them, unless the SLO is about costs."""
+    """Measure at the SLO's load and up to the highest rate of each: with rates, costs and curves.
+    Rates are left out if there is no time to search for them, unless the SLO limits cost."""
     shortest_s = MIN_COST_SEARCH_S if _has_cost(plan) else MIN_SEARCH_S
     with _stage(builds, rows, servers, limits) as endpoints:
         found = _in_turns(endpoints, plan, watch, limits)
@@ -179,7 +180,7 @@ def prove(
 
 
 def _search_s(num_builds: int, limits: Limits) -> float:
-    """How long the search for the highest rate of each may take; searches take turns."""
+    """Return the time for each search for a highest rate; searches take turns."""
     return min(limits.search_s, limits.left_s() / num_builds - PROBE_COST_S)
 
 
@@ -198,7 +199,8 @@ def _rated(
 
 
 def curve_of(levels: Sequence[Level]) -> Curve:
-    """Throughput and latency at rising rates; of a rate that was measured twice, the last time."""
+    """Return throughput and latency at increasing rates; if a rate was measured twice, the last
+    one."""
     by_rate = {pacer.mean_rate(each.load): each for each in levels if isinstance(each.load, Open)}
     ordered = [by_rate[rate] for rate in sorted(by_rate)]
     histograms = [stats.histogram(level.windows) for level in ordered]
@@ -213,18 +215,18 @@ def curve_of(levels: Sequence[Level]) -> Curve:
 
 
 def _p99s(levels: Sequence[Level], metric: str) -> list[float]:
-    """Nothing where answers come whole."""
+    """Return p99 of each level; empty if answers are not streamed."""
     found = [stats.histogram(level.windows, metric).percentile(99) for level in levels]
     return [] if all(map(math.isnan, found)) else found
 
 
 def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
-    """With what a million answers cost at the highest rate, and the verdict on that."""
+    """Add the highest rate, the cost of a million answers at it, and the verdict on that."""
     if plan.price_per_hour is None:
         return msgspec.structs.replace(served, max_rate=max_rate)
     price = plan.price_per_hour
     low, value, high = (goals.cost_per_million(each, price) for each in _ends(max_rate))
-    # The more answers, the less each costs.
+    # A higher rate means a lower cost.
     cost = Interval(value, min(low, high), max(low, high))
     judged = [
         _verdict(term, cost) if isinstance(term, Cost) else known
@@ -236,7 +238,7 @@ def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
 
 
 def repriced(served: Served, plan: Plan) -> Served:
-    """The same at the price of today."""
+    """Recompute costs with the current price."""
     return served if served.max_rate is None else priced(served, served.max_rate, plan)
 
 
@@ -248,30 +250,30 @@ def _ends(interval: Interval) -> tuple[float, float, float]:
 
 
 class Endpoint:
-    """`penstock serve` with one build on a free port; stopped when the block ends, however it
-    ends, and dead when this process is. `data` is the file with what is sent to it."""
+    """`penstock serve` with one build on a free port; stopped when the block ends in any way, and
+    killed when this process dies. `data` is the file with its inputs."""
 
-    # Of a measurement that asks how much it answers at all, and of the search for its highest rate.
+    # Duration of a throughput probe, and precision of the search for the highest rate.
     probe_s = PROBE_S
     precision = SEARCH_PRECISION
 
     @property
     def may_be_late(self) -> bool:
-        """Whether no answer at all, within the patience of a client, is a measurement."""
+        """Whether a run in which no client got an answer in time counts as a measurement."""
         return False
 
     def __init__(self, build: Build, data: str) -> None:
         self.build = build
         self.data = data
         self.address = ""
-        # The machine during the last measurement.
+        # State of the machine during the last measurement.
         self.conditions = Conditions()
         self.start_timeout_s = START_TIMEOUT_S
 
     def __enter__(self) -> Self:
         self._output = Output()
         flags = ["--http-port", "0", "--no-grpc", "--no-metrics", "--drain-s", "1"]
-        # Builds share the files that they do not change.
+        # Builds hard-link files that they do not change.
         flags.append("--allow-hard-links")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock", "serve", str(self.build.folder), *flags],
@@ -297,19 +299,19 @@ class Endpoint:
         self._stop()
 
     def target(self, plan: Plan) -> TargetSpec:
-        """How the bench asks it."""
+        """Return the bench's target."""
         return TargetSpec(self.address, timeout_s=patience_s(plan.slo))
 
     def inputs(self, plan: Plan) -> InputSpec:
         return InputSpec(path=self.data, seed=plan.seed)
 
     def level_s(self, plan: Plan, load: Load) -> float:
-        """How long a load is measured at most."""
+        """Return the longest measurement of a load."""
         return plan.duration_s
 
     @property
     def num_clients(self) -> int:
-        """So many keep it busy."""
+        """Number of clients that keep it busy."""
         return num_clients(self.build.config)
 
     @property
@@ -318,7 +320,7 @@ class Endpoint:
 
     @property
     def memory_bytes(self) -> int:
-        """Of all workers; what they share with each other counts once."""
+        """Memory of all workers; shared memory counts once."""
         total = 0
         with contextlib.suppress(psutil.NoSuchProcess):
             for worker in psutil.Process(self._process.pid).children(recursive=True):
@@ -329,8 +331,8 @@ class Endpoint:
 
     @property
     def gpu_memory_bytes(self) -> list[int]:
-        """What each worker took of its GPU, as the server explains it; nothing on CPUs."""
-        # Not through a proxy: the server is on this machine.
+        """GPU memory of each worker, as reported by the server; empty on CPUs."""
+        # No proxy: the server is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with contextlib.suppress(OSError):
             with opener.open(f"{self.address}/explain", timeout=ASK_TIMEOUT_S) as answer:
@@ -340,7 +342,7 @@ class Endpoint:
         return []
 
     def measured(self, plan: bench.Plan, watch: Watch) -> Run:
-        """One run of the bench; BackendFailed with the server's log when it did not get through."""
+        """Run the bench once; BackendFailed with the server's log if it failed."""
 
         def told(progress: Progress) -> None:
             watch(_told(progress))
@@ -358,14 +360,14 @@ class Endpoint:
             )
         self.conditions = meter.read()
         if self.build.config.uses_gpu:
-            # The probe is of the processor, which does not compute the model.
+            # The speed probe measures the CPU, which does not compute the model.
             self.conditions = msgspec.structs.replace(self.conditions, speed_s=0.0)
         return run
 
     def _wait_until_ready(self) -> str:
         last = time.monotonic() + self.start_timeout_s
         while time.monotonic() < last:
-            # Asked first: what an ended process wrote is then all there.
+            # Polled before reading: the output of an ended process is then complete.
             has_ended = self._process.poll() is not None
             found = ADDRESS.search(self._output.text())
             if found:
@@ -383,7 +385,8 @@ class Endpoint:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_TIMEOUT_S)
         finally:
-            # Workers are in the same session and go with the core; what is left is not.
+            # Workers are in the same process group and normally end with the server; kill any that
+            # remain.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -391,7 +394,8 @@ class Endpoint:
 
 
 def _die_with_parent() -> None:
-    """Between fork and exec, where little may be done; it holds across the exec."""
+    """Ask for SIGKILL when the parent dies. Runs between fork and exec, where little is safe; the
+    setting survives the exec."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -401,27 +405,28 @@ def _told(progress: Progress) -> str:
 
 
 class Servers:
-    """A server for each build, with the rows in a file. Those that are not asked sleep, so whoever
-    has the room for it keeps them for the next measurement; all are stopped by `close`."""
+    """A server for each build, with the rows in a file. Idle servers sleep, so callers with enough
+    memory keep them for the next measurement; `close` stops all."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        # How long the next server has to start.
+        # Start timeout of the next server.
         self.start_timeout_s: Callable[[], float] = lambda: START_TIMEOUT_S
         self._endpoints: dict[Path, Endpoint] = {}
-        # What rows have to look like is the same for nearly all.
+        # Row files by form of the inputs, which is the same for nearly all builds.
         self._files: dict[object, str] = {}
         self._scratch: Path | None = None
 
     def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[Endpoint]:
-        """Started where they do not run; the rows are the same as before."""
+        """Return endpoints of these builds, started if they do not run. The rows must be the same
+        each time."""
         has_others = bool(self._endpoints)
         try:
             return [self._opened(build, rows) for build in builds]
         except BackendFailed:
             if not has_others:
                 raise
-            # They may hold the memory that this one needs.
+            # Other servers may hold the memory that this one needs.
             self.close()
             return [self._opened(build, rows) for build in builds]
 
@@ -457,7 +462,8 @@ class Servers:
 def _stage(
     builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None, limits: Limits
 ) -> Iterator[list[Endpoint]]:
-    """Those that are kept stay, unless the measurement fails: who knows in what state they are."""
+    """Open endpoints for a measurement. Kept servers stay up unless it fails, as their state is
+    unknown then."""
     own = Servers() if servers is None else servers
     own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, limits.left_s()))
     try:
@@ -469,12 +475,12 @@ def _stage(
         own.close()
 
 
-# What is sent.
+# Inputs.
 
 
 def write_rows(rows: Sequence[Row], config: ModelConfig, folder: Path) -> str:
-    """A data file of the bench with the model's inputs, without labels and whatever else the rows
-    have. Empty without rows: inputs are then drawn from the signature."""
+    """Write a bench data file with the model's inputs only. Empty without rows: inputs are then
+    drawn from the signature."""
     if not rows:
         return ""
     chosen = fitted(rows[: _num_sent(rows)], config)
@@ -496,7 +502,7 @@ def write_rows(rows: Sequence[Row], config: ModelConfig, folder: Path) -> str:
 
 
 def _num_sent(rows: Sequence[Row]) -> int:
-    """How many are sent in turn: at most `MAX_ROWS`, and no more bytes than `MAX_BYTES`."""
+    """Return how many rows to send: at most `MAX_ROWS`, with at most `MAX_BYTES`."""
     total = 0
     for count, row in enumerate(rows[:MAX_ROWS]):
         total += sum(_num_bytes(array) for array in row.values())
@@ -512,7 +518,7 @@ def _num_bytes(array: Array) -> int:
 
 
 def _is_stackable(spec: TensorSpec, rows: Sequence[Row]) -> bool:
-    """`file` is what `np.savez` calls its own."""
+    """Return whether rows fit one array. `file` is a parameter name of `np.savez`."""
     if spec.datatype == "BYTES" or spec.name == "file":
         return False
     shapes = {np.shape(row[spec.name]) if spec.name in row else None for row in rows}
@@ -520,7 +526,7 @@ def _is_stackable(spec: TensorSpec, rows: Sequence[Row]) -> bool:
 
 
 def _plain(spec: TensorSpec, array: Array) -> Array:
-    """As files have it: of BF16, whose bits are in rows, the numbers."""
+    """Return the array as stored in files: rows hold BF16 as bits, files hold floats."""
     if spec.datatype == "BF16" and array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.asarray(array, DATATYPES[spec.datatype].numpy)
@@ -548,15 +554,15 @@ def bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.P
 
 
 def patience_s(slo: Slo | None) -> float:
-    """How long an answer is waited for. Where nothing is said of latency, a batch may take long."""
+    """Return the client's timeout. Without a latency limit, a batch may take long."""
     limit_s = None if slo is None else slo.latency_s
     return LONG_PATIENCE_S if limit_s is None else max(PATIENCE_S, PATIENCE * limit_s)
 
 
 def load_of(slo: Slo | None) -> Load:
-    """The load under which an SLO is to hold: its rate, or the throughput it asks for and a little
-    more, or one client alone. Where only throughput counts, requests come evenly: of those that
-    come by chance, there are often fewer than were asked for, whatever the server does."""
+    """Return the load at which the SLO must hold: its rate, or slightly more than its throughput,
+    or one client. If only throughput counts, arrivals are constant: Poisson arrivals often bring
+    fewer requests than asked for, whatever the server does."""
     if slo is None:
         return Closed(1)
     if slo.rate is not None:
@@ -579,22 +585,22 @@ def _open(rate: float, slo: Slo | None) -> Open:
 
 @dataclass(slots=True)
 class Account:
-    """All that was measured of one build, over its rounds."""
+    """All measurements of one build, over its rounds."""
 
     config: ModelConfig
     windows: list[Window] = field(default_factory=list)
     counters: list[Counters] = field(default_factory=list)
     memory_bytes: int = 0
-    # Of each worker.
+    # For each worker.
     gpu_memory_bytes: Sequence[int] = ()
     num_runs: int = 0
-    # The windows of each round, and the machine during it.
+    # The windows of each round, and the state of the machine during it.
     rounds: list[tuple[Sequence[Window], Conditions]] = field(default_factory=list)
 
     def add(self, level: Level, memory_bytes: int, conditions: Conditions) -> None:
-        """Rounds follow each other as if nothing had been between them."""
+        """Add a round; its windows follow those of earlier rounds without a gap."""
         if level.generator.num_waited:
-            # All connections were busy: the server kept requests waiting, not the machine.
+            # All connections were busy: the server delayed requests, not the machine.
             conditions = msgspec.structs.replace(conditions, is_generator_waiting=True)
         self.rounds.append((level.windows, conditions))
         start_s = max((each.start_s + each.length_s for each in self.windows), default=0.0)
@@ -619,14 +625,14 @@ def _measured(
 
 
 def _has_cost(plan: Plan) -> bool:
-    """Whether the SLO cannot be judged without highest rates."""
+    """Return whether judging the SLO needs highest rates."""
     return plan.price_per_hour is not None and any(isinstance(each, Cost) for each in _terms(plan))
 
 
 def _in_turns(
     endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, limits: Limits
 ) -> list[Served]:
-    """Rounds after the first are left out where there is no time for all builds."""
+    """Measure in rounds; those after the first are left out if there is no time for all builds."""
     load = load_of(plan.slo)
     accounts = [Account(each.build.config) for each in endpoints]
     for number in range(limits.num_rounds):
@@ -640,7 +646,7 @@ def _in_turns(
 
 
 def served_of(account: Account, load: Load, plan: Plan) -> Served:
-    """What all rounds say together; intervals cover the spread between them."""
+    """Combine all rounds; intervals cover the spread between them."""
     windows = account.windows
     turns = [_turn(*each, plan) for each in account.rounds]
     num_due = sum(window.num_due for window in windows)
@@ -691,7 +697,7 @@ def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn
 
 
 def _is_kept(windows: Sequence[Window], plan: Plan) -> bool:
-    """Every term that windows know of, by its estimate."""
+    """Return whether no term that windows can judge is missed, by its estimate."""
     if plan.slo is None:
         return True
     found = verdicts.measured(windows, plan.slo)
@@ -700,7 +706,7 @@ def _is_kept(windows: Sequence[Window], plan: Plan) -> bool:
 
 
 def spread(measured: Interval, values: Sequence[float]) -> Interval:
-    """An interval that also covers each repetition: what differs between them is not chance."""
+    """Widen an interval to cover each repetition: differences between them are not chance."""
     known = [each for each in values if not math.isnan(each)]
     if len(known) < 2:
         return measured
@@ -722,7 +728,7 @@ def _streams(windows: Sequence[Window]) -> Streams | None:
 
 
 def promised_bytes(account: Account) -> int:
-    """What a term of the SLO on memory is about: the GPUs' where the model is on them."""
+    """Return the memory that the SLO's memory term limits: GPU memory for models on GPUs."""
     if account.config.uses_gpu:
         return sum(account.gpu_memory_bytes)
     return account.memory_bytes
@@ -740,9 +746,9 @@ def phases(
     has_preprocess: bool = False,
     has_postprocess: bool = False,
 ) -> dict[str, float]:
-    """Mean seconds of a request by phase, from the server's own account; what the client saw beyond
-    that is the network's and the codecs'. Where a function prepares inputs or finishes answers,
-    that is by far most of getting at them."""
+    """Return mean seconds of a request by phase, from the server's counters; the rest of the
+    client's latency is network and codec. With a preprocessing or postprocessing function, that
+    dominates compute input or output, and names the phase."""
     num = sum(each.num_success for each in counters)
     if not num:
         return {}
@@ -762,7 +768,7 @@ def phases(
 
 
 def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
-    """The share of requests that were answered well and in time."""
+    """Return the share of requests that were answered successfully and in time."""
     limits = [term for term in (slo.terms if slo else ()) if isinstance(term, Latency)]
     whole = Slo((*limits, Goodput(100.0)))
     return verdicts.measured(windows, whole)["goodput"].value / 100
@@ -813,9 +819,8 @@ def _max_rates(
     watch: Watch,
     search_s: float = SEARCH_S,
 ) -> list[tuple[Interval, Curve | None]]:
-    """The highest rate of each that keeps the latency terms, and what was measured on the way, as
-    a curve; without such terms, what it answers when it never has to wait for requests. NaN where
-    an end is not known."""
+    """Return the highest rate of each that keeps the latency terms, with a curve of the measured
+    levels. Without such terms, return the throughput at saturation. NaN: unknown."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
     probes = [_probe(endpoint, plan, watch) for endpoint in endpoints]
     rates = [stats.throughput_interval(windows) for windows in probes]
@@ -836,35 +841,35 @@ def _max_rates(
 
 
 def _believable(search: RateSearch, probe: Sequence[Window]) -> Interval:
-    """The highest rate; not known where the same server has just answered far more in time."""
+    """Return the highest rate; unknown if the same server just answered far more in time."""
     measured = [probe, *(level.windows for level in search.levels)]
     answered = max(_in_time_rate(windows, search.slo) for windows in measured)
     return NO_RATE if is_void(search.rate, answered) else search.rate
 
 
 def _in_time_rate(windows: Sequence[Window], slo: Slo) -> float:
-    """Requests per second that were answered within the limits."""
+    """Return the requests per second that were answered within the limits."""
     length_s = sum(window.length_s for window in windows)
     num_due = sum(window.num_due for window in windows)
     return _goodput(windows, slo) * num_due / length_s if length_s and num_due else 0.0
 
 
 def num_clients(config: ModelConfig) -> int:
-    """So many that every instance always has a full batch and the next one waits. By an SLO those
-    are refused who would wait too long, and come again at once: many of them would leave the
-    server no time to answer any. Then a request waits, not a batch."""
+    """Return enough clients that every instance has a full batch and the next one queued. In slo
+    mode, late requests are refused and clients retry at once: many clients would leave the server
+    no time to answer. So only one request is queued then, not a batch."""
     is_refusing = config.batching.slo_latency_s is not None
     num_rows = 1 if is_refusing or not config.batching.is_dynamic else config.max_batch_size
     return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
 
 
 def saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
-    """What it answers when it never has to wait for requests."""
+    """Return the throughput at saturation."""
     return stats.throughput_interval(_probe(endpoint, plan, watch))
 
 
 def _probe(endpoint: Endpoint, plan: Plan, watch: Watch) -> Sequence[Window]:
-    """A closed loop with so many clients that it never has to wait for requests."""
+    """Measure a closed loop with enough clients to saturate the server."""
     wanted = bench_plan(endpoint, plan, [Closed(endpoint.num_clients)])
     short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
     return endpoint.measured(short, watch).levels[0].windows
@@ -872,7 +877,7 @@ def _probe(endpoint: Endpoint, plan: Plan, watch: Watch) -> Sequence[Window]:
 
 class RateSearch:
     """The bench's search for the highest rate, one level at a time, so that several take turns.
-    Below `floor` nobody wants to know."""
+    Rates below `floor` are not measured."""
 
     def __init__(
         self, endpoint: Endpoint, plan: Plan, start: float, left_s: float, floor: float = 0.0

@@ -1,8 +1,8 @@
-"""Answers of a build as its server gives them: many clients at once, all instances, real batches.
+"""Answers of a build behind its server: many concurrent clients, all instances, real batches.
 
-A build may answer well in a trial process and otherwise behind the server: in a second instance,
-after many requests, by what is in its environment. So the answers of what would be committed are
-compared with those that the accuracy gate has judged.
+A build may answer well in a trial process and differently behind the server: in a second instance,
+after many requests, or because of its environment. So the served answers of the build to commit are
+compared with those that the accuracy gate judged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from penstock.types import Array
 from penstock.wire.v2_client import HEAD_LENGTH, decode_answer, encode_infer
 
 NUM_CLIENTS = 16
-# Requests for each instance: what breaks a model by use shows after some hundreds.
+# Requests per instance: a model that degrades with use shows it after some hundreds.
 NUM_REQUESTS = 1024
 TIMEOUT_S = 60.0
-# A server in slo mode refuses what would be late; the client comes again, so often.
+# A server in slo mode refuses requests that would be late; the client retries this often.
 NUM_TRIES = 20
 RETRY_S = 0.02
 
@@ -36,7 +36,7 @@ Row = Mapping[str, Array]
 
 @dataclass(slots=True)
 class _Asked:
-    """What clients share: the rows as messages, whose turn it is, and what was answered."""
+    """State shared by the clients: encoded rows, the next turn, and the answers."""
 
     messages: Sequence[tuple[int, bytes]]
     turns: itertools.count[int]
@@ -49,8 +49,8 @@ class _Asked:
 def ask(
     address: str, config: ModelConfig, rows: Sequence[Row], seconds: float
 ) -> list[tuple[int, dict[str, Array]]]:
-    """Rows by their place, and what the server at this address answers, some of them several times;
-    as many as `seconds` allow, and each client at least one."""
+    """Return the server's answers with the index of each row, some rows several times; as many as
+    `seconds` allow, and at least one per client."""
     fitting = fitted(rows, config)
     has_one = fitting is not rows
     messages = [encode_infer(stacked(config, [row])) for row in fitting]
@@ -92,7 +92,7 @@ def _be_client(address: str, asked: _Asked) -> None:
 def _infer(
     connection: http.client.HTTPConnection, path: str, message: tuple[int, bytes]
 ) -> dict[str, Array] | None:
-    """None where the server refuses it again and again."""
+    """Send one request; None if the server refuses all tries."""
     head_length, body = message
     for _ in range(NUM_TRIES):
         connection.request("POST", path, body, {HEAD_LENGTH: str(head_length)})

@@ -1,5 +1,5 @@
-"""The shape in which a model is served: how it is batched, on how many instances with how many
-threads. Which shapes are worth measuring, by simulation from batch times. Pure.
+"""Serving shapes of a model: batching, instances and threads. Ranks those worth measuring by
+simulation from batch times. Pure.
 
 Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buckets`, `tokens`;
 `instances`, `threads`.
@@ -34,37 +34,37 @@ Settings = dict[str, str]
 # Instances, and threads of each.
 Pair = tuple[int, int]
 
-# The option that says how many threads one instance computes with.
+# The backend option for the threads of one instance.
 THREADS = {
     "onnxruntime": "intra_op_thread_count",
     "openvino": "inference_num_threads",
     "pytorch": "intra_op_thread_count",
 }
 MAX_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# On each GPU. Two take turns there, so that one is copied while the other is computed.
+# Instances per GPU. Two take turns, so that one copies while the other computes.
 ON_GPU = (1, 2)
-# Sizes, of the best in fixed mode, that slo mode is tried with.
+# How many of the best sizes in fixed mode are also tried in slo mode.
 NUM_SLO_SIZES = 2
-# Every bucket is warmed up on every rung, so there are few.
+# Every bucket is warmed up at every batch size, so there are few.
 NUM_BUCKETS = (4, 6)
-# Kernels like whole vectors.
+# Bucket sizes are multiples of this: kernels prefer whole vectors.
 ROUND_TO = 8
-# And products of matrices whole tiles of tokens.
+# Token budgets are multiples of this: matmuls prefer whole tiles.
 TOKENS_ROUND_TO = 256
-# Of the SLO, kept free when a budget of tokens is proposed.
+# Share of the SLO's latency that a proposed token budget leaves free.
 ROOM = 0.1
-# What is predicted to be worse than the best by more than the prediction may be off.
+# Shapes predicted below this share of the best are dropped: predictions are off by less.
 WORTH = 0.85
 NO_TERMS = Slo(())
 
 
 def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
-    """So many instances with so many threads each; backends without the option keep their own. What
-    was on several devices stays there, in turns."""
+    """Set instances and threads of each; backends without a thread option keep their own. Instances
+    go to the devices of the configuration in turns."""
     options = dict(config.options)
     option = THREADS.get(config.backend)
     if option is not None:
-        # Spellings in capitals are the same option.
+        # Option names are case-insensitive.
         options = {key: value for key, value in options.items() if key.lower() != option}
         options[option] = str(num_threads)
     each = itertools.cycle(dict.fromkeys(config.devices))
@@ -72,7 +72,7 @@ def with_instances(config: ModelConfig, num_instances: int, num_threads: int) ->
 
 
 def threads_of(config: ModelConfig, num_cores: int) -> int:
-    """How many threads one instance computes with, by its option or by the backends' default."""
+    """Return the threads of one instance, by its option or by the backends' default."""
     option = THREADS.get(config.backend, "")
     for key, value in config.options.items():
         if key.lower() == option and value.isdigit() and int(value):
@@ -81,23 +81,22 @@ def threads_of(config: ModelConfig, num_cores: int) -> int:
 
 
 def pairs(num_cores: int) -> list[Pair]:
-    """Instances and threads to measure: those that use all cores (one instance, two, four, ... and
-    one for each core), and one instance with one thread, which leaves the rest to the server and
-    its clients."""
+    """Return instances and threads to measure: those that use all cores (one instance, two, four,
+    ... and one for each core), and one instance with one thread, which leaves the rest to the
+    server and its clients."""
     full = [(count, num_cores // count) for count in ladder(num_cores)]
     return sorted({*full, (1, 1)}, key=lambda pair: (pair[0], -pair[1]))
 
 
 def num_free_cores(pair: Pair, num_cores: int) -> int:
-    """Cores that so many instances with so many threads each leave to the server."""
+    """Return the cores that these instances and threads leave to the server."""
     return max(0, num_cores - pair[0] * pair[1])
 
 
 def derived(times: Mapping[Pair, TimeTable], num_cores: int) -> list[TimeTable]:
-    """Batch times of further arrangements that leave cores free, from those that were measured: one
-    instance with half of the cores and with all but one (Amdahl's law between one thread and all of
-    them), and one instance with one thread for each core but one (linear between one instance and
-    all of them)."""
+    """Derive batch times of further arrangements that leave cores free, from measured ones: one
+    instance with half of the cores and with all but one (Amdahl's law between one thread and all),
+    and one single-threaded instance for each core but one (linear between one instance and all)."""
     alone, wide, many = (times.get(each) for each in ((1, 1), (1, num_cores), (num_cores, 1)))
     if alone is None or wide is None or many is None:
         return []
@@ -115,7 +114,7 @@ def derived(times: Mapping[Pair, TimeTable], num_cores: int) -> list[TimeTable]:
 
 
 def _between(one: TimeTable, other: TimeTable, part: float, pair: Pair) -> TimeTable:
-    """Batches that both tables have, so far on the way from one to the other."""
+    """Interpolate batches that both tables have; `part` is 0 at one and 1 at the other."""
     seconds = {
         bucket: {
             rows: each + part * (other.seconds[bucket][rows] - each)
@@ -131,7 +130,7 @@ def _between(one: TimeTable, other: TimeTable, part: float, pair: Pair) -> TimeT
 
 
 def arrangements(config: ModelConfig, num_cores: int) -> list[Pair]:
-    """Instances and threads that are worth knowing, where the model is."""
+    """Return the instances and threads worth measuring on the model's device."""
     if config.device == CPU:
         return pairs(num_cores)
     num_devices = len(set(config.devices))
@@ -139,8 +138,8 @@ def arrangements(config: ModelConfig, num_cores: int) -> list[Pair]:
 
 
 def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | None) -> ModelConfig:
-    """As a step of the pass on batching says. Fixed mode says so even beside evidence, whose SLO
-    would otherwise switch to slo mode."""
+    """Apply the settings of a batching step. Fixed mode is written explicitly: an SLO in the
+    evidence would otherwise switch to slo mode."""
     mode = settings["mode"]
     batching = replace(config.batching, is_dynamic=mode != "off", slo_latency_s=None)
     promised = "" if slo is None else SLO_OFF
@@ -160,7 +159,7 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         padding = Padding(axes, tuple(map(int, settings["buckets"].split(","))))
     max_tokens = int(settings["tokens"]) if "tokens" in settings else None
     if max_tokens is not None and padding is not None:
-        # No row is longer than what is allowed together.
+        # The budget must allow the longest row.
         max_tokens = max(max_tokens, padding.buckets[-1])
     batching = replace(batching, max_tokens=max_tokens)
     return replace(
@@ -172,7 +171,7 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
 
 
 def settings_of(config: ModelConfig) -> Settings:
-    """How it is batched now, as settings."""
+    """Return the current batching as settings."""
     if not config.batching.is_dynamic:
         return {"mode": "off"}
     mode = "fixed" if config.batching.slo_latency_s is None else "slo"
@@ -183,7 +182,7 @@ def settings_of(config: ModelConfig) -> Settings:
 
 
 def tokens_of(config: ModelConfig) -> Settings:
-    """The budget of tokens, if there is one."""
+    """Return the token budget as settings, if there is one."""
     most = config.batching.max_tokens
     return {} if most is None else {"tokens": str(most)}
 
@@ -192,9 +191,9 @@ def tokens_of(config: ModelConfig) -> Settings:
 
 
 def token_budgets(table: TimeTable, longest: int, slo: Slo | None) -> list[int]:
-    """Budgets that are worth a try, largest first: all that was measured; the most that leaves time
-    to wait for a batch before, with room; half of that. None is less than the longest row, and
-    there is none where time does not go by tokens."""
+    """Return token budgets worth trying, largest first: all that was measured; the most that leaves
+    time to wait for a previous batch, with headroom; half of that. None is less than the longest
+    row. Empty if batch times do not depend on tokens."""
     times = table.by_tokens
     if not times:
         return []
@@ -214,8 +213,8 @@ def token_budgets(table: TimeTable, longest: int, slo: Slo | None) -> list[int]:
 
 
 def best_buckets(lengths: Sequence[int], num_buckets: int) -> tuple[int, ...]:
-    """So many buckets, or fewer, with which these lengths are filled up least. The longest is one
-    of them as it is: longer inputs may be more than the model can take."""
+    """Return at most `num_buckets` buckets that minimise padding of these lengths. The longest
+    length is a bucket exactly as it is: longer inputs may exceed the model's limit."""
     longest = max(lengths)
     rounded = [min(longest, -(-each // ROUND_TO) * ROUND_TO) for each in lengths]
     ends, counts = np.unique(rounded, return_counts=True)
@@ -244,12 +243,12 @@ def best_buckets(lengths: Sequence[int], num_buckets: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-# What is worth measuring.
+# Ranking.
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One way to serve, and the highest rate that is predicted for it."""
+    """A serving configuration and its predicted highest rate."""
 
     settings: Settings
     num_instances: int
@@ -262,31 +261,32 @@ class Shape:
 
 
 class Ranking:
-    """Shapes of one model as it stands, by simulation."""
+    """Ranks shapes of one model by simulation."""
 
     def __init__(self, situation: Situation) -> None:
         self._config = situation.build.config
         self._facts = situation.facts
         if self._facts.padding_problem:
-            # The server finds the same, and keeps lengths apart.
+            # The server detects this too, and batches equal lengths only.
             self._config = replace(self._config, padding=None)
         self._slo = situation.plan.slo
         self._lengths = row_lengths(fitted(situation.rows, self._config), self._config)
 
     def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:
-        """0: below `above`, or never."""
+        """Return the predicted highest rate; 0 if it is below `above` or none keeps the SLO."""
         config = with_batching(self._config, settings, self._slo)
         shares = shares_of(self._lengths, config)
         return max_rate(table, config, self._slo or NO_TERMS, shares, above=above)
 
     def now(self, table: TimeTable) -> float:
-        """Of the model as it is configured."""
+        """Return the predicted rate of the current configuration."""
         shares = shares_of(self._lengths, self._config)
         return max_rate(table, self._config, self._slo or NO_TERMS, shares)
 
     def batching(self, table: TimeTable) -> list[Shape]:
-        """Best first; only what is near the best. Buckets are chosen first, with the largest batch;
-        then sizes with those, in rows and in tokens, and slo mode with the best sizes."""
+        """Return the shapes near the best, best first. Buckets are chosen first, with the largest
+        batch; then sizes with those buckets, in rows and in tokens; then slo mode with the best
+        sizes."""
         off: Settings = {"mode": "off"}
         if not self.may_batch or table.max_rows == 1:
             return self._near_best(table, [off])
@@ -302,13 +302,13 @@ class Ranking:
         slo = [{**shape.settings, "mode": "slo"} for shape in batched[:NUM_SLO_SIZES]]
         largest = {**fixed[-1], "mode": "slo"}
         if not slo or ("tokens" in largest and largest not in slo):
-            # By tokens the SLO closes batches where it must; a budget need not.
+            # With tokens, slo mode closes batches by itself and needs no small budget.
             slo.append(largest)
         return self._near_best(table, slo, found)
 
     def _by_tokens(self, table: TimeTable, by_rows: list[Settings]) -> list[Settings]:
-        """Also with budgets, where time goes by tokens; elsewhere the one that is configured stays,
-        for its reasons may be others."""
+        """Add token budgets if batch times depend on tokens; otherwise keep the configured budget,
+        which may have other reasons."""
         padding = self._config.padding
         budgets = token_budgets(table, padding.buckets[-1], self._slo) if padding else []
         if not budgets:
@@ -333,12 +333,12 @@ class Ranking:
         return self._config.max_batch_size > 0 and not self._facts.batching_problem
 
     def buckets(self) -> list[Settings]:
-        """As it is, and what the lengths of the examples suggest."""
+        """Return the current buckets, and those that the lengths of the examples suggest."""
         kept = {}
         if self._config.padding is not None:
             kept = {"buckets": ",".join(map(str, self._config.padding.buckets))}
         found: list[Settings] = [kept]
-        # What is filled up costs nothing where it is not computed.
+        # Padding costs nothing in packed models, which do not compute it.
         is_free = bool(kept) and self._config.is_packed
         if is_free or self._facts.padding_problem or len(set(self._lengths)) < 2:
             return found
@@ -357,8 +357,8 @@ class Ranking:
 
 
 def shapes(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
-    """Steps of the passes on batching and instances over everything that batch times are known
-    for, with the highest rate that is predicted for each; best first."""
+    """Return steps of the batching and instances passes for everything with known batch times, with
+    the predicted highest rate of each; best first."""
     ranking = Ranking(situation)
     found: list[Shape] = []
     tables = [*situation.times.values()]
@@ -368,14 +368,14 @@ def shapes(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
         found += ranking.batching(table)
     found.sort(key=lambda shape: -shape.rate)
     if not found and situation.times:
-        # No rate keeps the SLO: what comes nearest is who answers a request alone the soonest.
+        # No rate keeps the SLO: use the arrangement with the lowest latency of a single request.
         table = min(situation.times.values(), key=alone_s)
         found = [Shape({"mode": "off"}, table.num_instances, table.num_threads, 0.0)]
     return [(steps_of(shape), shape.rate) for shape in found]
 
 
 def alone_s(table: TimeTable) -> float:
-    """Of one row that shares with nobody; the longest, where lengths vary."""
+    """Return the time of a batch of one row; the longest row, if lengths vary."""
     return table.batch_s(max(table.seconds), 1)
 
 

@@ -1,5 +1,5 @@
-"""What a serving configuration would do, from measured batch times: the real batchers on a fake
-clock. Pure. Used to order candidates and never to accept one."""
+"""Simulation of serving configurations from measured batch times: the real batchers on a fake
+clock. Pure. Used to order candidates, never to accept one."""
 
 from __future__ import annotations
 
@@ -23,54 +23,55 @@ from penstock.serving.slo_batcher import SloBatcher
 from penstock.slo import Goodput, Latency, Slo
 from penstock.types import Array, Request, Response
 
-# What a request spends outside of queue and batch: sockets, decoding, copies. About that of a small
+# Time of a request outside of queue and batch: sockets, decoding, copies. Typical of a small
 # request over HTTP; large tensors take longer.
 OVERHEAD_S = 0.00015
-# Of a batch, beyond what the model takes: the way to the worker and back, waking it up.
+# Overhead of a batch besides the model: wake-up of the worker, and the way there and back.
 DISPATCH_S = 0.00015
-# Processor time for each request and each byte of it and of its answer: the server's work and that
-# of clients on the same machine. Cores that no instance uses do it first.
+# CPU time of each request, and of each byte of it and its answer, for the server and for clients on
+# the same machine. Cores that no instance uses serve it first.
 REQUEST_CPU_S = 0.00015
 BYTE_CPU_S = 3e-9
-# The core takes requests one after the other; no model is served faster than this allows.
+# The core handles requests one at a time, which limits the rate of any model.
 CORE_S = 0.00002
-# Of its cores, that a model keeps whatever comes.
+# Share of its cores that a model always keeps.
 MIN_FREE = 0.05
-# How much batches of one size differ, as the standard deviation of the logarithm of their times, on
-# a machine that has other things to do. Whoever plans tightly then refuses what could be in time.
+# Variation of batch times, as the standard deviation of their logarithm, on a machine with other
+# load. With it, a batcher that plans tightly refuses requests that could be in time.
 JITTER = 0.2
-# So many that a burst or two does not decide: the slowest hundredth comes in clusters.
+# Enough that one or two bursts do not decide: the slowest hundredth comes in clusters.
 NUM_REQUESTS = 4000
-# Of the requests, left out at the start: the queue is empty then, which it will not be again.
+# Share of requests left out at the start, when the queue is still empty.
 WARM_UP = 0.1
 SEED = 11
-# Without a limit on latency a rate is too high when so many times a full batch is waited for.
+# Without a latency limit, a rate is too high if requests wait this many times a full batch.
 KNEE = 10.0
-# How near the highest rate is found, and how far below what is possible it is looked for.
+# Precision of the highest rate, and the lowest share of the capacity that is tried.
 PRECISION = 0.02
 MIN_SHARE = 1 / 128
 
 
 class TimeTable(msgspec.Struct):
-    """How long batches take, measured with all instances computing at once.
+    """Batch times, measured with all instances computing at once.
 
-    `seconds[bucket][rows]`; bucket is the length of the rows where that varies (padded to, or their
-    own), and 0 for models whose rows are all alike."""
+    `seconds[bucket][rows]`; bucket is the length of the rows (padded, or their own) if that varies,
+    and 0 for models whose rows all have the same shape.
+    """
 
     num_instances: int
     num_threads: int
     seconds: dict[int, dict[int, float]]
-    # Of one instance, loaded and warm.
+    # One instance, loaded and warm.
     memory_bytes: int = 0
     load_s: float = 0.0
-    # Of models that do not compute padding: the tokens of those batches, by which their time goes.
+    # Tokens of those batches, for models that do not compute padding: their time depends on tokens.
     tokens: dict[int, dict[int, float]] = {}
-    # Cores of the machine that the instances leave to the server and its clients.
+    # Cores that the instances leave to the server and its clients.
     num_free_cores: int = 0
 
     @property
     def by_tokens(self) -> dict[int, float]:
-        """Seconds by tokens; empty where time goes by rows."""
+        """Seconds by tokens; empty if batch times depend on rows."""
         return {
             round(count): self.seconds[bucket][rows]
             for bucket, by_rows in self.tokens.items()
@@ -78,13 +79,13 @@ class TimeTable(msgspec.Struct):
         }
 
     def batch_s(self, bucket: int, num_rows: int) -> float:
-        """Between what was measured by straight lines, beyond it by the last of them."""
+        """Interpolate linearly between measured points, and extrapolate from the last two."""
         lengths = sorted(self.seconds)
         points = [(each, _along(self.seconds[each], num_rows)) for each in lengths]
         return _along(dict(points), bucket)
 
     def tokens_s(self, num_tokens: float) -> float:
-        """The same by tokens."""
+        """Return the batch time by tokens."""
         return _along(self.by_tokens, num_tokens)
 
     @property
@@ -94,10 +95,10 @@ class TimeTable(msgspec.Struct):
 
 
 def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
-    """Batch times when requests come at this rate: each batch has its way to the worker, and the
-    server takes from the model's cores what the free ones do not hold."""
+    """Return batch times at this request rate: each batch is dispatched to a worker, and the server
+    takes CPU time from the model's cores once the free ones are used up."""
     taken = rate * _request_cpu_s(config) - table.num_free_cores
-    # A thread that loses its core makes all threads of its instance wait.
+    # A thread that loses its core delays all threads of its instance.
     share = max(0.0, taken) / table.num_instances
     stretch = 1 / max(1 - share, MIN_FREE)
     seconds = {
@@ -108,7 +109,7 @@ def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
 
 
 def _request_cpu_s(config: ModelConfig) -> float:
-    """Processor time that a request takes of the machine beside the model; GPUs lose nothing."""
+    """Return the CPU time per request outside of the model; models on GPUs lose nothing by it."""
     if config.device != "cpu":
         return 0.0
     num_bytes = sum(
@@ -127,7 +128,7 @@ class Prediction(msgspec.Struct):
 
 
 def _along(points: Mapping[int, float], at: float) -> float:
-    """Linear; never less than a tenth of the least that was measured."""
+    """Interpolate linearly; never below a tenth of the smallest measured value."""
     known = sorted(points)
     if len(known) == 1:
         return points[known[0]]
@@ -137,7 +138,7 @@ def _along(points: Mapping[int, float], at: float) -> float:
         return points[high]
     slope = (points[high] - points[low]) / (high - low)
     if not low <= at <= high:
-        # Noise must not make what is larger cost less.
+        # Noise must not make larger batches cheaper.
         slope = max(slope, 0.0)
     return max(points[low] + slope * (at - low), min(points.values()) / 10)
 
@@ -148,8 +149,8 @@ def _along(points: Mapping[int, float], at: float) -> float:
 def fitted(
     rows: Sequence[Mapping[str, Array]], config: ModelConfig
 ) -> Sequence[Mapping[str, Array]]:
-    """As this configuration takes them: where a model that took one row has got a batch dimension
-    since, rows still have the 1 that stood for it. The same rows, if they fit as they are."""
+    """Return rows as this configuration takes them: without the leading 1, if a model for single
+    rows has a batch dimension now. Return the same object if they fit as they are."""
     ranks = {spec.name: len(spec.shape) for spec in config.inputs}
 
     def is_more(name: str, array: Array) -> bool:
@@ -165,8 +166,8 @@ def fitted(
 
 
 def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:
-    """The axis of each input that may have any length, filled up with 0; none where an input has
-    two of them or is no number."""
+    """Return the variable axis of each input, padded with 0; empty if an input has several or is
+    not numeric."""
     axes: list[PadAxis] = []
     for spec in config.inputs:
         if spec.is_fixed:
@@ -179,13 +180,13 @@ def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:
 
 
 def length_of(row: Mapping[str, Array], axes: Sequence[PadAxis]) -> int | None:
-    """The one length that these axes have in a row; None where they differ or are not there."""
+    """Return the length that all these axes have in a row; None if they differ or are missing."""
     found = {row[each.input].shape[each.axis] for each in axes if each.input in row}
     return int(found.pop()) if len(found) == 1 else None
 
 
 def row_lengths(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> list[int]:
-    """The length of each row along the variable axis; empty when rows have no such length."""
+    """Return the length of each row along the variable axis; empty if rows have no such length."""
     axes = config.padding.axes if config.padding is not None else variable_axes(config)
     found = [length_of(row, axes) for row in rows] if axes else []
     lengths = [each for each in found if each]
@@ -193,8 +194,8 @@ def row_lengths(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> lis
 
 
 def lengths_of(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> dict[int, float]:
-    """The share of requests by what is computed of them: the length of the bucket, or their own
-    without padding or where that is not computed; {0: 1.0} for rows that are all alike."""
+    """Return the share of requests by computed length: that of the bucket, or their own if padding
+    is absent or not computed; {0: 1.0} if all rows have the same shape."""
     return shares_of(row_lengths(rows, config), config)
 
 
@@ -207,14 +208,14 @@ def shares_of(lengths: Sequence[int], config: ModelConfig) -> dict[int, float]:
 
 
 class Kind(NamedTuple):
-    """What the server makes of a row: with whom it shares a batch, what it counts of a budget."""
+    """How the server classifies a row: the bucket it is batched in, and its tokens of a budget."""
 
     bucket: int
     num_tokens: int
 
 
 def kinds_of(lengths: Collection[int], config: ModelConfig) -> dict[int, Kind]:
-    """By length; what no bucket holds runs with its own."""
+    """Return the kind of each length; rows longer than all buckets run at their own length."""
     if config.padding is None:
         return {each: Kind(each, max(1, each)) for each in lengths}
     pads = Pads(config)
@@ -229,7 +230,7 @@ def kinds_of(lengths: Collection[int], config: ModelConfig) -> dict[int, Kind]:
 
 
 class _Nobody:
-    """The sink of requests whose answer nobody reads."""
+    """A sink that discards answers."""
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         pass
@@ -237,8 +238,8 @@ class _Nobody:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one simulated load. Latencies in the order in which requests were due; infinite: never
-    answered."""
+    """Result of one simulated load. Latencies in the order in which requests were due; infinite:
+    never answered."""
 
     latencies_s: Array
     num_batches: int = 0
@@ -248,7 +249,7 @@ class Outcome:
 
 
 class Patience:
-    """When a simulation need not go on: more requests were late than the SLO lets be late."""
+    """Ends a simulation early when more requests are late than the SLO allows."""
 
     def __init__(self, slo: Slo, num_requests: int) -> None:
         self._first = int(num_requests * WARM_UP)
@@ -258,7 +259,7 @@ class Patience:
             for term in slo.terms
             if isinstance(term, Latency) and term.metric == "latency" and term.statistic != "mean"
         ]
-        # How many may be late, by the limit.
+        # Each limit, and how many more requests may exceed it.
         self._left = [[limit_s, allowed] for limit_s, allowed in limits]
         self.is_over = False
 
@@ -272,7 +273,7 @@ class Patience:
 
 
 class _Clock:
-    """How long batches take, by the table."""
+    """Batch times, by the table."""
 
     def __init__(self, table: TimeTable) -> None:
         self._table = table
@@ -304,14 +305,14 @@ def _num_tokens(batch: Sequence[Request]) -> int:
 
 @dataclass(slots=True)
 class _Executors:
-    """Instances that only take time."""
+    """Simulated instances."""
 
     batcher: Batcher | SloBatcher
     clock: _Clock
     num_idle: int
     outcome: Outcome
     patience: Patience
-    # By turns, what batches take times their mean.
+    # Factors on batch times, used in turn.
     jitter: Array
     running: list[tuple[float, int, float, list[Request]]] = field(default_factory=list)
 
@@ -331,7 +332,7 @@ class _Executors:
             self.patience.ended(request.turn, math.inf)
 
     def turn(self, now: float) -> None:
-        """End what has ended, begin what may begin."""
+        """Complete finished batches, refuse expired requests, and start new batches."""
         while self.running and self.running[0][0] <= now:
             _, _, started, batch = heapq.heappop(self.running)
             self.num_idle += 1
@@ -349,7 +350,7 @@ class _Executors:
         self._refuse(now)
 
     def _refuse(self, now: float) -> None:
-        """Their latency stays infinite."""
+        """Refuse expired requests; their latency stays infinite."""
         for request in self.batcher.expire(now):
             self.patience.ended(request.turn, math.inf)
 
@@ -373,8 +374,8 @@ def run(
     patience: Patience | None = None,
     jitter: float = 0.0,
 ) -> Outcome:
-    """Requests due at `arrivals` (ascending), each of its length (see `lengths_of`), until all have
-    ended or patience is over."""
+    """Simulate requests due at `arrivals` (ascending), each of its length (see `lengths_of`), until
+    all have ended or patience is over."""
     clock = _Clock(table)
     kinds = kinds_of(set(lengths), config)
     outcome = Outcome(np.full(len(arrivals), math.inf))
@@ -383,7 +384,7 @@ def run(
     factors = np.random.default_rng(SEED).lognormal(-(jitter**2) / 2, jitter, NUM_REQUESTS)
     executors = _Executors(batcher, clock, table.num_instances, outcome, patience, factors)
     sink = _Nobody()
-    # It takes the time between an arrival and its turn for a loop that is busy.
+    # An SLO batcher gets a turn at each arrival: it would take a delay for a busy event loop.
     is_slo = isinstance(batcher, SloBatcher)
     for index, (due, length) in enumerate(zip(arrivals, lengths, strict=True)):
         while (event := executors.next_event) <= due:
@@ -403,7 +404,7 @@ def run(
 def _make_batcher(
     config: ModelConfig, clock: _Clock, num_instances: int, buckets: set[int]
 ) -> Batcher | SloBatcher:
-    """As the server makes it, with the times that it would see at warm-up."""
+    """Make the batcher as the server does, with the times that it would measure at warm-up."""
     policy = config.batching
     if policy.slo_latency_s is None:
         return Batcher(policy)
@@ -418,14 +419,15 @@ def _make_batcher(
 
 
 def _warm_s(clock: _Clock, policy: BatchPolicy, bucket: int, num_rows: int) -> float:
-    """A warm-up runs rows as long as their bucket, and no more tokens than a batch may have."""
+    """Return a warm-up time: rows are as long as their bucket, within the token budget of a
+    batch."""
     if not clock.is_by_tokens:
         return clock.batch_s(bucket, num_rows)
     return clock.tokens_s(_within(policy, num_rows * bucket))
 
 
 def _max_rows(config: ModelConfig, bucket: int) -> int:
-    """Of a batch; without batching each request runs by itself."""
+    """Return the largest batch; 1 without batching."""
     policy = config.batching
     return min(policy.max_batch_size, config.max_rows(bucket)) if policy.is_dynamic else 1
 
@@ -437,7 +439,8 @@ def _within(policy: BatchPolicy, num_tokens: float) -> float:
 def predict(
     table: TimeTable, config: ModelConfig, slo: Slo, rate: float, lengths: Mapping[int, float]
 ) -> Prediction:
-    """`lengths` is the share of requests by length (see `lengths_of`); {0: 1.0} without any."""
+    """Simulate one rate. `lengths` is the share of requests by length (see `lengths_of`), {0: 1.0}
+    without lengths."""
     due, chosen = _requests(slo, rate, lengths)
     loaded = as_served(table, config, rate)
     outcome = run(loaded, config, due, chosen, jitter=JITTER)
@@ -445,7 +448,7 @@ def predict(
 
 
 def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list[float], list[int]]:
-    """When each is due, and its length; always the same ones at the same rate."""
+    """Return when each request is due, and its length; deterministic for a rate."""
     arrivals, cv = ("poisson", 1.0) if slo.rate is None else (slo.rate.arrivals, slo.rate.cv or 1.0)
     chunks: list[Array] = []
     for chunk in due_times(Open(Flat(rate), arrivals, cv), SEED):
@@ -480,13 +483,13 @@ def _counted(outcome: Outcome) -> Array:
 
 
 def percentile(latencies_s: Array, percent: float) -> float:
-    """The smallest that so many are not longer than; infinite where too few were answered."""
+    """Return a percentile (nearest rank); infinite if too few requests were answered."""
     rank = max(1, math.ceil(percent / 100 * len(latencies_s) - 1e-9))
     return float(np.partition(latencies_s, rank - 1)[rank - 1])
 
 
 def _is_kept(slo: Slo, latencies_s: Array) -> bool:
-    """The terms that speak of single requests; those who were refused waited for ever."""
+    """Return whether the latency and goodput terms hold; refused requests have infinite latency."""
     limit_s = slo.latency_s
     for term in slo.terms:
         if isinstance(term, Latency) and term.metric == "latency":
@@ -504,17 +507,17 @@ def _is_kept(slo: Slo, latencies_s: Array) -> bool:
 
 
 def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Requests a second that no batcher can exceed: every batch as large as is best, and a server
+    """Return the upper limit of the rate for any batcher: batches of the best size, and a server
     that keeps up."""
     row_s = _best_row_s(_Clock(as_served(table, config, 0.0)), config, lengths)
     num_instances = table.num_instances
-    # The rate at which rows take all that the server leaves of the cores.
+    # The rate at which rows and server together use all cores.
     shared = (num_instances + table.num_free_cores) / (row_s + _request_cpu_s(config))
     return min(num_instances / row_s, shared, 1 / CORE_S)
 
 
 def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Of a mean row in batches as large as is best."""
+    """Return the mean time per row in batches of the best size."""
     policy = config.batching
     kinds = kinds_of(lengths, config)
     total = sum(lengths.values())
@@ -531,7 +534,7 @@ def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]
 
 
 def _longest_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Of the batches that there may be."""
+    """Return the time of the longest possible batch."""
     if clock.is_by_tokens:
         most = _max_rows(config, 0) * max(lengths)
         return clock.tokens_s(_within(config.batching, most))
@@ -547,9 +550,9 @@ def max_rate(
     *,
     above: float = 0.0,
 ) -> float:
-    """The highest rate at which the SLO's latency and goodput terms hold in simulation; 0 if at
-    none, or at none `above` this. Without such terms, the highest that does not end in an ever
-    longer queue."""
+    """Return the highest rate at which the SLO's latency and goodput terms hold in simulation; 0 if
+    there is no such rate, or none `above` this. Without such terms, the highest rate at which the
+    queue does not grow without bound."""
     if not any(isinstance(term, Latency | Goodput) for term in slo.terms):
         longest_s = _longest_s(_Clock(table), config, lengths)
         slo = Slo((Latency("p99", KNEE * longest_s + OVERHEAD_S),), slo.rate)

@@ -1,9 +1,9 @@
-"""Builds on a GPU, each loaded once for all that is asked of it.
+"""GPU sessions: builds on a GPU, each loaded once for all requests of the lab.
 
-There a process takes longer to start than most questions take: the import of torch, the device's
-context, the weights. A process that has run other batches is also what a server is, so times that
-are taken in it are those of a server. On CPUs every question has a process of its own (`trials`).
-The lab asks; one sitting at a time.
+On a GPU a process takes longer to start than most requests take: the import of torch, the device
+context, the weights. A server's process has run other batches too, so times measured here are those
+of a server. On CPUs every request has a process of its own (`trials`). The lab uses one session at
+a time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from penstock.optimizer.trials import Child, Crew, Row, TrialLimits
 from penstock.types import Array
 
 T = TypeVar("T")
-# Among the facts: as many as are timed here, not as many as the build has.
+# Entry of the facts that is left out: the slots of this session, not of the build.
 SLOTS = "slots"
 
 
 class Spare:
-    """The next child, which imports its backend while the one before it is asked. Whoever measures
-    waits for it first."""
+    """The next child process, which imports its backend while the previous one is in use. `settle`
+    before measuring."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
         self._is_ready = False
 
     def take(self, config: ModelConfig) -> Child:
-        """A child that has nothing loaded; the next one is begun."""
+        """Return a child with nothing loaded, and start the next one."""
         self.settle()
         child, self._child = self._child, None
         if child is None or child.config.backend != config.backend:
@@ -51,7 +51,7 @@ class Spare:
         return child
 
     def settle(self) -> None:
-        """Until the next one sleeps. One that did not get so far is none."""
+        """Wait until the next child is idle; drop it if it failed."""
         if self._child is None or self._is_ready:
             return
         try:
@@ -76,17 +76,17 @@ class Spare:
 
 
 class Sitting:
-    """One build. What fails is asked once more of a new process, unless that was new: what came
-    before may be to blame. A model that hangs is not waited for twice."""
+    """The session of one build. A failed request is repeated once in a new process, unless that was
+    new: an earlier request may be the cause. A timeout is not repeated."""
 
     def __init__(self, build: Build, most: tuple[int, int], spare: Spare) -> None:
         """`most`: instances and threads; fewer instances are timed in the same process, as fewer
-        batches on their way."""
+        batches in flight."""
         self.build = build
         self._config = with_instances(build.config, *most)
         self._spare = spare
         self._child: Child | None = None
-        # When questions must have been answered, by the monotonic clock.
+        # Deadline of all requests, by the monotonic clock.
         self.ends_at = math.inf
 
     def inspect(self) -> Facts:
@@ -95,7 +95,7 @@ class Sitting:
         return facts
 
     def check_rows(self, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
-        """Whether these rows influence each other."""
+        """Check whether these rows influence each other."""
 
         def check(child: Child) -> RowCheck:
             child.rules = trials.NO_LIMITS
@@ -122,7 +122,8 @@ class Sitting:
         longest_s: float = trials.MAX_BATCH_S,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> TimeTable:
-        """T(b) with so many instances; its memory is that of all that this process has done."""
+        """Measure T(b) with this many instances; the memory is that of everything this process has
+        run."""
 
         def measured(child: Child) -> TimeTable:
             self._spare.settle()
@@ -152,7 +153,7 @@ class Sitting:
             if is_new:
                 raise
         except BaseException:
-            # Whoever asks next must not get the answer to this.
+            # The next request must not receive this answer.
             self.close()
             raise
         return self._asked(question)

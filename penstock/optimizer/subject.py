@@ -1,8 +1,8 @@
-"""What is optimised, in whatever form it came: made a model's folder that can be served as it is.
+"""The model to optimise, in any form, as a model's folder that can be served.
 
 An ONNX file, a PyTorch factory (`package.module:factory`), a `.pt2` file, a Hugging Face folder, or
-a model's folder of a repository. With preprocessing, the folder has it too, and takes what users
-send; with postprocessing, it gives what users get.
+a model's folder of a repository. With preprocessing, the folder includes it and takes the user's
+inputs; with postprocessing, it returns the user's outputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.optimizer.sent import Row
 from penstock.serving.placement import place
 from penstock.types import Array
 
-# Larger ones are rarely faster on CPUs, and are warmed up too. A GPU is not filled by so few.
+# On CPUs larger batches are rarely faster, and cost warm-up time. GPUs need larger ones.
 MAX_BATCH = 32
 MAX_BATCH_ON_GPU = torch_source.MAX_BATCH
 PREPROCESS_FILE, POSTPROCESS_FILE = "preprocess.py", "postprocess.py"
@@ -47,7 +47,7 @@ FORMS = (
 )
 
 
-# The kind of what comes from a repository, before its number.
+# Kind of models from a repository, before the version number.
 SERVED = "served version"
 
 
@@ -56,21 +56,21 @@ class Subject:
     build: Build
     # "ONNX", "PyTorch module", "exported program", "Hugging Face", "served version 3"
     kind: str
-    # Of every byte of the model.
+    # Digest of every byte of the model.
     digest: str
     # "ONNX, 22.7 M parameters, FP32"
     text: str
-    # The most rows of a batch that the model's author allows; None where the limit was chosen here.
+    # Largest batch that the model's author allows; None if the limit was chosen here.
     max_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The model's files are in the version folder; this is what else is known."""
+    """Result of `_take`, which put the model's files into the version folder."""
 
     kind: str
     config: ModelConfig
-    # Beside the kind: what was taken along, what the architecture is.
+    # In addition to the kind: copied files, the architecture.
     note: str = ""
     max_rows: int | None = None
 
@@ -104,7 +104,7 @@ def open_subject(plan: Plan, target: Path) -> Subject:
 
 
 def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.UserFunction | None]:
-    """Before and behind the model."""
+    """Find the preprocessing and postprocessing functions."""
     problems = [
         f"{what}: needs data: what users {do} is not known from the model alone"
         for what, do in (("preprocess", "send"), ("postprocess", "get"))
@@ -140,7 +140,7 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
 
 
 def _as_exported(config: ModelConfig) -> ModelConfig:
-    """With as many rows as it was exported for."""
+    """Limit the batch to the size that the program was exported for."""
     if not config.max_batch_size:
         return config
     limit = pt2_file.read_program(Path(config.artifact)).signature.max_batch
@@ -166,7 +166,7 @@ def _take_onnx(path: Path, version: Path) -> Taken:
 
 
 def _external_files(path: Path) -> list[str]:
-    """Files that hold weights of an ONNX model, which must lie beside or below it."""
+    """Return the external weight files of an ONNX model, which must be in its folder or below."""
     names = onnx_model.external_files(onnx_model.read(path, weights=False))
     folder = path.resolve().parent
     problems: list[str] = []
@@ -182,7 +182,7 @@ def _external_files(path: Path) -> list[str]:
 
 
 def _take_served(path: Path, version: Path) -> Taken:
-    """A version of a repository, with its own configuration. The SLO is another one now."""
+    """Take a version of a repository with its own configuration, but without its SLO."""
     folder, config = _served_version(path)
     source = folder / config.version
     without = (repository.CONFIG, "manifest.json")
@@ -202,9 +202,9 @@ def _take_served(path: Path, version: Path) -> Taken:
 
 
 def _author_limit(folder: Path, config: ModelConfig) -> int | None:
-    """The `max_batch_size` that somebody wrote, if anybody did: Python code may fail or be wrong
-    beyond it, and so may a compiled plan. A limit that an earlier optimisation of a plain file
-    chose, or that was worked out from the file, is not the author's."""
+    """Return the `max_batch_size` that the author configured, if any: Python code and compiled
+    plans may fail or be wrong above it. A limit that an earlier optimisation of a plain file chose,
+    or that was inferred from the file, does not count."""
     manifest = manifests.read(folder / config.version)
     lineage = manifest.evidence.get("lineage") if manifest is not None else None
     if isinstance(lineage, dict) and not str(lineage.get("source", "")).startswith(SERVED):
@@ -231,15 +231,16 @@ def _served_version(path: Path) -> tuple[Path, ModelConfig]:
 
 
 def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelConfig:
-    """Where the plan says; by itself a PyTorch model is on the GPUs, as `penstock serve` has it,
-    and a version of a repository where it was. ConfigError for a GPU that is not there."""
+    """Place the model on the plan's device. By default a PyTorch model is placed on the GPUs, as in
+    `penstock serve`, and a version of a repository stays where it was. ConfigError if the GPU does
+    not exist."""
     gpus = devices.read_gpus()
     if device == "auto" and not is_served:
         device = EACH_GPU if gpus and config.backend in pbtxt.AUTO_BACKENDS else CPU
     if device not in ("auto", CPU) and config.backend not in pbtxt.GPU_BACKENDS:
         raise ConfigError([f"device: {device}: {_no_gpu(config.backend)}; expected auto or cpu"])
     if device != "auto":
-        # Of one that was on several devices, as many as it had on each.
+        # Keep the number of instances per device.
         config = config.on([device] * max(1, config.num_instances // len(set(config.devices))))
     try:
         place(config, gpus)
@@ -255,8 +256,8 @@ def _no_gpu(backend: str) -> str:
 
 
 def _proposed(config: ModelConfig, rows: Sequence[Row]) -> ModelConfig:
-    """How the original is served where nobody has said it: batched, and padded where it has tokens
-    and a mask. Whether that does harm is tried out when it is loaded."""
+    """Return the default configuration of the original: batched, and padded if it has tokens and a
+    mask. Whether that changes answers is checked at load."""
     most = MAX_BATCH_ON_GPU if config.uses_gpu else MAX_BATCH
     max_batch = min(most, config.max_batch_size)
     batching = BatchPolicy(max(1, max_batch), is_dynamic=max_batch > 0)
@@ -274,7 +275,7 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
     limit = _longest(config, rows)
     buckets = Padding(axes).buckets
-    # Up to the one that holds the longest.
+    # Up to the bucket that holds the longest row.
     kept = [size for size in buckets if size < limit]
     kept += [size for size in buckets if size >= limit][:1]
     most = _max_positions(config)
@@ -282,14 +283,15 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
 
 
 def _longest(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> int:
-    """Of the data; everything without data."""
+    """Return the longest row of the data; unlimited without data."""
     name = config.inputs[0].name
     lengths = [len(row[name]) for row in rows if name in row and row[name].ndim == 1]
     return max(lengths, default=1 << 30)
 
 
 def _max_positions(config: ModelConfig) -> int:
-    """As many tokens as the model can tell apart, where it says so beside its file."""
+    """Return the model's maximum sequence length, from the config.json beside it if there is
+    one."""
     import msgspec
 
     path = Path(config.artifact).parent / "config.json"
@@ -334,8 +336,8 @@ def _with_preprocessing(
 
 
 def _postprocessed(plan: Plan, build: Build, function: user_code.UserFunction) -> ModelConfig:
-    """With the function behind the model; what users get is what it makes of the model's answers
-    to the examples."""
+    """Add the postprocessing function; the output signature is inferred from its results on the
+    examples."""
     config = build.config
     if config.postprocess is not None:
         problem = f"the model has one already, {config.postprocess.function}"
@@ -362,12 +364,12 @@ def _postprocessed(plan: Plan, build: Build, function: user_code.UserFunction) -
 
 
 def _as_texts(values: Array) -> Array:
-    """However long they are."""
+    """Convert strings to objects, so that their length may vary."""
     return values.astype(object) if values.dtype.kind in "SU" else values
 
 
 def _check_copy(file: str, call: Callable[[], list[Row]], expected: Row) -> None:
-    """What was taken along must do without what was left behind."""
+    """Check that the copied code works without the files that were not copied."""
     what = file.removesuffix(".py")
     where = f"{what}: {folders.VERSION}/{file}, the copy that is served,"
     try:
@@ -391,7 +393,7 @@ def _weights_text(config: ModelConfig) -> str:
 
 
 def digest_of(folder: Path) -> str:
-    """Of every file with its name."""
+    """Return a digest of all files and their names."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:

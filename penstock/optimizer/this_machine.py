@@ -1,4 +1,4 @@
-"""What this machine is, read from the system."""
+"""Properties of this machine, read from the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.benchmark import system
 from penstock.optimizer.machine import Machine
 
-# Instructions that matter for inference, as /proc/cpuinfo spells them.
+# Instruction sets that matter for inference, as /proc/cpuinfo spells them.
 ISA = (
     "avx2",
     "f16c",
@@ -22,15 +22,16 @@ ISA = (
     "avx512_fp16",
     "amx_int8",
     "amx_bf16",
-    # Of ARM: products of bytes, matrices of them, BF16.
+    # ARM: INT8 dot products, INT8 matmuls, BF16.
     "asimddp",
     "i8mm",
     "bf16",
 )
-# Beside those that a load test names.
+# In addition to those that a load test reports.
 PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")
 
-# Long enough for the clock to rise: 25 ms told 14 % apart on a quiet machine (16 cores, 2026-11).
+# Long enough for the clock to ramp up: probes of 25 ms differed by 14 % on a quiet machine (16
+# cores, 2026-11).
 PROBE_BYTES, NUM_PROBES = 1 << 19, 300
 
 
@@ -38,7 +39,7 @@ def read_machine() -> Machine:
     found = system.environment("")
     return Machine(
         cpu=found.host_cpu,
-        # Those that this process may use, which a container or taskset may have made fewer.
+        # Cores that this process may use: a container or taskset may limit them.
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=found.memory_bytes,
         isa=isa_of(_cpuinfo()),
@@ -48,8 +49,8 @@ def read_machine() -> Machine:
 
 
 def machine_speed_s() -> float:
-    """What a fixed piece of work takes now. The fastest of many short runs: other programs can only
-    make it slower, so this tells the clock and the host rather than the load."""
+    """Return the time of a fixed piece of work: the fastest of many short runs. Other programs can
+    only slow it down, so this reflects the clock and the host rather than the load."""
     data = bytes(PROBE_BYTES)
     seconds = []
     for _ in range(NUM_PROBES):
@@ -60,7 +61,7 @@ def machine_speed_s() -> float:
 
 
 def isa_of(cpuinfo: str) -> tuple[str, ...]:
-    """Of the first processor; all of a machine have the same."""
+    """Return the instruction sets of the first processor; all processors have the same."""
     for line in cpuinfo.splitlines():
         key, _, flags = line.partition(":")
         if key.strip() in ("flags", "Features"):

@@ -1,8 +1,8 @@
-"""How a time budget is spent: planned once at the start, then held against the clock.
+"""How a time budget is spent: planned once at the start, then checked against the clock.
 
 Owns the arithmetic: how long one load is measured, how many rounds the proof has, whether highest
-rates are searched, how much time is kept for finalists and proof. Knows no process and no clock;
-the search, the lab and the served measurements ask it.
+rates are searched for, how much time is reserved for finalists and proof. Knows no processes and no
+clock; the search, the lab and the served measurements use it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ OPEN_S, OPEN_ON_GPU_S = 8.0, 40.0
 # Commit and report.
 CLOSE_S = 2.0
 NUM_ROUNDS = 2
-# Search for the highest rate of one build: the longest, the shortest that is worth it, and what
-# the probe before it takes.
+# Search for the highest rate of one build: the longest, the shortest that is useful, and the time
+# of the probe before it.
 SEARCH_S, MIN_SEARCH_S, PROBE_COST_S = 60.0, 20.0, 4.0
-# The same where the SLO has a cost term, so that every served measurement needs one.
+# The same if the SLO has a cost term, so that every served measurement needs a search.
 COST_SHARE, MIN_COST_SEARCH_S = 1 / 12, 5.0
 # Proofs with two rounds and with highest rates may take at most these shares of the budget.
 ROUNDS_SHARE, RATES_SHARE = 0.45, 0.55
-# Shares of a budget with highest rates that are kept for finalists and proof; the second where the
+# Shares of a budget with highest rates that are reserved for finalists and proof; the second if the
 # SLO is out of reach, so that finalists are compared by their highest rates.
 RESERVE, RESERVE_FOR_RATES = 0.3, 0.5
-# A profile takes 7 s on a CPU; it must not take the time of steps.
+# A profile takes 7 s on a CPU; it must not use up the time for steps.
 PROFILE_S = 30.0
 # Granularity of the budgets that messages suggest.
 SUGGESTED_S = 30.0
 
 
 class OutOfTime(Exception):
-    """The time for the present part of the run is spent."""
+    """The time for the current part of the run is used up."""
 
 
 class TookTooLong(BackendFailed):
-    """No answer within the time that such work may take: it may hang."""
+    """No answer within the time limit: it may hang."""
 
 
 class CutOff(TookTooLong):
@@ -64,16 +64,16 @@ class CutOff(TookTooLong):
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """Parts of one run. Durations of measurements are expectations: they begin as assumptions, and
-    `with_start` and `with_judging` replace these by what was measured."""
+    """Time plan of one run. Durations of measurements are estimates: they begin as assumptions, and
+    `with_start` and `with_judging` replace them by measured ones."""
 
     # None: no limit.
     budget_s: float | None
     # Longest measurement of one load.
     level_s: float
-    # Rounds of measurements in turns.
+    # Rounds of alternating measurements.
     num_rounds: int
-    # Whether the highest rate of original and choice is searched.
+    # Whether the highest rates of original and choice are searched for.
     has_rates: bool
     # Search for the highest rate in every served measurement; 0: none.
     cost_search_s: float
@@ -81,7 +81,7 @@ class TimePlan:
     start_s: float
     # Whether servers stay up between measurements, so that the proof starts none.
     keeps_servers: bool
-    # The final check on held-out examples.
+    # The final check on the held-out set.
     judge_s: float = 0.0
 
     @property
@@ -89,19 +89,19 @@ class TimePlan:
         return level_cost_s(self.level_s)
 
     def serve_s(self, num_builds: int = 1, num_rounds: int = 1) -> float:
-        """Expected duration of a served measurement, with the servers' starts."""
+        """Return the expected duration of a served measurement, including the starts of servers."""
         rate_s = self.cost_search_s + PROBE_COST_S if self.cost_search_s else 0.0
         return num_builds * (self.start_s + num_rounds * self.level_cost_s + rate_s)
 
     def in_turns_s(self, num_builds: int, search_s: float = 0.0) -> float:
-        """The same of several builds in turns, or of one alone; `search_s` is the search for the
-        highest rate of each, after one round."""
+        """Return the expected duration of several builds in turns, or of one alone; `search_s` is
+        the search for the highest rate of each, after one round."""
         if search_s:
             return self.serve_s(num_builds) + num_builds * (search_s + PROBE_COST_S)
         return self.serve_s(num_builds, 1 if num_builds == 1 else self.num_rounds)
 
     def num_in_turns(self, left_s: float, num_known: int, search_s: float = 0.0) -> int:
-        """How many builds fit into this time, in turns with so many others."""
+        """Return how many builds fit into this time, in turns with `num_known` others."""
         num = 0
         while self.in_turns_s(num_known + num + 1, search_s) <= left_s:
             num += 1
@@ -117,17 +117,17 @@ class TimePlan:
 
     @property
     def close_s(self) -> float:
-        """Kept for what always comes last."""
+        """Reserved for what always comes last."""
         return self.judge_s + CLOSE_S
 
     def prove_s(self, num_builds: int, num_rounds: int) -> float:
-        """Expected duration of a proof at the SLO's load."""
+        """Return the expected duration of a proof at the SLO's load."""
         started_s = num_builds * self.start_s if self.keeps_servers else 0.0
         return self.serve_s(num_builds, num_rounds) - started_s
 
     @property
     def shortest_proof_s(self) -> float:
-        """Original and choice once each."""
+        """Time to measure original and choice once each."""
         return self.prove_s(2, 1) + self.close_s
 
     @property
@@ -137,11 +137,12 @@ class TimePlan:
 
     @property
     def shortest_kept_s(self) -> float:
-        """The least that finalists and proof take."""
+        """The minimum time of finalists and proof."""
         return self.finalists_s + self.shortest_proof_s
 
     def kept_s(self, *, is_far: bool = False) -> float:
-        """Kept for finalists and proof while steps are tried. `is_far`: the SLO is out of reach."""
+        """Return the time reserved for finalists and proof while steps are tried. `is_far`: the SLO
+        is out of reach."""
         needed_s = self.finalists_s + self.proof_s
         if self.budget_s is None or not self.has_rates:
             return needed_s
@@ -149,19 +150,19 @@ class TimePlan:
 
     @property
     def steps_s(self) -> float:
-        """Left for steps; infinite without a budget."""
+        """Time left for steps; infinite without a budget."""
         if self.budget_s is None:
             return math.inf
         return max(0.0, self.budget_s - self.baseline_s - self.kept_s())
 
     def with_start(self, took_s: float) -> TimePlan:
-        """After one server was started and measured once. What came from a journal takes no time,
-        and tells nothing."""
+        """Learn the start time, after one server was started and measured once. A measurement from
+        the journal takes no time, and is ignored."""
         start_s = took_s - (self.serve_s() - self.start_s)
         return replace(self, start_s=start_s) if start_s > 0 else self
 
     def with_judging(self, took_s: float) -> TimePlan:
-        """After answers were judged: the final check asks both the original and the choice."""
+        """Learn the judging time: the final check runs both the original and the choice."""
         return replace(self, judge_s=max(self.judge_s, 2 * took_s))
 
 
@@ -177,7 +178,7 @@ class Limits:
 
 
 def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
-    """Depends on nothing but its arguments: the same command resumes with the same plan."""
+    """Plan the time. Depends only on its arguments: the same command resumes with the same plan."""
     budget_s = plan.budget_s
     needs_rates = plan.price_per_hour is not None and any(
         isinstance(term, Cost) for term in (plan.slo.terms if plan.slo else ())
@@ -210,17 +211,17 @@ def warm_up_s(level_s: float) -> float:
 
 
 def level_cost_s(level_s: float) -> float:
-    """Expected duration of one level with its warm-up."""
+    """Return the expected duration of one level with its warm-up."""
     return level_s + warm_up_s(level_s) + LEVEL_OVERHEAD_S
 
 
 def smallest_budget_s(needed_s: float) -> float:
-    """A budget to suggest."""
+    """Round up to a budget to suggest."""
     return SUGGESTED_S * math.ceil(needed_s / SUGGESTED_S)
 
 
 def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
-    """What fits into the budget, in one line; empty without one."""
+    """Describe in one line what fits into the budget; empty without one."""
     if time.budget_s is None:
         return ""
     steps = f"about {_span(time.steps_s)} for steps"
@@ -237,12 +238,12 @@ def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
 
 
 def _span(seconds: float) -> str:
-    """`40 s`, `2 min`, `2 min 30 s`."""
+    """Format seconds: `40 s`, `2 min`, `2 min 30 s`."""
     return wording.span(seconds).removesuffix(" 0 s")
 
 
 def _budget_for(plan: Plan, is_on_gpu: bool, fits: Callable[[TimePlan], bool]) -> float:
-    """The smallest budget, in steps of half a minute, whose plan is good enough."""
+    """Return the smallest budget, in steps of half a minute, whose plan fits."""
     budget_s = SUGGESTED_S
     while not fits(plan_time(replace(plan, budget_s=budget_s), is_on_gpu=is_on_gpu)):
         budget_s += SUGGESTED_S

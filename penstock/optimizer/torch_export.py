@@ -1,5 +1,5 @@
-"""A torch module on its way to another form: called by position with plain tensors, and examples to
-trace it with. Imported where torch is known to be there."""
+"""Export of torch modules: a wrapper with positional tensors, and examples to trace it with. Import
+only where torch is installed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.types import TensorSpec
 
-# LayerNormalization is an operator of its own from here on, which fusions look for.
+# From this version on LayerNormalization is a single operator, which fusions look for.
 OPSET = 17
 NUM_ROWS = 2
-# Of free axes: no size that a model is likely to have inside.
+# Size of variable axes: one that a model is unlikely to have inside.
 FREE_SIZE = 11
 
 
 class Plain(torch.nn.Module):  # type: ignore[misc]
-    """Inputs by position and outputs as a tuple, both in the order of the configuration."""
+    """Takes inputs by position and returns outputs as a tuple, both in the order of the
+    configuration."""
 
     def __init__(self, loaded: Loaded, config: ModelConfig) -> None:
         super().__init__()
@@ -39,13 +40,13 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
         return tuple(values[name] for name in self._outputs)
 
     def train(self, mode: bool = True) -> Plain:
-        """Stays as it was loaded; exported programs cannot even be asked."""
+        """Keep the mode in which it was loaded; exported programs would even raise."""
         return self
 
 
 def examples(config: ModelConfig, more: int = 0) -> tuple[Any, ...]:
-    """One batch, its free sizes so much larger. A mask masks something, or a model may leave it out
-    of what is traced."""
+    """Return one batch, with variable sizes increased by `more`. Masks mask something: otherwise a
+    model may leave the mask out of the trace."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for spec in config.inputs:
@@ -63,7 +64,7 @@ def examples(config: ModelConfig, more: int = 0) -> tuple[Any, ...]:
 
 
 def free_axes(spec: TensorSpec, config: ModelConfig) -> dict[int, str]:
-    """Axes of any size, batch included, with a name each: sequences share one."""
+    """Return variable axes, including the batch, with a name each: sequences share one."""
     first = 1 if config.max_batch_size else 0
     axes = {0: "batch"} if first else {}
     for axis, size in enumerate(spec.shape):
@@ -73,9 +74,9 @@ def free_axes(spec: TensorSpec, config: ModelConfig) -> dict[int, str]:
 
 
 def to_onnx(loaded: Loaded, config: ModelConfig, path: Path) -> str:
-    """Write the model, by tracing or else by torch.export; which of them, in words."""
+    """Write the model, by tracing or else by torch.export; return the name of the method."""
     if hasattr(loaded.module, "set_attn_implementation"):
-        # Attention in plain operators, which fusions know.
+        # Plain attention operators, which fusions recognise.
         loaded.module.set_attn_implementation("eager")
     module = Plain(loaded, config)
     reasons: list[str] = []
@@ -107,13 +108,13 @@ def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> 
             "opset_version": OPSET,
         }
     with warnings.catch_warnings(), torch.inference_mode(is_dynamo):
-        # Tracing warns of what it makes constant: the answers are compared afterwards.
+        # Tracing warns of values that become constants: answers are compared afterwards.
         warnings.simplefilter("ignore")
         torch.onnx.export(module, examples(config), str(path), dynamo=is_dynamo, **options)
 
 
 def check_exported(path: Path, config: ModelConfig) -> None:
-    """BackendFailed if an input went missing or an axis that was free is not any more."""
+    """Raise BackendFailed if an input is missing or a variable axis became fixed."""
     found = onnx_file.read_signature(path)
     for kind, wanted, actual in (
         ("input", config.inputs, found.inputs),
@@ -129,8 +130,8 @@ def check_exported(path: Path, config: ModelConfig) -> None:
 
 
 def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
-    """BackendFailed if the file is no good for other sizes than those it was traced with: a size
-    that became a constant is told nowhere else."""
+    """Raise BackendFailed if the file does not work for other sizes than it was traced with:
+    nothing else reveals a size that became a constant."""
     import onnxruntime
 
     inputs = examples(config, more=1)
@@ -148,7 +149,7 @@ def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
 
 
 def to_package(loaded: Loaded, config: ModelConfig, path: Path) -> None:
-    """Compile to an AOTInductor package; needs a C++ compiler, and takes its time."""
+    """Compile to an AOTInductor package; slow, and needs a C++ compiler."""
     free = torch.export.Dim.DYNAMIC
     axes: Sequence[Any] = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]
     with warnings.catch_warnings(), torch.no_grad():

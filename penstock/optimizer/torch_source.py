@@ -1,4 +1,4 @@
-"""PyTorch models as a version folder: from a factory of the user's, or a Hugging Face folder.
+"""PyTorch models as a version folder: from a user's factory, or a Hugging Face folder.
 
 Both become `module.py` with `model.safetensors`; the signature is found by running the module.
 """
@@ -24,7 +24,7 @@ from penstock.optimizer.sent import Row
 from penstock.types import TensorSpec
 
 MODULE, WEIGHTS = "module.py", "model.safetensors"
-# As many rows as anybody is offered; how many are served depends on the device.
+# Largest batch that is offered; how large batches are served depends on the device.
 MAX_BATCH = 256
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 TOKENIZER = (
@@ -37,9 +37,9 @@ TOKENIZER = (
     "sentencepiece.bpe.model",
     "spiece.model",
 )
-# What is asked of a model of transformers, the first that it gives.
+# Outputs of transformers models to serve: the first that exists.
 ANSWERS = ("logits", "last_hidden_state")
-# Free sizes, tried one after the other: those of outputs that change with them are free too.
+# Variable sizes to try in turn: output sizes that change with them are variable too.
 LENGTHS = (16, 24)
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HUGGING_FACE_MODULE = '''"""{name} of transformers, as config.json beside this file describes it."""
@@ -55,13 +55,14 @@ def factory():
 '''
 # Encoders are often saved without the head that their configuration names.
 MASKED = "ForMaskedLM"
-# Weights of the base model that the model with the head does not have: a part of its own, and
-# numbers that older versions of transformers wrote.
+# Weights of the base model that the model with the head does not have: the pooler, and numbers that
+# older versions of transformers wrote.
 POOLER, BESIDE_THE_HEAD = "pooler", ("pooler", "position_ids")
 
 
 def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
-    """`package.module:factory`; the configuration, and a note on what is taken along."""
+    """Take a model from `package.module:factory`; return the configuration, and a note on copied
+    files."""
     torch = _torch()
     found = user_code.find(text, "model")
     try:
@@ -81,7 +82,8 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
 
 
 def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
-    """A folder that `save_pretrained` wrote; the configuration, and the architecture's name."""
+    """Take a model from a `save_pretrained` folder; return the configuration, and the
+    architecture's name."""
     _torch()
     name = _architecture(folder)
     library = _transformers()
@@ -108,8 +110,8 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
 
 
 def own_files(artifact: Path) -> set[str]:
-    """What a version needs only as long as its model is a PyTorch module: its name, and those of
-    the files it may have beside it."""
+    """Return files that a version needs only as long as its model is a PyTorch module: the
+    artifact, and files that may be beside it."""
     shards = [path.name for path in artifact.parent.glob("*.safetensors")]
     made = {COMPILED, CHOICES, KERNELS}
     return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards, *made}
@@ -137,7 +139,8 @@ def _library(name: str, extra: str) -> Any:
 
 
 def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
-    """From `example_inputs`, of the factory or of its module: arrays by name, batch first."""
+    """Return rows of `example_inputs`, of the factory or its module: arrays by name, batch
+    first."""
     given = getattr(found.call, "example_inputs", None)
     given = given if given is not None else getattr(found.module, "example_inputs", None)
     given = given() if callable(given) else given
@@ -157,7 +160,8 @@ def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
 
 
 def _write_factory(found: user_code.UserFunction, version: Path) -> str:
-    """`module.py` calls the user's function, from a copy beside it where one file is all of it."""
+    """Write a `module.py` that calls the user's function, from a copy beside it if that is a single
+    file."""
     if found.source is None:
         note = user_code.take_along(found, version, MODULE)
         source = found.module.__name__
@@ -178,7 +182,7 @@ def _write_factory(found: user_code.UserFunction, version: Path) -> str:
 def _save(module: Any, version: Path) -> None:
     if module.state_dict():
         importlib.import_module("safetensors.torch").save_model(module, str(version / WEIGHTS))
-        # The library lets only the writer read it; whoever serves the model may be another.
+        # The library makes it readable by its owner only; the server may run as another user.
         (version / WEIGHTS).chmod((version / MODULE).stat().st_mode)
 
 
@@ -197,12 +201,12 @@ def _architecture(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A module, what it was made with, and which of its weights transformers did not find."""
+    """A module, its options, and the weights that transformers did not find."""
 
     module: Any
     options: Mapping[str, bool]
     missing: frozenset[str]
-    # Weights of the files that the module has no place for.
+    # Weights in the files that the module does not have.
     unexpected: frozenset[str]
 
     @property
@@ -223,7 +227,7 @@ def _from_pretrained(kind: Any, folder: Path, **options: bool) -> _Loaded:
 
 
 def _check_whole(loaded: _Loaded, folder: Path) -> None:
-    """All weights must be there: those that are missing would be random."""
+    """Raise ConfigError if weights are missing: they would be random."""
     missing = sorted(loaded.missing)
     if missing:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
@@ -231,8 +235,8 @@ def _check_whole(loaded: _Loaded, folder: Path) -> None:
 
 
 def _is_headless(loaded: _Loaded, folder: Path) -> bool:
-    """Whether the files hold the whole encoder and nothing of the head. Weights that the head
-    shares with the encoder are not expected in the files."""
+    """Return whether the files hold the whole encoder and nothing of the head. Weights that the
+    head shares with the encoder are not expected in the files."""
     prefix = f"{loaded.module.base_model_prefix}."
     head = {name for name in loaded.module.state_dict() if not name.startswith(prefix)}
     others = [name for name in loaded.unexpected if not any(w in name for w in BESIDE_THE_HEAD)]
@@ -242,7 +246,7 @@ def _is_headless(loaded: _Loaded, folder: Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    """The weights of the files, by name."""
+    """Return the names of the weights in the files."""
     library = importlib.import_module("safetensors")
     found: set[str] = set()
     for path in sorted(folder.glob("*.safetensors")):
@@ -252,7 +256,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _base_model(library: Any, folder: Path) -> _Loaded:
-    """Without the pooler where that has no weights either: it would be random."""
+    """Load the base model, without the pooler if that has no weights: it would be random."""
     loaded = _from_pretrained(library.AutoModel, folder)
     if loaded.missing and all(POOLER in name for name in loaded.missing):
         return _from_pretrained(library.AutoModel, folder, add_pooling_layer=False)
@@ -274,7 +278,7 @@ Read = Callable[[Any], dict[str, Any]]
 
 
 def _config(module: Any, specs: Sequence[TensorSpec], read: Read, version: Path) -> ModelConfig:
-    """With the outputs that the module gives, and batched if its first axes are rows."""
+    """Return the configuration with the module's outputs; batched if their first axes are rows."""
     _check_names(module, specs)
     try:
         outputs = _outputs(module, specs, read, has_batch=True)
@@ -297,7 +301,7 @@ def _config(module: Any, specs: Sequence[TensorSpec], read: Read, version: Path)
 
 
 class _NoBatch(Exception):
-    """The module does not run, or its answers have no row for each row."""
+    """The module does not run, or its outputs do not have a row for each input row."""
 
 
 def _check_names(module: Any, specs: Sequence[TensorSpec]) -> None:
@@ -312,7 +316,8 @@ def _check_names(module: Any, specs: Sequence[TensorSpec]) -> None:
 def _outputs(
     module: Any, specs: Sequence[TensorSpec], read: Read, has_batch: bool
 ) -> tuple[TensorSpec, ...]:
-    """Sizes that stay the same when the free sizes of the inputs change are fixed."""
+    """Return the output specs: sizes that stay the same when variable input sizes change are
+    fixed."""
     seen = [
         _answer(module, specs, read, (2 + turn, size), has_batch)
         for turn, size in enumerate(LENGTHS)
@@ -360,7 +365,7 @@ def _datatype(name: str, tensor: Any) -> str:
 
 
 def _tensors_by_name(answer: Any) -> dict[str, Any]:
-    """As the backend will name them: by key, or else in their order."""
+    """Return outputs by the names that the backend will use: by key, or else by position."""
     torch = _torch()
     if isinstance(answer, torch.Tensor):
         return {"OUTPUT__0": answer}

@@ -1,9 +1,7 @@
-"""The process in which a build is tried out: loads one Runner, as a worker does, and answers what
-`trials` asks over a socket.
+"""Child process of a trial: loads one Runner, as a worker does, and answers `trials` over a socket.
 
-Started as `python -m penstock.optimizer.trial_child FD PARENT`; leaves when the socket closes and
-dies with its parent. Messages are MessagePack, each with its length in front; tensors travel in
-them in wire form.
+Started as `python -m penstock.optimizer.trial_child FD PARENT`; exits when the socket closes and
+dies with its parent. Messages are MessagePack with a length prefix; tensors are in wire format.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from penstock.wire.frames import Proof, RequestPart
 
 LENGTH = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4096
-# A point is measured at least so often, unless one run takes very long.
+# Minimum number of runs per point; fewer if one run takes very long.
 MIN_RUNS = 5
 MIN_LONG_RUNS = 3
 LONG_RUN_S = 0.3
@@ -80,23 +78,23 @@ class Load(msgspec.Struct, tag="load"):
 
 
 class Inspect(msgspec.Struct, tag="inspect"):
-    """Of the build whose config was loaded."""
+    """Inspect the build whose config was loaded."""
 
     candidate: Candidate
     folder: str
 
 
 class Compute(msgspec.Struct, tag="compute"):
-    """Stacked inputs; one row without its batch dimension where the model has none."""
+    """Run stacked inputs; a single row without batch dimension if the model has none."""
 
     inputs: list[Values]
     num_rows: int
-    # Of each row before it was padded; 0, or none at all: it was not.
+    # Length of each row before padding; 0, or empty: it was not padded.
     lengths: list[int] = []
 
 
 class Hold(msgspec.Struct, tag="hold"):
-    """Keep this batch for `Measure`, and run it until that is nothing new."""
+    """Keep this batch for `Measure`, and warm it up."""
 
     inputs: list[Values]
     num_rows: int
@@ -104,21 +102,21 @@ class Hold(msgspec.Struct, tag="hold"):
 
 
 class Measure(msgspec.Struct, tag="measure"):
-    """Run the batch that is held again and again, for so long, with so many on their way at once
-    (0: as many as the model has instances)."""
+    """Run the held batch repeatedly for this long, with this many in flight (0: as many as the
+    model has instances)."""
 
     duration_s: float
     num_slots: int = 0
 
 
 class Keep(msgspec.Struct, tag="keep"):
-    """Write what was compiled and chosen to this folder, all sizes of batches run once."""
+    """Run all batch sizes once, and write compiled code and kernel choices to this folder."""
 
     folder: str
 
 
 class Package(msgspec.Struct, tag="package"):
-    """Compile a PyTorch module ahead, into this file; nothing is loaded for anything else."""
+    """Compile a PyTorch module ahead of time into this file; it is not loaded for anything else."""
 
     config: ModelConfig
     path: str
@@ -141,7 +139,7 @@ class Inspected(msgspec.Struct, tag="inspected"):
 
 
 class Computed(msgspec.Struct, tag="computed"):
-    """By row, without the batch dimension."""
+    """Outputs of each row, without the batch dimension."""
 
     rows: list[list[Values]]
 
@@ -152,8 +150,7 @@ class Held(msgspec.Struct, tag="held"):
 
 class Measured(msgspec.Struct, tag="measured"):
     seconds: list[float]
-    # By how much the process has grown since before it loaded the model; on a GPU, what it takes
-    # there.
+    # Growth of the process since before the model was loaded; on a GPU, the memory used there.
     memory_bytes: int
 
 
@@ -180,7 +177,7 @@ def send(sock: socket.socket, message: Question | Answer) -> None:
 
 
 def receive(sock: socket.socket) -> bytearray | None:
-    """The next message, not yet decoded; None when the other side has gone."""
+    """Receive the next message, not yet decoded; None if the other side has closed."""
     head = _exactly(sock, LENGTH.size)
     return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
 
@@ -244,8 +241,8 @@ class Trial:
         assert self._batch is not None, "nothing is held"
         seconds: list[float] = []
         began = now = time.perf_counter()
-        # As many on their way as there are instances: each takes from one end to the next, times
-        # those that it shares the device with.
+        # As many batches in flight as instances: each takes the time between two completions, times
+        # the number that share the device.
         asked = question.num_slots or self._config.num_instances
         num_slots = asked if self._runner.runs_ahead else 1
         begun = deque(self._runner.start(self._batch) for _ in range(num_slots - 1))
@@ -267,7 +264,7 @@ class Trial:
         return max(0, grown)
 
     def keep(self, folder: str) -> int:
-        """0 where there is nothing to keep."""
+        """Write compiled files and return their size, which is 0 without any."""
         warm_up_all(self._config, self._runner, self.proof)
         runner: object = model_in(self._runner)
         if not isinstance(runner, KeepsCompiled):
@@ -275,7 +272,7 @@ class Trial:
         files = runner.compiled()
         for name, content in files.items():
             path = Path(folder) / name
-            # It may be a link to that of another build.
+            # It may be a hard link to another build's file.
             path.unlink(missing_ok=True)
             path.write_bytes(content)
         return sum(map(len, files.values()))
@@ -311,16 +308,16 @@ def _only(execution: Execution) -> Outputs | PerRequest:
 
 
 def _batch_of(question: Compute | Hold) -> Batch:
-    """Each row a request."""
+    """Make a batch in which each row is a request."""
     inputs = {each.name: each.array() for each in question.inputs}
     for array in inputs.values():
-        array.flags.writeable = False  # As those of requests.
+        array.flags.writeable = False  # As in requests.
     lengths = question.lengths or [0] * question.num_rows
     return Batch(inputs, question.num_rows, [RequestPart("", 1, length=each) for each in lengths])
 
 
 def _batched(config: ModelConfig) -> ModelConfig:
-    """Whether rows may share a batch is wanted of every model that has a batch dimension."""
+    """Enable batching, so that it is checked for every model with a batch dimension."""
     if config.max_batch_size < 2:
         return config
     return replace(config, batching=replace(config.batching, is_dynamic=True))
@@ -335,7 +332,7 @@ def _values(specs: Sequence[TensorSpec], found: Mapping[str, Array]) -> list[Val
 
 
 class Child:
-    """Answers one question after the other."""
+    """Handles one request at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -350,7 +347,7 @@ class Child:
                 answer = Failed(list(error.problems), is_config=True)
             except PenstockError as error:
                 answer = Failed([str(error)[:MAX_ERROR_CHARS]])
-            except Exception as error:  # A trial: whatever a model or its library raises is told.
+            except Exception as error:  # Anything a model raises is reported.
                 log.error("the model raised %s", type(error).__name__, exc_info=error)
                 answer = Failed([f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]])
             send(self._sock, answer)
@@ -382,12 +379,12 @@ def main() -> None:
     sock = begin_life()
     if sock is None:
         return
-    # A model's folder is read, never written to.
+    # Never write to a model's folder.
     sys.dont_write_bytecode = True
     Child(sock).serve()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Libraries that cannot end their threads would hang in the usual way out.
+    # A normal exit would hang in libraries that cannot end their threads.
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
-"""A build, tried out in a process of its own: one that crashes or leaks is a result, and not the
-end of the run. Loads the same Runner that the server would."""
+"""Trials of a build in a separate process: a crash or leak is a result, not the end of the run.
+Loads the same Runner as the server."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ from penstock.wire.frames import Proof
 
 Row = Mapping[str, Array]
 
-# Compilers take minutes; a model that says nothing for so long never will.
+# Compilers take minutes; a model that is silent for this long hangs.
 LOAD_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 300.0
-# What has been answered already is read, however late it is.
+# Answers that have already arrived are read, however late.
 MIN_TIMEOUT_S = 0.1
-# Rows that are asked for in one batch.
+# Rows per batch.
 MAX_ROWS = 32
-# Of one point of T(b).
+# Time to measure one point of T(b), the batch time by size.
 POINT_S = 0.2
 RUNG = 8
-# A larger batch than is configured is tried too, up to this: batching may be worth more of it.
+# Batches larger than configured are tried too, up to this size: larger batches may pay off.
 LARGEST_RUNG = 32
-# A GPU is not filled by fewer; what it takes to fill it lies in between.
+# The same for GPUs, which smaller batches do not saturate; saturation lies between these sizes.
 LARGEST_ON_GPU = 256
 MORE_ON_GPU = (32, 128)
-# Batches that would take longer are not run unless asked for: a line goes on.
+# Batches that would take longer are not run unless requested: their times are extrapolated.
 MAX_BATCH_S = 1.0
 MAX_LENGTHS = 6
 A = TypeVar("A", bound=Answer)
@@ -84,16 +84,16 @@ A = TypeVar("A", bound=Answer)
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """What limits a trial beyond the build's configuration and the check at load."""
+    """Limits of a trial beyond the build's configuration and the check at load."""
 
-    # No batch has more rows: the limit of the model's author, or 1 where real rows influence each
+    # Maximum rows per batch: the limit of the model's author, or 1 if real rows influence each
     # other. None: larger batches than configured may be tried.
     max_rows: int | None = None
     # False: padding changes the answers to real rows.
     may_pad: bool = True
-    # When the last answer must be there, by the monotonic clock.
+    # Deadline of the last answer, by the monotonic clock.
     ends_at: float = math.inf
-    # Answers that are not there after so long are left out.
+    # Answers that take longer than this in total are left out.
     stop_after_s: float = math.inf
 
 
@@ -101,16 +101,16 @@ NO_LIMITS = TrialLimits()
 
 
 def inspect(build: Build, ends_at: float = math.inf) -> Facts:
-    """Load it, and read back what was built; `file_facts` and what only the loaded form knows.
-    BackendFailed says why it cannot be loaded. TookTooLong after `ends_at`, by the monotonic
-    clock; the same holds for `answers` and `times`."""
+    """Load a build and read back what was built: `file_facts` and what only the loaded form knows.
+    BackendFailed says why it cannot be loaded. TookTooLong after `ends_at`, by the monotonic clock;
+    the same holds for `answers` and `times`."""
     with Child(build.config, ends_at=ends_at) as child:
         child.load()
         return inspected(child, build)
 
 
 def inspected(child: Child, build: Build) -> Facts:
-    """By a child that has loaded it."""
+    """Inspect by a child that has loaded the build."""
     child.send(Inspect(build.candidate, str(build.folder)))
     return child.expect(Inspected).facts
 
@@ -120,9 +120,9 @@ def keep_compiled(
     timeout_s: float = LOAD_TIMEOUT_S,
     take: Callable[[ModelConfig], Child] | None = None,
 ) -> int:
-    """What is compiled of it, and which kernels were found the fastest, goes into the version's
-    folder, so that nobody who loads it on such a machine does that again; how many bytes that are.
-    TookTooLong after so long. `take` gives the child, where one has been started already."""
+    """Save compiled code and kernel choices in the version's folder, so that later loads on such a
+    machine skip that work; return the size in bytes. TookTooLong after the timeout. `take` returns
+    a child that was already started."""
     with (take or Child)(build.config) as child:
         child.timeout_s = timeout_s
         child.load(timeout_s)
@@ -131,8 +131,8 @@ def keep_compiled(
 
 
 def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-    """The module as an AOTInductor package, in a process of its own: what a compiler and a GPU take
-    of memory is given back with it. TookTooLong after so long."""
+    """Compile the module to an AOTInductor package in a separate process, which frees the memory of
+    compiler and GPU when it ends. TookTooLong after the timeout."""
     with Child(config, timeout_s) as child:
         child.send(Package(config, str(path)))
         child.expect(Packaged)
@@ -144,10 +144,10 @@ def answers(
     told: Callable[[int], None] | None = None,
     rules: TrialLimits = NO_LIMITS,
 ) -> list[dict[str, Array]]:
-    """One per row, computed as they would be served: in batches where the model may be batched,
-    filled up to buckets and cut back where it is padded. What a row's neighbours do to it (ranges
-    by batch, padding) is in the answers. Rows that have a 1 for their batch have it in their
-    answers too. `told` hears how many are done."""
+    """Return one answer per row, computed as when served: batched if the model may be, padded to
+    buckets and cropped if it is padded. So effects of a row's neighbours (per-batch ranges,
+    padding) show. Rows with a leading 1 for the batch have it in their answers too. `told` receives
+    the number done."""
     with Child(build.config, ends_at=rules.ends_at) as child:
         child.rules = rules
         child.load()
@@ -157,7 +157,8 @@ def answers(
 def answered(
     child: Child, build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
 ) -> list[dict[str, Array]]:
-    """By a child that has loaded it. Rows that its rules leave no time for have an empty answer."""
+    """Compute answers by a child that has loaded the build. Rows that its limits leave no time for
+    have an empty answer."""
     config = build.config
     stop_at = time.monotonic() + child.rules.stop_after_s
     found: list[dict[str, Array]] = [{} for _ in rows]
@@ -179,26 +180,26 @@ def answered(
 
 @dataclass(frozen=True, slots=True)
 class ServedRows:
-    """Rows as a worker gets them: filled up to their buckets where the model is padded."""
+    """Rows as a worker receives them: padded to their buckets if the model is padded."""
 
     rows: Sequence[Row]
-    # Of each row before it was filled up; 0: it stays as it is.
+    # Length of each row before padding; 0: not padded.
     lengths: Sequence[int]
-    # Which outputs are cut back to that length.
+    # Outputs that are cropped to that length.
     crops: Collection[Crop]
 
 
 def as_served(child: Child, config: ModelConfig, rows: Sequence[Row]) -> ServedRows:
     sent, lengths = _padded_rows(config, child.is_padded, rows)
-    # A function behind the model sees its answers as long as they are without padding.
+    # A postprocessing function receives outputs that are already cropped.
     return ServedRows(sent, lengths, () if config.postprocess else child.proof.crops)
 
 
 def compute(
     child: Child, build: Build, served: ServedRows, indices: Sequence[int]
 ) -> list[dict[str, Array]]:
-    """Run these rows as one batch; their answers in the same order, each with a 1 for the batch.
-    The rows have equal shapes."""
+    """Run these rows, which have equal shapes, as one batch; return answers in the same order, each
+    with a batch dimension of 1."""
     values = stacked(build.config, [served.rows[index] for index in indices])
     child.send(Compute(values, len(indices), [served.lengths[index] for index in indices]))
     computed = child.expect(Computed).rows
@@ -219,9 +220,9 @@ def times(
     longest_s: float = MAX_BATCH_S,
     rules: TrialLimits = NO_LIMITS,
 ) -> TimeTable:
-    """T(b) on the rungs 1, 8 and the largest (by length, where that varies), with so many instances
-    computing at once, each with so many threads. Batches that would take longer than `longest_s`
-    are left out: no SLO has room for them."""
+    """Measure T(b) at 1, 8 and the largest batch size (by length, if that varies), with all
+    instances computing at once. Batches that would take longer than `longest_s` are left out: no
+    SLO has room for them."""
     config = with_instances(build.config, num_instances, num_threads)
     with contextlib.ExitStack() as stack:
         # Each on its own device.
@@ -234,27 +235,27 @@ def times(
 
 
 class Child:
-    """A process that tries out one model; killed when the block ends, however it ends."""
+    """A child process with one model; killed when the block ends, however it ends."""
 
     def __init__(
         self, config: ModelConfig, timeout_s: float = LOAD_TIMEOUT_S, ends_at: float = math.inf
     ) -> None:
-        # What is loaded, or will be.
+        # Configuration that is loaded, or will be.
         self.config = config
         self._sock: socket.socket | None = None
         self._decoder = msgspec.msgpack.Decoder(Answer)
-        # For the next answer.
+        # Timeout of the next answer.
         self.timeout_s = timeout_s
-        # For all of them, by the monotonic clock.
+        # Deadline of all answers, by the monotonic clock.
         self.ends_at = ends_at
         self.proof = Proof()
         self.rules = NO_LIMITS
         self.load_s = 0.0
-        # Somebody did not wait for its answer: it would be taken for the next one's.
+        # An answer was not waited for: it would be taken for the next one.
         self._is_late = False
 
     def __enter__(self) -> Self:
-        """It may have been started before."""
+        """Start the process unless it was started before."""
         if self._sock is None:
             self.start()
         return self
@@ -293,7 +294,7 @@ class Child:
 
     @property
     def is_well(self) -> bool:
-        """Whether it can be asked anything more."""
+        """Whether it can take further requests."""
         return self._process.poll() is None and not self._is_late
 
     @property
@@ -307,14 +308,14 @@ class Child:
         return self.config.padding is not None and may_pad
 
     def prepare(self) -> None:
-        """Have it import the backend; `expect_prepared` before anything else is asked."""
+        """Make it import the backend; call `expect_prepared` before any other request."""
         self.send(Prepare(self.config.backend))
 
     def expect_prepared(self) -> None:
         self.expect(Prepared)
 
     def load(self, run_timeout_s: float | None = None) -> Loaded:
-        """What is asked afterwards has this long for its answer; None: as long as is usual."""
+        """Load the model. Later requests have this timeout; None: the default."""
         self.send(Load(self.config))
         return self.expect_loaded(run_timeout_s)
 
@@ -333,7 +334,8 @@ class Child:
             raise self._ended() from None
 
     def expect(self, kind: type[A]) -> A:
-        """BackendFailed or ConfigError with what the model said, or how it ended."""
+        """Receive an answer; BackendFailed or ConfigError with the model's message, or how it
+        ended."""
         assert self._sock is not None
         timeout_s = min(self.timeout_s, max(MIN_TIMEOUT_S, self.ends_at - time.monotonic()))
         self._sock.settimeout(timeout_s)
@@ -362,7 +364,7 @@ class Child:
 
 
 def _load_all(children: Sequence[Child]) -> None:
-    """Each what it is for, at the same time."""
+    """Load all children in parallel, each with its own configuration."""
     for child in children:
         child.send(Load(child.config))
     for child in children:
@@ -376,16 +378,16 @@ class Crew:
     config: ModelConfig
     children: Sequence[Child]
     longest_s: float
-    # Batches on their way at once in each of them; 0: as many as it has instances.
+    # Batches in flight in each child; 0: as many as it has instances.
     num_slots: int = 0
     memory_bytes: int = 0
-    # What ran, by length and rows, of a model that does not compute padding.
+    # Tokens of each batch, by length and rows, for models that do not compute padding.
     tokens: dict[int, dict[int, float]] = field(default_factory=dict)
-    # A batch that was worth a try failed: who knows what that left behind.
+    # A batch larger than configured failed, so the state of the children is unknown.
     is_hurt: bool = False
 
     def table(self, rows: Sequence[Row], pair: tuple[int, int]) -> TimeTable:
-        """Of all lengths, told as that of so many instances with so many threads."""
+        """Measure all lengths; the table is labelled with these instances and threads."""
         if not rows:
             raise ConfigError(["batch times: expected at least one row to measure with"])
         rows = fitted(rows, self.config)
@@ -399,8 +401,8 @@ class Crew:
         )
 
     def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
-        """By number of rows: the median, mean over the children. Rows are filled up to this length
-        where the model is padded."""
+        """Return seconds by number of rows: the mean over children of their medians. Rows are
+        padded to this length if the model is padded."""
         lengths = [0] * len(rows)
         if self.children[0].is_padded:
             rows, lengths = _filled(self.config, rows, [length] * len(rows))
@@ -416,14 +418,14 @@ class Crew:
             except (BackendFailed, ConfigError):
                 if rung <= max(1, self.config.max_batch_size):
                     raise
-                # Larger than the model says it can do; it was worth a try.
+                # Larger than the model is configured for; failure is acceptable.
                 self.is_hurt = True
                 self._mend()
                 break
         return found
 
     def _mend(self) -> None:
-        """Children that ended or hang begin anew."""
+        """Restart children that exited or hang."""
         unwell = [child for child in self.children if not child.is_well]
         for child in unwell:
             child.close()
@@ -449,7 +451,7 @@ class Crew:
         return sorted({1, *(min(each, most) for each in (RUNG, configured, most, *more))})
 
     def _mean_tokens(self, lengths: Sequence[int], rung: int) -> float:
-        """Over the children."""
+        """Return the mean number of tokens over the children."""
         taken = (_taken(index, rung, len(lengths)) for index in range(len(self.children)))
         return statistics.fmean(sum(lengths[each] for each in chosen) for chosen in taken)
 
@@ -466,7 +468,7 @@ class Crew:
         return statistics.fmean(statistics.median(each.seconds) for each in measured)
 
     def _heard(self, kind: type[A]) -> list[A]:
-        """All of them, before anything is raised: a later question must not get an old answer."""
+        """Receive all answers before raising: a later request must not get an old answer."""
         heard: list[A] = []
         problem: BackendFailed | ConfigError | None = None
         for child in self.children:
@@ -480,13 +482,13 @@ class Crew:
 
 
 def _taken(number: int, rung: int, num_rows: int) -> list[int]:
-    """The rows of a child's batch."""
+    """Return the rows of a child's batch."""
     return [(number * rung + offset) % num_rows for offset in range(rung)]
 
 
 def undisturbed(seconds: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
-    """By length and rows. What took longer than something that is longer and has more rows was held
-    up by somebody else: others on the machine only ever make a batch slower."""
+    """Remove disturbances from times by length and rows. A batch that took longer than one with
+    longer and more rows was disturbed: other load can only make a batch slower."""
     return {
         length: {
             rung: min(
@@ -502,9 +504,9 @@ def undisturbed(seconds: Mapping[int, Mapping[int, float]]) -> dict[int, dict[in
 
 
 def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> float:
-    """A batch of so many rows, by those that were measured. On a CPU each row costs its share. What
-    a few rows take on a GPU is mostly the launching of kernels, whatever the size: there the line
-    through the last two goes on, and of one alone nothing follows but that it is no less."""
+    """Estimate the time of a batch size from measured ones. On a CPU time is proportional to rows.
+    On a GPU small batches are dominated by kernel launches, so the line through the last two points
+    is extrapolated; from a single point only a lower limit follows."""
     *_, last = sorted(found)
     if not is_on_gpu:
         return found[last] * rung / last
@@ -519,7 +521,7 @@ def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> f
 
 
 def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
-    """The model's inputs of these rows, which have equal shapes; whatever else they have is not
+    """Stack the model's inputs of these rows, which have equal shapes; other fields are not
     sent."""
     values: list[Values] = []
     for spec in config.inputs:
@@ -534,7 +536,7 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
 
 
 def shape_groups(config: ModelConfig, rows: Sequence[Row], most: int) -> list[list[int]]:
-    """Indices of rows with equal shapes, at most so many together."""
+    """Group indices of rows with equal shapes, at most `most` per group."""
     by_shape: dict[object, list[int]] = {}
     for index, row in enumerate(rows):
         key = tuple(_shape(spec, row) for spec in config.inputs)
@@ -553,11 +555,11 @@ def _shape(spec: TensorSpec, row: Row) -> tuple[int, ...] | None:
 def _by_length(
     config: ModelConfig, is_padded: bool, rows: Sequence[Row]
 ) -> dict[int, Sequence[Row]]:
-    """What batches are made of: rows of one length each, or of one bucket where the model is
-    padded; a few lengths that are spread over what the rows have. 0 where rows have no length."""
+    """Group rows by length, or by bucket if the model is padded; a few lengths, spread over those
+    of the rows. 0 if rows have no length."""
     lengths = row_lengths(rows, config)
     if not lengths:
-        # Of several shapes that have no length in common, the commonest.
+        # If shapes have no common length, use the most common shape.
         (most, *_) = sorted(shape_groups(config, rows, len(rows)), key=len, reverse=True)
         return {0: [rows[index] for index in most]}
     pads = Pads(config) if is_padded else None
@@ -572,7 +574,7 @@ def _by_length(
 def _padded_rows(
     config: ModelConfig, is_padded: bool, rows: Sequence[Row]
 ) -> tuple[Sequence[Row], list[int]]:
-    """Rows filled up to their buckets, and how long each was; 0: it stays as it is."""
+    """Pad rows to their buckets; also return their lengths before, 0 for those not padded."""
     if not is_padded:
         return rows, [0] * len(rows)
     assert config.padding is not None
@@ -584,7 +586,7 @@ def _padded_rows(
 def _filled(
     config: ModelConfig, rows: Sequence[Row], buckets: Sequence[int | None]
 ) -> tuple[list[Row], list[int]]:
-    """Rows filled up to these lengths, and how long each was; 0: it stays as it is."""
+    """Pad rows to these lengths; also return their lengths before, 0 for those not padded."""
     assert config.padding is not None
     sent: list[Row] = []
     lengths: list[int] = []
@@ -595,7 +597,8 @@ def _filled(
 
 
 def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -> dict[str, Array]:
-    """One row's answer, with a 1 for the batch; as long as it would be without padding."""
+    """Return one row's answer with a batch dimension of 1, cropped to its length without
+    padding."""
     arrays = {each.name: each.array()[None] for each in outputs}
     if not length:
         return arrays
@@ -603,7 +606,7 @@ def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -
 
 
 def _spread(keys: Sequence[int]) -> list[int]:
-    """The shortest, the longest and some between, by how often they come."""
+    """Return the shortest, the longest and some lengths between, at even quantiles."""
     counted = Counter(keys)
     if len(counted) <= MAX_LENGTHS:
         return sorted(counted)
@@ -613,7 +616,7 @@ def _spread(keys: Sequence[int]) -> list[int]:
 
 
 def padded(config: ModelConfig, row: Row, length: int) -> Row:
-    """Filled up as the server would fill it up; rows that are long enough stay as they are."""
+    """Pad a row as the server does; rows of this length stay the same."""
     assert config.padding is not None
     if length_of(row, config.padding.axes) == length:
         return row

@@ -1,4 +1,4 @@
-"""Functions of users' own modules, `package.module:function`: found, and taken along to where the
+"""Functions of users' modules, `package.module:function`: import them, and copy them to where the
 model is served."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from penstock.errors import ConfigError
 
-# Of a module: files beside it that its functions read.
+# Module attribute: files beside the module that its functions read.
 FILES = "FILES"
 
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """`module:name`, imported."""
+    """An imported `module:name`."""
 
     module: ModuleType
     name: str
@@ -31,7 +31,7 @@ class UserFunction:
 
     @property
     def source(self) -> Path | None:
-        """The one file that is all of it; None for parts of packages and what is installed."""
+        """The single source file; None for parts of packages and installed modules."""
         file = getattr(self.module, "__file__", None)
         if file is None or "." in self.module.__name__ or Path(file).name == "__init__.py":
             return None
@@ -40,13 +40,13 @@ class UserFunction:
 
     @property
     def files(self) -> list[Path]:
-        """What goes with it."""
+        """Files that have to be copied with it."""
         folder = Path(self.module.__file__ or "").resolve().parent
         return [folder / name for name in getattr(self.module, FILES, ())]
 
 
 def find(text: str, what: str) -> UserFunction:
-    """Modules of the current folder are found too. `what` begins the problem's text."""
+    """Import a function; modules of the current folder are found too. `what` begins error texts."""
     name, _, function = text.partition(":")
     expected = "expected package.module:function"
     if not all(part.isidentifier() for part in name.split(".")) or not function.isidentifier():
@@ -65,7 +65,7 @@ def find(text: str, what: str) -> UserFunction:
 
 
 def take_along(function: UserFunction, folder: Path, file: str) -> str:
-    """Write `file` to the version folder so that it has the function; how, in words."""
+    """Write `file` to the version folder so that it provides the function; return a note on how."""
     source = function.source
     _copy_files(function, folder)
     if source is None:

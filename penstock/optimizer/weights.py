@@ -1,4 +1,4 @@
-"""How many parameters a model's file has, and of what datatype, read without loading them."""
+"""Number and datatype of a model's parameters, read from its files without loading them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
-# As safetensors spells them.
+# Names of datatypes in safetensors.
 SAFETENSORS = {"F64": "FP64", "F32": "FP32", "F16": "FP16", "BF16": "BF16", "I8": "INT8"}
 MAX_HEADER_BYTES = 100 << 20
 # Datatypes that count, by their names in ONNX.
@@ -18,7 +18,7 @@ ONNX |= {"UINT8": "INT8"}
 
 
 def describe(paths: list[Path]) -> str:
-    """ "22.7 M parameters, FP32"; the size of the files where they do not tell."""
+    """Return "22.7 M parameters, FP32", or the size of the files if the number is unknown."""
     counts: Counter[str] = Counter()
     for path in paths:
         if path.suffix == ".safetensors":
@@ -39,7 +39,7 @@ def _short(count: int) -> str:
 
 
 def _of_safetensors(path: Path) -> Counter[str]:
-    """The file starts with the length of its header, which is JSON."""
+    """Count parameters by datatype. The file starts with the length of its JSON header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(MAX_HEADER_BYTES, path.stat().st_size):
