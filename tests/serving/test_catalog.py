@@ -234,7 +234,7 @@ def test_workers_that_never_get_a_process_fail_the_load():
         await stage.load(CONFIG, replace(CONFIG, version="2"))
         assert stage.catalog.failure("echo").problems == (
             "the worker could not be started ([Errno 11] Resource temporarily unavailable) "
-            "while loading, 3 times",
+            "while loading, 3 times; see the log",
         )
         assert stage.puppets.alive == [], "not even that of version 1"
 
