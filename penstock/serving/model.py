@@ -283,7 +283,7 @@ class Model:
             if self._quarantine.is_active:
                 self._check_quarantine(request)
             if self._quotas.is_active:
-                self._check_quota(request)
+                self._check_quota(request, geometry)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -312,9 +312,11 @@ class Model:
             return False
         return True
 
-    def _check_quota(self, request: Request) -> None:
+    def _check_quota(self, request: Request, geometry: Geometry) -> None:
         """The share first: a request that is refused for it does not use up the rate."""
-        self._shares.check(request.caller)
+        if self._quotas.has_share(request.caller):
+            capacity = self._batcher.capacity(request, geometry, self._clock())
+            self._shares.check(request.caller, capacity)
         if not request.is_counted:
             self._quotas.check_rate(request.caller, self._clock())
 

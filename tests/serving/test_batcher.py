@@ -568,3 +568,46 @@ class TestWhyABatchClosed:
         batcher.rerun_alone(make())
         batcher.next(0.0)
         assert batcher.closed_by == "rerun"
+
+
+class TestCapacity:
+    """How many requests fit, as `queue_share` needs to know it."""
+
+    @pytest.mark.parametrize("num_executors", [1, 3])
+    @pytest.mark.parametrize("rows", [1, 4])
+    @pytest.mark.parametrize("batch_s", [0.02, 0.5])
+    def test_it_is_what_the_wait_limit_admits(self, num_executors, rows, batch_s):
+        batcher = Batcher(EAGER)
+        batcher.seed({1: batch_s, 8: batch_s})
+        batcher.count_executors(num_executors, 0.0)
+        expected = batcher.capacity(make(rows), "a", 0.0)
+        with pytest.raises(Overloaded):
+            fill(batcher, [rows] * 10_000)
+        num_running = num_executors * 8 // rows
+        assert batcher.num_waiting + num_running == pytest.approx(expected, rel=0.03, abs=1)
+        assert batcher.capacity(make(1), "a", 0.0) == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        ("policy", "capacity"),
+        [
+            (QueuePolicy(max_queue_size=4), 4 + 8),
+            (QueuePolicy(default_timeout_s=0.16), 0.9 * 64 + 8),
+            (QueuePolicy(timeout_action="DELAY", default_timeout_s=0.16), float("inf")),
+        ],
+    )
+    def test_a_limit_of_the_queue_counts_too(self, policy, capacity):
+        batcher = Batcher(replace(EAGER, policies=(policy,)))
+        batcher.seed({1: 0.02, 8: 0.02})
+        assert batcher.capacity(make(), "a", 0.0) == pytest.approx(capacity)
+
+    def test_it_is_finite_before_the_first_batch_and_without_an_instance(self):
+        batcher = Batcher(EAGER)
+        assert batcher.capacity(make(), "a", 0.0) == 88
+        batcher.observe("a", 8, 0.0, 0.02)
+        full = batcher.capacity(make(), "a", 0.02)
+        assert full == pytest.approx((0.9 / 0.02 + 1) * 8)
+        batcher.count_executors(0, 0.02)
+        assert batcher.capacity(make(), "a", 0.02) == pytest.approx(full)
+
+    def test_it_is_infinite_where_nothing_is_limited(self):
+        assert Batcher(replace(EAGER, max_wait_s=0.0)).capacity(make(), "a", 0.0) == float("inf")

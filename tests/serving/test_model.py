@@ -1743,3 +1743,51 @@ def test_a_key_gets_its_share_of_the_queue_back_however_its_requests_end():
         await closing
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("slo_s", [None, 0.3])
+def test_keys_with_a_share_never_get_in_each_others_way(slo_s):
+    """Requests take 20 ms: the queue is full after 50 of them, not after `max_pending`, 8192."""
+    policy = BatchPolicy(1, is_dynamic=True, slo_latency_s=slo_s)
+    config = replace(FIXED, max_batch_size=1, batching=policy)
+    quotas = Quotas({b"team-a": Quota(queue_share=0.5), b"team-b": Quota(queue_share=0.25)})
+    clock = FakeClock()
+
+    def submit(model: Model, caller: bytes) -> Request:
+        request = ask(config, canary(1, (1, 4)))
+        request.caller = caller
+        model.submit(request)
+        return request
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets, clock=clock, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+
+        async def run_until(is_over: Callable[[], bool]) -> None:
+            while not is_over():
+                clock.advance(0.02)
+                puppets.alive[0].step()
+                await settle()
+
+        # Nobody has learnt yet how long requests take.
+        for _ in range(20):
+            first = [submit(model, b"") for _ in range(5)]
+            await settle()
+            await run_until(lambda: all(each.is_done for each in first))  # noqa: B023
+        flood: list[Request] = []
+        for _ in range(100):
+            flood += [submit(model, b"team-a") for _ in range(60)]
+            other = submit(model, b"team-b")
+            await settle()
+            await run_until(lambda: other.is_done)  # noqa: B023
+            assert other.sink.error is None
+        kinds = [type(each.sink.error) for each in flood if each.is_done]
+        assert set(kinds) == {type(None), QuotaExceeded}
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
