@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -180,6 +181,7 @@ class Desk:
             "repository_index": self._index,
             "model_load": self._load,
             "model_unload": self._unload,
+            "count_request": self._count_request,
         }
 
     async def answer(self, ask: frames.Ask) -> bytes:
@@ -219,6 +221,11 @@ class Desk:
     async def _model_statistics(self, ask: frames.Ask) -> bytes:
         models = self.catalog.find_all(ask.model_name, ask.model_version)
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
+
+    async def _count_request(self, ask: frames.Ask) -> bytes:
+        """An inference request that the front could not decode."""
+        self.catalog.count_request(ask.key, time.monotonic(), ask.model_name, ask.model_version)
+        return b""
 
     async def _index(self, ask: frames.Ask) -> bytes:
         return _json({"models": await self._control.index(ask.parameters.get("ready", False))})
@@ -499,8 +506,10 @@ class Session:
                 self._told(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
+        catalog, name, version = self._desk.catalog, frame.model_name, frame.model_version
         try:
-            model = self._desk.catalog.find(frame.model_name, frame.model_version)
+            catalog.count_request(frame.caller, frame.received, name, version)
+            model = catalog.find(name, version)
             if self._desk.is_draining:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)

@@ -15,7 +15,6 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,10 +71,9 @@ WATCH_S = 0.5
 # How long clients may take to read their last answers.
 STOP_GRACE_S = 2.0
 
-# Takes a message; those of administrative calls also the digest of the API key.
+# Takes a message; those of administrative calls also the digest of the API key. That of inference
+# takes the bytes of the message and the digest.
 Answer = Callable[..., Awaitable[Any]]
-# Caller of the current RPC (`Request.caller`). Every RPC is a task with its own context.
-CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class Waiter:
@@ -133,7 +131,6 @@ class Service:
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
-            "ModelInfer": self._infer,
             "RepositoryIndex": self._repository_index,
             "RepositoryModelLoad": self._repository_load,
             "RepositoryModelUnload": self._repository_unload,
@@ -144,6 +141,10 @@ class Service:
             )
             for method in SERVICE.methods
         }
+        methods[f"/{SERVICE.full_name}/ModelInfer"] = grpc.unary_unary_rpc_method_handler(
+            _guarded("ModelInfer", self._infer_once),
+            response_serializer=service_pb2.ModelInferResponse.SerializeToString,
+        )
         methods[f"/{SERVICE.full_name}/ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream,
             response_serializer=service_pb2.ModelStreamInferResponse.SerializeToString,
@@ -169,11 +170,21 @@ class Service:
 
     # Inference.
 
-    async def _infer(self, message: Any) -> Any:
-        waiter = Waiter()
-        request = decode_infer(message, waiter, time.monotonic())
-        request.caller = CALLER.get()
-        model = self._remote.find(message.model_name, message.model_version)
+    async def _infer(self, data: bytes, caller: bytes, answer: Any = None) -> Any:
+        """The answer to a ModelInferRequest. The core counts requests, also those that cannot be
+        decoded. `answer` gets the request's id as soon as it is known."""
+        waiter, name, version = Waiter(), "", ""
+        try:
+            message = parse(service_pb2.ModelInferRequest, data)
+            name, version = message.model_name, message.model_version
+            if answer is not None:
+                answer.id = message.id
+            request = decode_infer(message, waiter, time.monotonic())
+        except PenstockError:
+            await self._remote.ask("count_request", name, version, key=caller)
+            raise
+        request.caller = caller
+        model = self._remote.find(name, version)
         model.submit(request)
         try:
             return await waiter.message
@@ -182,9 +193,12 @@ class Service:
             model.cancel(request)
             raise
 
+    async def _infer_once(self, data: bytes, context: Any) -> Any:
+        return await self._infer(data, _caller(self._gate, context))
+
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        CALLER.set(_caller(self._gate, context))
-        stream = Stream(self._infer, messages, context)
+        caller = _caller(self._gate, context)
+        stream = Stream(self._infer, messages, context, caller)
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(stream.read(group))
@@ -304,8 +318,11 @@ class Stream:
     """One ModelStreamInfer: requests run side by side, answers leave in the order of the requests,
     as Triton has it."""
 
-    def __init__(self, infer: Answer, messages: AsyncIterator[bytes], context: Any) -> None:
+    def __init__(
+        self, infer: Answer, messages: AsyncIterator[bytes], context: Any, caller: bytes
+    ) -> None:
         self._infer = infer
+        self._caller = caller
         self._messages = messages
         self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
@@ -332,9 +349,7 @@ class Stream:
         answer = service_pb2.ModelStreamInferResponse()
         response = answer.infer_response
         try:
-            message = parse(service_pb2.ModelInferRequest, data)
-            response.id = message.id
-            response.CopyFrom(await self._infer(message))
+            response.CopyFrom(await self._infer(data, self._caller, response))
         except PenstockError as error:
             if self._ends_by_error:
                 raise
@@ -371,20 +386,29 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
     async def call(data: bytes, context: Any) -> Any:
+        caller = _caller(gate, context)
+        message = parse(request_type, data)
+        return await (answer(message, caller) if is_admin else answer(message))
+
+    return grpc.unary_unary_rpc_method_handler(
+        _guarded(method.name, call),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def _guarded(name: str, call: Answer) -> Answer:
+    """The same with errors turned into statuses."""
+
+    async def run(data: bytes, context: Any) -> Any:
         try:
-            caller = _caller(gate, context)
-            CALLER.set(caller)
-            message = parse(request_type, data)
-            return await (answer(message, caller) if is_admin else answer(message))
+            return await call(data, context)
         except PenstockError as error:
             await _abort(context, error)
         except Exception:  # The protocol edge.
-            log.exception("while answering %s", method.name)
+            log.exception("while answering %s", name)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
-    return grpc.unary_unary_rpc_method_handler(
-        call, response_serializer=GetMessageClass(method.output_type).SerializeToString
-    )
+    return run
 
 
 def _caller(gate: Gate, context: Any) -> bytes:

@@ -159,10 +159,21 @@ class WrongHead(Exception):
         self.headers = headers
 
 
+Refusal = PenstockError | WrongHead
+
+
 class Door(Protocol):
     """Where a message goes whose head has been understood."""
 
+    def count(self, call: InferCall, exchange: Exchange) -> None:
+        """Called once for each inference request, before its body is looked at. QuotaExceeded when
+        the key sends too many."""
+
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
+
+    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
+        """Answer an inference request whose head or encoding is wrong. False: it is left to another
+        process, which also logs it."""
 
     def other(self, exchange: Exchange, match: Match) -> None:
         """What is not inference."""
@@ -211,11 +222,23 @@ class Models:
             raise no_route(exchange)
 
     def _check_rate(self, exchange: Exchange) -> None:
-        """Requests for text and embeddings; those of inference are counted by their model."""
+        """Requests for text and embeddings; for those of inference see `count`."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
             caller = self._gate.caller(exchange.head.headers)
             quotas.check_rate(caller, exchange.received)
+
+    def count(self, call: InferCall, exchange: Exchange) -> None:
+        self._catalog.count_request(
+            call.caller, exchange.received, call.model_name, call.model_version
+        )
+
+    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
+        if isinstance(error, WrongHead):
+            reply_wrong_head(exchange, error)
+        else:
+            reply_error(exchange, error)
+        return True
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
@@ -255,10 +278,20 @@ class V2Http:
         call = exchange.head.note
         try:
             if call is None:
-                call = self._look(exchange)
-                if call is None:
+                match = admit(exchange, self._gate)
+                if match.route.handler != "infer":
+                    if len(exchange.body) > self._limits.max_json_bytes:
+                        raise self._too_much_json()
+                    self._door.other(exchange, match)
                     return
-            assert isinstance(call, InferCall)
+                call = InferCall(match, exchange.head.headers)
+                call.caller = self._gate.caller(exchange.head.headers)
+                self._door.count(call, exchange)
+                if not self._look(call, exchange):
+                    return
+            else:
+                assert isinstance(call, InferCall)
+                self._door.count(call, exchange)
             self._infer(call, exchange)
         except WrongHead as wrong:
             reply_wrong_head(exchange, wrong)
@@ -282,39 +315,52 @@ class V2Http:
         await asyncio.gather(*self._inflating, return_exceptions=True)
         await self._door.close()
 
-    def _look(self, exchange: Exchange) -> InferCall | None:
-        """A head that was not seen before: first the gate, then where it leads. None when the
-        message is not inference or has to be inflated first."""
+    def _look(self, call: InferCall, exchange: Exchange) -> bool:
+        """A head that was not seen before. False when the message was refused or has to be inflated
+        first."""
         head = exchange.head
-        match = admit(exchange, self._gate)
-        if match.route.handler != "infer":
-            if len(exchange.body) > self._limits.max_json_bytes:
-                raise self._too_much_json()
-            self._door.other(exchange, match)
-            return None
-        call = InferCall(match, head.headers)
-        call.caller = self._gate.caller(head.headers)
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
-        if encoding == b"identity":
-            call.json_bytes = self._json_bytes(exchange)
-            head.note = call
-            return call
-        if encoding not in compression.ENCODINGS:
+        if encoding not in (b"identity", *compression.ENCODINGS):
             text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
-            raise WrongHead(415, text)
-        task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
-        self._inflating.add(task)
-        task.add_done_callback(self._inflating.discard)
-        return None
+            self._refuse(call, exchange, WrongHead(415, text))
+            return False
+        if encoding != b"identity":
+            task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
+            self._inflating.add(task)
+            task.add_done_callback(self._inflating.discard)
+            return False
+        try:
+            call.json_bytes = self._json_bytes(exchange)
+        except PenstockError as error:
+            self._refuse(call, exchange, error)
+            return False
+        head.note = call
+        return True
+
+    def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
+        if self._door.refuse(exchange, error):
+            status = error.status if isinstance(error, WrongHead) else status_of(error)
+            self._note_refusal(exchange, call, status, type(error).__name__)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Off the loop, because a few bytes may become many."""
         limit = self._limits.max_body_bytes
         try:
-            exchange.body = await asyncio.to_thread(
-                compression.inflate, exchange.body, encoding, limit
-            )
-            call.json_bytes = self._json_bytes(exchange)
+            packed = exchange.body
+            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
+            try:
+                call.json_bytes = self._json_bytes(exchange)
+            except PenstockError:
+                exchange.body = packed
+                raise
+        except PenstockError as error:
+            self._refuse(call, exchange, error)
+            return
+        except Exception:  # The protocol edge: the client is told.
+            log.exception("while handling %r", exchange.head.path)
+            exchange.reply_error(500, "internal error")
+            return
+        try:
             self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)

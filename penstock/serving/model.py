@@ -313,12 +313,11 @@ class Model:
         return True
 
     def _check_quota(self, request: Request, geometry: Geometry) -> None:
-        """The share first: a request that is refused for it does not use up the rate."""
+        """QuotaExceeded when the key has filled its share of the queue. Its rate is for the
+        protocols, which see requests that never reach a model."""
         if self._quotas.has_share(request.caller):
             capacity = self._batcher.capacity(request, geometry, self._clock())
             self._shares.check(request.caller, capacity)
-        if not request.is_counted:
-            self._quotas.check_rate(request.caller, self._clock())
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()

@@ -327,6 +327,8 @@ AskKind = Literal[
     "repository_index",
     "model_load",
     "model_unload",
+    # An inference request that the front could not decode, to be counted all the same.
+    "count_request",
 ]
 
 
@@ -339,7 +341,7 @@ class Ask(Frame, tag="ask"):
     model_version: str = ""
     # `ready` for the index; of a load only which ones were given.
     parameters: dict[str, Parameter] = {}
-    # The digest of the API key that came with a change; empty where there was none.
+    # The digest of the API key that came with a change or an inference; empty where there was none.
     key: bytes = b""
 
 

@@ -108,7 +108,7 @@ class Core:
                     b'{"models":[{"name":"a","version":"1","state":"READY"},'
                     b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]}'
                 )
-            case "model_load" | "model_unload":
+            case "model_load" | "model_unload" | "count_request":
                 return b""
 
 
