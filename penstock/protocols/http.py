@@ -50,6 +50,7 @@ _ONCE = frozenset(
         b"host",
         b"content-length",
         b"authorization",
+        b"x-api-key",
         b"transfer-encoding",
         b"inference-header-content-length",
     )

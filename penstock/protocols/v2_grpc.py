@@ -26,6 +26,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from penstock.errors import (
     ConfigError,
+    InvalidRequest,
     NotAllowed,
     NotFound,
     NotReady,
@@ -103,9 +104,9 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, call: Any) -> grpc.RpcMethodHandler | None:
         try:
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
-        except NotAllowed as error:
+        except (NotAllowed, InvalidRequest) as error:
             if RPC_SCOPES[call.method] == "admin":
-                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
+                caller = self._gate.rpc_caller_name(call.invocation_metadata)
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, status_name(error), str(error))
             return _refusing(error)
@@ -159,7 +160,7 @@ class Service:
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
-        """For calls from now on; streams that are open stay so."""
+        """For calls and messages of streams from now on."""
         self._gate.keys = keys
 
     def stop(self) -> None:
@@ -199,6 +200,7 @@ class Service:
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         caller = _caller(self._gate, context)
         stream = Stream(self._infer, messages, context, caller)
+        stream.check = lambda: self._gate.check_caller("infer", caller)
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(stream.read(group))
@@ -206,10 +208,9 @@ class Service:
                 reader.add_done_callback(self._readers.discard)
                 group.create_task(stream.write())
         except* PenstockError as errors:
-            failure = errors.exceptions[0]
-        else:
-            return
-        await _abort(context, failure)
+            stream.refusal = errors.exceptions[0]
+        if stream.refusal is not None:
+            await _abort(context, stream.refusal)
 
     # Questions.
 
@@ -323,6 +324,10 @@ class Stream:
     ) -> None:
         self._infer = infer
         self._caller = caller
+        # NotAllowed once the key may not send requests any more.
+        self.check: Callable[[], None] = lambda: None
+        # Why the stream ends before its client ends it.
+        self.refusal: BaseException | None = None
         self._messages = messages
         self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
@@ -335,8 +340,12 @@ class Stream:
     async def read(self, group: asyncio.TaskGroup) -> None:
         try:
             async for data in self._messages:
+                self.check()
                 await self._slots.acquire()
                 self._answers.put_nowait(group.create_task(self._answer(data)))
+        except NotAllowed as error:
+            # Requests that were read before get their answers.
+            self.refusal = error
         finally:
             self._answers.put_nowait(None)
 
