@@ -194,7 +194,7 @@ def main() -> None:
 @click.option(
     "--allow-hard-links",
     is_flag=True,
-    help="Accept ONNX weights in files that have further hard links. Give it where storage is "
+    help="Accept files of models that have further hard links. Give it where storage is "
     "deduplicated by hard links and only trusted people write to the repository.",
 )
 @click.option(

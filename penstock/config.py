@@ -393,7 +393,7 @@ class ServerConfig:
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.
     allow_hosts: tuple[str, ...] = ()
-    # Accept ONNX weights in files that have further hard links.
+    # Accept files of models that have further hard links.
     allows_hard_links: bool = False
     # One line per inference; costs time on every one.
     logs_requests: bool = False
