@@ -21,23 +21,35 @@ def is_shared(file: Path) -> bool:
 
 
 def leads_out(path: Path, root: Path) -> bool:
-    """Whether a path, links followed, is outside a folder. Loops count."""
+    """Whether a path, links followed, is outside a folder. A loop leads nowhere."""
     try:
         return not path.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError):
-        return True
+        return False
 
 
 def find_outward(paths: Iterable[Path], root: Path) -> list[Path]:
-    """Symbolic links among these files, and those below these folders, that lead out of `root`."""
-    return [path for path in walk(paths) if path.is_symlink() and leads_out(path, root)]
+    """Symbolic links among these files, below these folders, and below folders that they link to,
+    which lead out of `root`."""
+    outward: list[Path] = []
+    pending, seen = list(paths), set[Path]()
+    while pending:
+        for path in walk(pending.pop(0)):
+            if not path.is_symlink():
+                continue
+            if leads_out(path, root):
+                outward.append(path)
+            elif path.is_dir() and (target := path.resolve()) not in seen:
+                seen.add(target)
+                pending.append(target)
+    return outward
 
 
-def walk(paths: Iterable[Path]) -> Iterator[Path]:
-    """These paths and everything below them, in order of their names. Linked folders are not
-    entered."""
-    for path in paths:
-        yield path
-        for folder, folders, files in os.walk(path):
-            folders.sort()
-            yield from (Path(folder) / name for name in sorted([*folders, *files]))
+def walk(path: Path) -> Iterator[Path]:
+    """This path and everything below it, in order of the names. Linked folders are not entered."""
+    yield path
+    if path.is_symlink():
+        return
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        yield from (Path(folder) / name for name in sorted([*folders, *files]))

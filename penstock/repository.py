@@ -33,6 +33,7 @@ TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.i
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
+FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"
 
 
 @dataclass(slots=True)
@@ -126,8 +127,8 @@ def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
     labels = [each.label_file for each in config.outputs if each.label_file]
     names = [CONFIG, *labels]
     files = [place / name for place in (folder, version) for name in names]
-    files += [version / manifests.NAME, *links.walk([folder / pbtxt_warmup.FOLDER])]
-    files += [file for file in links.walk([version]) if file.suffix == ".py"]
+    files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
+    files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
     return [
         _hard_link(os.path.relpath(file, folder))
         for file in dict.fromkeys(files)
@@ -264,7 +265,8 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
     for version in versions:
         try:
             if not pbtxt.follows_links(message):
-                _check_links(folder, root, _of_version(folder, version, root))
+                hint = FOLLOW_HINT if message.backend == LLM else ""
+                _check_links(folder, root, _of_version(folder, version, root), hint)
             configs.append(read_version(folder, version, message))
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
@@ -273,15 +275,11 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
     return configs
 
 
-def _check_links(folder: Path, root: Path, paths: Sequence[Path]) -> None:
-    outward = links.find_outward(paths, root)
+def _check_links(folder: Path, root: Path, paths: Sequence[Path], hint: str = "") -> None:
+    outward = [os.path.relpath(path, folder) for path in links.find_outward(paths, root)]
     if outward:
-        raise ConfigError(
-            [
-                f"{os.path.relpath(path, folder)}: a link that leads out of the repository"
-                for path in outward
-            ]
-        )
+        problem = f"a link that leads out of the repository{hint}"
+        raise ConfigError([f"{name}: {problem}" for name in outward])
 
 
 def _of_version(folder: Path, version: str, root: Path) -> list[Path]:

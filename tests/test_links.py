@@ -30,14 +30,21 @@ def test_links_that_lead_out_are_found_wherever_they_are(root: Path) -> None:
 def test_a_link_to_itself_or_to_nothing_is_judged_by_its_place(root: Path) -> None:
     (root / "loop").symlink_to("loop")
     (root / "nothing").symlink_to("missing")
-    assert not leads_out(root / "nothing", root)
+    assert not any(leads_out(root / name, root) for name in ("loop", "nothing"))
     assert find_outward([root / "nothing"], root) == []
     assert leads_out(root / ".." / "missing", root)
 
 
 def test_linked_folders_are_not_entered(root: Path) -> None:
     (root / "inner" / "again").symlink_to("..")
-    assert list(walk([root / "inner"])) == [root / "inner", root / "inner" / "again"]
+    assert list(walk(root / "inner")) == [root / "inner", root / "inner" / "again"]
+    assert list(walk(root / "inner" / "again")) == [root / "inner" / "again"]
+
+
+def test_links_below_a_linked_folder_are_found(root: Path) -> None:
+    (root / "inner" / "out").symlink_to("../../secret")
+    (root / "version").symlink_to("inner")
+    assert find_outward([root / "version"], root) == [root / "inner" / "out"]
 
 
 def test_only_files_are_shared(root: Path) -> None:

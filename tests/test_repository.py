@@ -1181,6 +1181,10 @@ def test_artifact_that_links_out_of_the_version_folder_is_refused(
     outside = write_identity(tmp_path / "outside.onnx")
     folder = add_model(tmp_path / "repository", "model", None)
     (folder / "1" / "model.onnx").symlink_to(outside)
+    assert "1/model.onnx: a link that leads out" in "; ".join(read(folder).problems["model"])
+    (folder / "model.onnx").write_bytes(outside.read_bytes())
+    (folder / "1" / "model.onnx").unlink()
+    (folder / "1" / "model.onnx").symlink_to(folder / "model.onnx")
     assert "leaves the version folder" in "; ".join(read(folder).problems["model"])
 
 
@@ -1467,7 +1471,7 @@ def test_hard_links_that_hold_no_weights_are_allowed(tmp_path: Path, write_onnx:
     assert (len(found.configs), found.problems) == (1, {})
 
 
-LABELLED = """
+WITH_FILES = """
 backend: "null"
 max_batch_size: 8
 input { name: "x" data_type: TYPE_FP32 dims: [2] }
@@ -1492,7 +1496,7 @@ READ_FILES = [
 def add_labelled(folder: Path) -> None:
     for name in READ_FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(LABELLED if "config" in name else "12345678")
+        (folder / name).write_text(WITH_FILES if "config" in name else "12345678")
 
 
 @pytest.mark.parametrize("name", READ_FILES)
@@ -1784,8 +1788,8 @@ class TestLanguageModels:
             for name in ("config.json", "model.safetensors"):
                 (model / "1" / name).symlink_to(snapshot / name)
         (model / "config.pbtxt").write_text('backend: "llm"')
-        (problem,) = read(tmp_path / "models").problems["smol"]
-        assert "link" in problem
+        problem, *_ = read(tmp_path / "models").problems["smol"]
+        assert "a link that leads out" in problem and "penstock.follow_links 'true'" in problem
         (model / "config.pbtxt").write_text(
             'backend: "llm" parameters { key: "penstock.follow_links" '
             'value { string_value: "true" } }'
