@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -53,7 +54,10 @@ from penstock.wire.v2 import classified, encode_metadata
 
 log = logging.getLogger("penstock.fronts")
 
-GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc")
+# The library would write each failed TLS handshake to stderr, past the log and its format. It reads
+# this when it is imported.
+QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
+GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc", environment=QUIET)
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
 # Shared memory of an HTTP front for tensors on their way to the core, and as much for the way back;
 # at least twice the largest request. Pages that are never used cost nothing.

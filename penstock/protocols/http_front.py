@@ -167,7 +167,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         http.forget_heads()
 
     remote.on_keys = use_keys
-    files = None if settings.tls is None else TlsFiles(settings.tls)
+    files = None if settings.tls is None else TlsFiles(settings.tls, warns=False)
     try:
         context = None if files is None else files.load()
         port = await http.start(settings.host, settings.port, shares_port=True, tls=context)

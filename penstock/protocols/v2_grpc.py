@@ -478,7 +478,9 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     port = 0
     try:
         if not reason and settings.tls is not None:
-            port = server.add_secure_port(address, tls_credentials(TlsFiles(settings.tls)))
+            port = server.add_secure_port(
+                address, tls_credentials(TlsFiles(settings.tls, warns=False))
+            )
         elif not reason:
             port = server.add_insecure_port(address)
     except (RuntimeError, ConfigError) as error:
