@@ -221,7 +221,7 @@ def read_one(path: str | os.PathLike[str], name: str) -> Found:
             return _read_all([folder], root.resolve() if folder is root else root)
     there = [_name(folder) for folder in folders]
     raise NotFound(
-        f"failed to load '{name}', failed to poll from model repository; there: {listed(there)}"
+        f"no such model: '{name}' is not in the model repository; there: {listed(there)}"
     )
 
 
