@@ -158,7 +158,7 @@ def test_models_and_repositories_may_be_called_by_numbers(tmp_path: Path) -> Non
 def test_a_load_of_nobody_says_who_is_there(tmp_path: Path) -> None:
     for name in "abcdefghijkl":
         add_model(tmp_path, name)
-    with pytest.raises(NotFound, match=r"'z', .*; there: a, b, .*, j and 2 more$"):
+    with pytest.raises(NotFound, match=r"no such model: 'z' .*; there: a, b, .*, j and 2 more$"):
         read_one(tmp_path, "z")
 
 

@@ -93,6 +93,13 @@ class Gate:
         if name.lower() not in self.hosts:
             raise NotAllowed(f"Host '{text}' is not served here; add it with --allow-host")
 
+    def check_keys(self, headers: Mapping[bytes, bytes]) -> None:
+        """InvalidRequest for a key that is given twice; `http` joins such headers by a line feed.
+        Which of them counts would be a guess."""
+        for name in CREDENTIALS:
+            if b"\n" in headers.get(name, b""):
+                raise InvalidRequest(f"the header {name.decode()} is given twice")
+
     def check_scope(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """NotAllowed, saying what was missing."""
         if self.keys is None or scope == "open":
@@ -238,7 +245,9 @@ def _is_number(value: object, limit: float) -> bool:
 
 
 def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key that came with a message."""
+    """The key that came with a message; None also if there are several."""
+    if any(b"\n" in headers.get(name, b"") for name in CREDENTIALS):
+        return None
     given = headers.get(b"authorization")
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()

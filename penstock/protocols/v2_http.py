@@ -280,8 +280,7 @@ class V2Http:
             if call is None:
                 match = admit(exchange, self._gate)
                 if match.route.handler != "infer":
-                    if len(exchange.body) > self._limits.max_json_bytes:
-                        raise self._too_much_json()
+                    self._check_json_bytes(exchange, match)
                     self._door.other(exchange, match)
                     return
                 call = InferCall(match, exchange.head.headers)
@@ -390,6 +389,12 @@ class V2Http:
             raise self._too_much_json("send large tensors as binary data, or ")
         return length
 
+    def _check_json_bytes(self, exchange: Exchange, match: Match) -> None:
+        if len(exchange.body) > self._limits.max_json_bytes:
+            error = self._too_much_json()
+            audit_refusal(match, self._gate.caller_name(exchange.head.headers), error)
+            raise error
+
     def _too_much_json(self, advice: str = "") -> TooLarge:
         most = self._limits.max_json_bytes
         return TooLarge(
@@ -398,25 +403,38 @@ class V2Http:
 
 
 def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:
-    """The row of the table for a message that has passed the gate. NotAllowed by the gate,
-    WrongHead where there is no such path or method."""
+    """The row of the table for a message that has passed the gate. NotAllowed or InvalidRequest by
+    the gate, WrongHead where there is no such path or method."""
     head = exchange.head
-    gate.check_host(head.headers)
     match = route_table.find(head.path)
-    if match is None or (is_metrics_port and not match.route.is_on_metrics_port):
-        raise no_route(exchange)
+    if match is not None and is_metrics_port and not match.route.is_on_metrics_port:
+        match = None
     try:
+        gate.check_host(head.headers)
+        gate.check_keys(head.headers)
+        if match is None:
+            raise no_route(exchange)
         gate.check_scope(match.route.scope, head.headers)
-    except NotAllowed as error:
-        if match.route.scope == "admin":
-            call = _admin_call(match, gate.caller_name(head.headers))
-            audit_log.record(call, status_of(error), str(error))
+        _check_method(exchange, match)
+    except (NotAllowed, InvalidRequest, WrongHead) as error:
+        if match is not None:
+            audit_refusal(match, gate.caller_name(head.headers), error)
         raise
-    methods, method = match.route.methods, head.method.decode("latin-1")
+    return match
+
+
+def _check_method(exchange: Exchange, match: Match) -> None:
+    methods, method = match.route.methods, exchange.head.method.decode("latin-1")
     if method not in methods:
         text = f"{_short_path(exchange)} takes {' or '.join(methods)}, not {method}"
         raise WrongHead(405, text, f"Allow: {', '.join(methods)}\r\n".encode())
-    return match
+
+
+def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
+    """A line in the audit log for an administrative call that never reached its handler."""
+    if match.route.scope == "admin":
+        status = error.status if isinstance(error, WrongHead) else status_of(error)
+        audit_log.record(_admin_call(match, caller), status, str(error))
 
 
 def audited(handler: RouteHandler, caller: str) -> RouteHandler:
