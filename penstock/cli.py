@@ -379,6 +379,7 @@ def _found(path: str, config: ServerConfig) -> Found:
             continue
         found.configs += one.configs
         found.problems.update(one.problems)
+        found.folders.update(one.folders)
     return found
 
 

@@ -232,6 +232,11 @@ class Recording:
     def __init__(self, seen: list[Match]) -> None:
         self.seen = seen
 
+    def count(self, call: InferCall, exchange: Exchange) -> None: ...
+
+    def refuse(self, exchange: Exchange, error: Exception) -> bool:
+        raise error
+
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         match = find(exchange.head.path)
         assert match is not None and match.route.handler == "infer"
