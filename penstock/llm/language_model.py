@@ -33,7 +33,7 @@ from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
-from penstock.serving.quotas import ObservedCapacity, QueueShares, Quotas
+from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.supervisor import (
     Life,
@@ -87,8 +87,6 @@ class LlmModel:
         self._quotas = quotas or Quotas()
         max_pending = settings.max_waiting + settings.max_sequences
         self._shares = QueueShares(self._quotas, max_pending)
-        # With a promised TTFT the engine refuses requests long before `max_waiting` is reached.
-        self._capacity = ObservedCapacity()
         self._start_life = start_life
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -193,7 +191,7 @@ class LlmModel:
             raise self.not_ready()
         self._check(generation, ready)
         if self._quotas.is_active:
-            self._check_quota(generation)
+            self._check_quota(generation.caller)
         generation.id = next(self._ids)
         generation.admitted = self._clock()
         generation.arrived = generation.arrived or generation.admitted
@@ -214,11 +212,10 @@ class LlmModel:
         if self._watch is None:
             self._watch = self._loop.call_later(self._longest_silence_s, self._look_after)
 
-    def _check_quota(self, generation: Generation) -> None:
+    def _check_quota(self, caller: bytes) -> None:
         """QuotaExceeded when the key has used up its tokens or its share of the queue."""
-        now = self._clock()
-        self._shares.check(generation.caller, self._capacity.at(now), generation.num)
-        self._quotas.check_tokens(generation.caller, now)
+        self._shares.check(caller)
+        self._quotas.check_tokens(caller, self._clock())
 
     def _left(self, request: int) -> Generation | None:
         """The request with this number, which ends now; None if it has ended before."""
@@ -439,9 +436,6 @@ class LlmModel:
             error: PenstockError = InvalidRequest(message.reason)
             if message.is_overload:
                 error = Overloaded(message.reason, message.retry_after_s, message.kind)
-                if self._quotas.is_active:
-                    num_held = sum(each.num for each in self._open.values())
-                    self._capacity.note_full(num_held, self._clock())
             self.metrics.refused(error, self._clock() - generation.arrived)
             generation.sink.failed(error)
             self._check_idle()

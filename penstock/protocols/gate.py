@@ -11,7 +11,7 @@ it as its Host, so that a page in a browser cannot reach the server by another n
     scopes = ["infer"]            # infer, metrics, admin
     requests_per_s = 100          # optional, as the next two; of all models together
     tokens_per_s = 5000           # of language models, prompts and answers together
-    queue_share = 0.25            # of the requests that one model can hold at the moment
+    queue_share = 0.25            # of the requests that one model may hold
 """
 
 from __future__ import annotations

@@ -73,16 +73,6 @@ class Batcher:
         if policy.default_timeout_s or policy.allow_timeout_override:
             self._expect(request, policy, now)
 
-    def capacity(self, request: Request, geometry: object, now: float) -> float:
-        """How many requests like this one the model holds, running and waiting, before it refuses
-        more."""
-        policy = self._lanes.requested_policy(request)
-        size = self._lanes.typical_size(request)
-        room = self._wait.capacity(policy, ADMITTED, now) / size
-        if policy.max_queue_size:
-            room = min(room, policy.max_queue_size + self._wait.num_running(size))
-        return room
-
     def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
         """Times from warm-up, in seconds by size: tokens where a geometry is given and batches have
         a budget of them, else rows. Fixed mode has one table for all geometries."""
@@ -91,8 +81,8 @@ class Batcher:
 
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
         """A batch is done."""
-        # T(b) is needed only while requests wait, and once for `capacity`.
-        if self._lanes.num_waiting or not self._wait.is_known:
+        # T(b) is needed only while requests wait.
+        if self._lanes.num_waiting:
             self._wait.observe(size, started, now)
 
     def ended(self, started: float) -> None:

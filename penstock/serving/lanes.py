@@ -125,18 +125,8 @@ class Lanes:
         request.priority = level
         return policy
 
-    def requested_policy(self, request: Request) -> QueuePolicy:
-        """Of a request that was not admitted yet."""
-        return self._policies[self._level(request) if self._num_levels > 1 else 0]
-
     def policy(self, request: Request) -> QueuePolicy:
         return self._policies[request.priority]
-
-    def typical_size(self, request: Request) -> float:
-        """Rows or tokens of this request, or of those that wait if they are larger on average."""
-        own = request.num_tokens if self._has_budget else request.num_rows
-        num_waiting = sum(self._counts)
-        return max(1, own, sum(self._sizes) / num_waiting if num_waiting else 0)
 
     def ahead(self, level: int) -> tuple[int, int]:
         """The requests of this level and those above it, and their size, in rows or tokens."""

@@ -283,7 +283,7 @@ class Model:
             if self._quarantine.is_active:
                 self._check_quarantine(request)
             if self._quotas.is_active:
-                self._check_quota(request, geometry)
+                self._check_quota(request)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -312,12 +312,10 @@ class Model:
             return False
         return True
 
-    def _check_quota(self, request: Request, geometry: Geometry) -> None:
+    def _check_quota(self, request: Request) -> None:
         """QuotaExceeded when the key has filled its share of the queue. Its rate is for the
         protocols, which see requests that never reach a model."""
-        if self._quotas.has_share(request.caller):
-            capacity = self._batcher.capacity(request, geometry, self._clock())
-            self._shares.check(request.caller, capacity)
+        self._shares.check(request.caller)
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()

@@ -7,7 +7,6 @@ overloaded, for the batchers.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,6 @@ from penstock.errors import QuotaExceeded
 BURST_S = 1.0
 # When asking again may make sense while a key's share of a queue is full.
 SHARE_RETRY_S = 1.0
-# A model that refused a request is believed to hold twice as many after this time, and any number
-# after so many times.
-DOUBLING_S = 1.0
-MAX_DOUBLINGS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,44 +123,24 @@ class Quotas:
         quota = self._quotas.get(caller)
         return quota is not None and quota.queue_share is not None
 
-    def check_share(self, caller: bytes, num_held: int, capacity: int, amount: int = 1) -> None:
-        """QuotaExceeded when a model that can hold `capacity` requests has so many of this key's
-        that `amount` more exceed its share. A key that has none in the queue always gets in."""
+    def check_share(self, caller: bytes, num_held: int, max_pending: int) -> None:
+        """QuotaExceeded when a model that may hold `max_pending` requests has enough of this key's
+        already."""
         quota = self._quotas.get(caller)
         if quota is None or quota.queue_share is None:
             return
-        most = max(1, int(quota.queue_share * capacity))
-        if num_held and num_held + amount > most:
+        most = max(1, int(quota.queue_share * max_pending))
+        if num_held >= most:
             raise QuotaExceeded(
                 f"the API key has {num_held} requests in this model's queue; its share is {most} "
-                f"of the {capacity} that the queue can hold now",
+                f"of {max_pending}",
                 SHARE_RETRY_S,
             )
 
 
-class ObservedCapacity:
-    """How many requests a model can hold, where only its refusals tell: as many as it held when it
-    last refused one for overload, and twice as many for every `DOUBLING_S` without a refusal."""
-
-    __slots__ = ("_full_at", "_num_held")
-
-    def __init__(self) -> None:
-        self._num_held = math.inf
-        self._full_at = 0.0
-
-    def note_full(self, num_held: int, now: float) -> None:
-        """A request was refused for overload while the model held so many others."""
-        self._num_held, self._full_at = max(1, num_held), now
-
-    def at(self, now: float) -> float:
-        num_doublings = (now - self._full_at) / DOUBLING_S
-        return math.inf if num_doublings > MAX_DOUBLINGS else self._num_held * 2.0**num_doublings
-
-
 class QueueShares:
-    """How much of one model's queue each key has filled. Only requests of keys with a share are in
-    `held`. A queue holds at most `max_pending` requests; the caller of `check` knows how many fit
-    the model's SLO or wait limit at that moment."""
+    """How much of one model's queue, of `max_pending` requests, each key has filled. Only requests
+    of keys with a share are in `held`."""
 
     __slots__ = ("_max_pending", "_num_held", "_quotas", "held")
 
@@ -176,10 +151,9 @@ class QueueShares:
         # The key of each request and how many it counts as.
         self.held: dict[object, tuple[bytes, int]] = {}
 
-    def check(self, caller: bytes, capacity: float = math.inf, amount: int = 1) -> None:
-        """QuotaExceeded when `amount` more would exceed the key's share."""
-        capacity = max(1, int(min(capacity, self._max_pending)))
-        self._quotas.check_share(caller, self._num_held[caller], capacity, amount)
+    def check(self, caller: bytes) -> None:
+        """QuotaExceeded when the key's share is full."""
+        self._quotas.check_share(caller, self._num_held[caller], self._max_pending)
 
     def enter(self, request: object, caller: bytes, amount: int = 1) -> None:
         if self._quotas.has_share(caller):

@@ -206,23 +206,6 @@ class SloBatcher:
             self._turn_began = now
         self._expect(request)
 
-    def capacity(self, request: Request, geometry: object, now: float) -> float:
-        """How many requests like this one the model holds, running and waiting, before it refuses
-        more."""
-        pace = self._pace(geometry)
-        size = self._lanes.typical_size(request)
-        batch = max(1.0, pace.target_size / size)
-        # Before the first batch is timed: one that runs and one that waits, which an SLO that can
-        # be kept has time for.
-        num_batches = 2
-        work_s = pace.work_s(math.ceil(size))
-        if work_s > 0:
-            usable_s = self._allowed_s(request) - self._margin_s(pace.target_s) - self._lag_s
-            num_batches = max(1, int(usable_s / (work_s * batch)))
-        most = self._lanes.requested_policy(request).max_queue_size
-        room = num_batches * batch * self.num_executors
-        return min(room, most + batch * self.num_executors) if most else room
-
     def rerun_alone(self, request: Request) -> None:
         """Run this request again, before all others and in a batch of its own."""
         self._lanes.append_alone(request)

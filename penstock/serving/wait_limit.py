@@ -76,38 +76,14 @@ class WaitLimit:
 
     def allowed_s(self, now: float) -> float:
         """Infinite without an instance; the default also before the first batch was timed."""
-        if not self._is_available or (self._max_wait_s is None and not self._times.is_known):
+        if not self._is_available:
             return math.inf
-        return self._limit_s + self._delay_s + self.extra_s(now)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a batch was timed."""
-        return self._times.is_known
-
-    def capacity(self, queue: QueuePolicy, admitted: float, now: float) -> float:
-        """Rows or tokens that the model holds, running and waiting, when a queue of this policy is
-        full: one that waits for `admitted` of the time allowed. Infinite if waits have no limit.
-        Finite without an instance, because the backlog must be worked off when there is one, and
-        before the first batch was timed: `MAX_BATCHES` always fit the default limit."""
-        limits_s = [self._limit_s + self.extra_s(now)] if self.applies(queue) else []
-        if queue.default_timeout_s and queue.timeout_action == "REJECT":
-            limits_s.append(queue.default_timeout_s)
-        if not limits_s:
-            return math.inf
-        batch_s = self._times.mean_s(self._batch_size)
-        num_batches = admitted * min(limits_s) / batch_s if batch_s > 0 else MAX_BATCHES
-        return (num_batches + 1) * self._batch_size * self._num_executors
-
-    def num_running(self, size: float) -> float:
-        """Requests of this size that run at once."""
-        return max(1.0, self._batch_size / size) * self._num_executors
-
-    @property
-    def _limit_s(self) -> float:
-        if self._max_wait_s is not None:
-            return self._max_wait_s
-        return max(MIN_WAIT_S, MAX_BATCHES * self._times.mean_s(self._largest))
+        limit_s = self._max_wait_s
+        if limit_s is None:
+            if not self._times.is_known:
+                return math.inf
+            limit_s = max(MIN_WAIT_S, MAX_BATCHES * self._times.mean_s(self._largest))
+        return limit_s + self._delay_s + self.extra_s(now)
 
     def predicted_s(self, size_ahead: int, num_ahead: int) -> float:
         """How long a new request waits for `num_ahead` requests of `size_ahead` rows or tokens."""

@@ -449,7 +449,7 @@ def test_a_key_gets_its_share_of_the_queue_back_however_its_texts_end(tmp_path):
                 for each in (first, second, other):
                     model.submit(each)
                 error = second.sink.error
-                assert isinstance(error, QuotaExceeded) and "its share is 2 of the 8" in str(error)
+                assert isinstance(error, QuotaExceeded) and "its share is 2 of 8" in str(error)
                 assert second.is_ended
                 if turn % 2:
                     model.cancel(first)

@@ -1,11 +1,9 @@
 """How much each API key may send, on a clock of its own."""
 
-import math
-
 import pytest
 
 from penstock.errors import Overloaded, QuotaExceeded
-from penstock.serving.quotas import ObservedCapacity, QueueShares, Quota, Quotas
+from penstock.serving.quotas import QueueShares, Quota, Quotas
 from penstock.testing import FakeClock
 
 A, B = b"team-a", b"team-b"
@@ -58,35 +56,10 @@ def test_a_key_fills_only_its_share_of_a_queue():
     quotas = Quotas({A: Quota(queue_share=0.25), B: Quota(requests_per_s=1)})
     assert quotas.has_share(A) and not quotas.has_share(B) and not quotas.has_share(b"")
     quotas.check_share(A, 24, 100)
-    with pytest.raises(QuotaExceeded, match="its share is 25 of the 100 that"):
+    with pytest.raises(QuotaExceeded, match="its share is 25 of 100"):
         quotas.check_share(A, 25, 100)
     quotas.check_share(B, 10**6, 100)
     quotas.check_share(A, 0, 1)  # The smallest queue has room for one.
-    quotas.check_share(A, 0, 100, amount=30)  # One that never fits may run alone.
-    quotas.check_share(A, 20, 100, amount=5)
-    with pytest.raises(QuotaExceeded, match="has 20 requests"):
-        quotas.check_share(A, 20, 100, amount=6)
-
-
-def test_a_share_is_of_what_the_model_can_hold_now():
-    shares = QueueShares(Quotas({A: Quota(queue_share=0.25)}), 8192)
-    for _ in range(5):
-        shares.check(A, 20.9)
-        shares.enter(object(), A)
-    with pytest.raises(QuotaExceeded, match="its share is 5 of the 20 that"):
-        shares.check(A, 20.9)
-    shares.check(A, 24)
-    shares.check(A)
-
-
-def test_a_model_that_refuses_is_full_with_what_it_holds():
-    capacity = ObservedCapacity()
-    assert capacity.at(5.0) == math.inf
-    capacity.note_full(40, 10.0)
-    assert [capacity.at(10.0 + wait_s) for wait_s in (0, 1, 2)] == [40, 80, 160]
-    assert capacity.at(1e9) == math.inf
-    capacity.note_full(0, 12.0)
-    assert capacity.at(12.0) == 1
 
 
 def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
@@ -134,7 +107,7 @@ def test_a_share_counts_what_is_held_and_forgets_what_left():
     shares.check(A)
     shares.enter(second, A)
     with pytest.raises(
-        QuotaExceeded, match="4 requests in this model's queue; its share is 4 of the 8 that"
+        QuotaExceeded, match="4 requests in this model's queue; its share is 4 of 8"
     ):
         shares.check(A)
     shares.leave(first)

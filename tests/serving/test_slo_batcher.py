@@ -629,21 +629,3 @@ class TestWhyABatchClosed:
         dropped = batcher.take_dropped()
         assert dropped and set(dropped) <= set(old)
         assert not set(batcher.expire(0.020)) & set(dropped)
-
-
-class TestCapacity:
-    """How many requests fit, as `queue_share` needs to know it."""
-
-    @pytest.mark.parametrize("num_executors", [1, 2])
-    @pytest.mark.parametrize("slo_s", [0.025, 0.25])
-    def test_it_is_about_what_the_slo_admits(self, num_executors, slo_s):
-        batcher = make_batcher(replace(POLICY, slo_latency_s=slo_s), num_executors)
-        expected = batcher.capacity(make(0.0), "a", 0.0)
-        assert len(fill(batcher, 10_000)) == pytest.approx(expected, rel=0.15)
-
-    def test_it_is_two_batches_before_the_first_is_timed(self):
-        assert SloBatcher(POLICY).capacity(make(0.0), "a", 0.0) == 16
-
-    def test_a_queue_that_is_shorter_counts(self):
-        policy = replace(POLICY, policies=(QueuePolicy(max_queue_size=2),))
-        assert make_batcher(policy).capacity(make(0.0), "a", 0.0) == 2 + 8
