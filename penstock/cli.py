@@ -197,7 +197,7 @@ def main() -> None:
 @click.option(
     "--allow-hard-links",
     is_flag=True,
-    help="Accept ONNX weights in files that have further hard links. Give it where storage is "
+    help="Accept files of models that have further hard links. Give it where storage is "
     "deduplicated by hard links and only trusted people write to the repository.",
 )
 @click.option(
@@ -385,6 +385,7 @@ def _found(path: str, config: ServerConfig) -> Found:
             continue
         found.configs += one.configs
         found.problems.update(one.problems)
+        found.folders.update(one.folders)
     return found
 
 

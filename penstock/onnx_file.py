@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
+from penstock.links import is_shared
 from penstock.types import DATATYPES, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ def read_signature(path: Path) -> Signature:
 
 
 def find_hard_links(path: Path) -> list[str]:
-    """Return the weight files of this model that have other hard links, by the names the model
-    uses. A hard link can make any file of the file system part of the model's folder. The model is
-    parsed only if its folder holds such a file."""
-    linked = [file for file in path.parent.rglob("*") if file.is_file() and _is_shared(file)]
+    """Files with weights of this model that have further hard links, by the names the model uses.
+    A hard link makes any file of the file system part of the model's folder. The model is only
+    parsed where its folder holds such a file."""
+    linked = [file for file in path.parent.rglob("*") if is_shared(file)]
     if not linked or linked == [path]:
         return []
     return sorted(
@@ -47,16 +48,9 @@ def find_hard_links(path: Path) -> list[str]:
             entry.value
             for tensor in _tensors(_read_graph(path))
             for entry in tensor.external_data
-            if entry.key == "location" and _is_shared(path.parent / entry.value)
+            if entry.key == "location" and is_shared(path.parent / entry.value)
         }
     )
-
-
-def _is_shared(file: Path) -> bool:
-    try:
-        return file.stat().st_nlink > 1
-    except OSError:
-        return False
 
 
 def _read_graph(path: Path) -> GraphProto:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock import links, onnx_file, pbtxt, pbtxt_warmup
 from penstock import manifest as manifests
-from penstock import onnx_file, pbtxt
 from penstock.config import LLM, ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.slo import Slo
@@ -33,6 +33,7 @@ TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.i
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
+FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"
 
 
 @dataclass(slots=True)
@@ -94,12 +95,15 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
 
 
 def refuse_hard_links(found: Found) -> Found:
-    """Remove models whose ONNX weights are in hard links: such a file may be any file of the file
-    system under a harmless name."""
+    """The same without models that have external ONNX weights, labels, configurations, manifests,
+    warm-up files or Python modules in hard links: such a file may be any file of the file system
+    under a harmless name."""
     problems = {name: list(each) for name, each in found.problems.items()}
     for config in found.configs:
-        if linked := _linked_weights(config):
-            problems.setdefault(config.name, []).extend(linked)
+        linked = _linked_weights(config) + _linked_files(found.folders[config.name], config)
+        if linked:
+            known = problems.setdefault(config.name, [])
+            known += [problem for problem in linked if problem not in known]
     configs = [config for config in found.configs if config.name not in problems]
     return Found(configs, problems, found.folders)
 
@@ -111,11 +115,32 @@ def _linked_weights(config: ModelConfig) -> list[str]:
         names = onnx_file.find_hard_links(Path(config.artifact))
     except ConfigError as error:
         return [f"{config.version}/{Path(config.artifact).name}: {error}"]
+    return [_hard_link(f"{config.version}/{name}") for name in names]
+
+
+def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
+    """Files that the server reads beside the model's own. A language model that is a folder or a
+    file by itself has no version folder, and links as its cache has them."""
+    version = folder / config.version
+    if not version.is_dir():
+        return []
+    labels = [each.label_file for each in config.outputs if each.label_file]
+    names = [CONFIG, *labels]
+    files = [place / name for place in (folder, version) for name in names]
+    files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
+    files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
     return [
-        f"{config.version}/{name}: has further hard links and may be a file from outside the "
-        "model; copy it, or allow hard links with --allow-hard-links"
-        for name in names
+        _hard_link(os.path.relpath(file, folder))
+        for file in dict.fromkeys(files)
+        if links.is_shared(file)
     ]
+
+
+def _hard_link(name: str) -> str:
+    return (
+        f"{name}: has further hard links and may be a file from outside the model; copy it, or "
+        "allow hard links with --allow-hard-links"
+    )
 
 
 def read_made_up(path: str | os.PathLike[str]) -> Found:
@@ -195,7 +220,7 @@ def read_one(path: str | os.PathLike[str], name: str) -> Found:
             return _read_all([folder], root.resolve() if folder is root else root)
     there = [_name(folder) for folder in folders]
     raise NotFound(
-        f"failed to load '{name}', failed to poll from model repository; there: {listed(there)}"
+        f"no such model: '{name}' is not in the model repository; there: {listed(there)}"
     )
 
 
@@ -230,21 +255,39 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
     """Read the versions of one model that its version policy selects."""
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError(["folder: a link that leads out of the repository"])
+    _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
+    _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
     message = read_message(folder)
     problems: list[str] = []
     versions = chosen(folder, message, problems)
     configs: list[ModelConfig] = []
     for version in versions:
         try:
-            is_inside = (folder / version).resolve().is_relative_to(root.resolve())
-            if not is_inside and not pbtxt.follows_links(message):
-                raise ConfigError([f"{version}: a link that leads out of the repository"])
+            if not pbtxt.follows_links(message):
+                hint = FOLLOW_HINT if message.backend == LLM else ""
+                _check_links(folder, root, _of_version(folder, version, root), hint)
             configs.append(read_version(folder, version, message))
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError(problems)
     return configs
+
+
+def _check_links(folder: Path, root: Path, paths: Sequence[Path], hint: str = "") -> None:
+    outward = [os.path.relpath(path, folder) for path in links.find_outward(paths, root)]
+    if outward:
+        problem = f"a link that leads out of the repository{hint}"
+        raise ConfigError([f"{name}: {problem}" for name in outward])
+
+
+def _of_version(folder: Path, version: str, root: Path) -> list[Path]:
+    """What may not lead out of the repository: the whole version, or only its configuration if that
+    says that other links may."""
+    own = folder / version / CONFIG
+    if not own.is_file() or links.leads_out(own, root):
+        return [folder / version]
+    return [own] if pbtxt.follows_links(read_message(folder, version)) else [folder / version]
 
 
 def read_message(folder: Path, version: str = "") -> Any:

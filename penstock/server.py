@@ -397,7 +397,9 @@ def _tls_problems(config: ServerConfig) -> list[str]:
     if config.tls is None:
         return []
     given = {"--tls-cert": config.tls.cert, "--tls-key": config.tls.key}
-    return [f"{flag} is required for TLS" for flag, path in given.items() if not path]
+    missing = [flag for flag, path in given.items() if not path]
+    is_or_are = "is" if len(missing) == 1 else "are"
+    return [f"{' and '.join(missing)} {is_or_are} required for TLS"] if missing else []
 
 
 def is_loopback(host: str) -> bool:

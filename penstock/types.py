@@ -215,7 +215,6 @@ class Request:
         "form",
         "id",
         "inputs",
-        "is_counted",
         "is_done",
         "lost_with",
         "num_deaths",
@@ -255,8 +254,6 @@ class Request:
         self.timeout_s: float | None = None
         # Digest of the API key that came with it; empty if no key is required.
         self.caller = b""
-        # Whether it already counts against the key's rate, with the message it is part of.
-        self.is_counted = False
         self.sink = sink
         self.timings = Timings(received)
         self.is_done = False

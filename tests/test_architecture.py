@@ -20,7 +20,7 @@ ORDER = [
     {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"},
     {"wire", "kernels"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
-    | {"pbtxt_fields", "pbtxt_warmup"}
+    | {"pbtxt_fields", "pbtxt_warmup", "links"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},

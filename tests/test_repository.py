@@ -158,7 +158,7 @@ def test_models_and_repositories_may_be_called_by_numbers(tmp_path: Path) -> Non
 def test_a_load_of_nobody_says_who_is_there(tmp_path: Path) -> None:
     for name in "abcdefghijkl":
         add_model(tmp_path, name)
-    with pytest.raises(NotFound, match=r"'z', .*; there: a, b, .*, j and 2 more$"):
+    with pytest.raises(NotFound, match=r"no such model: 'z' .*; there: a, b, .*, j and 2 more$"):
         read_one(tmp_path, "z")
 
 
@@ -1181,6 +1181,10 @@ def test_artifact_that_links_out_of_the_version_folder_is_refused(
     outside = write_identity(tmp_path / "outside.onnx")
     folder = add_model(tmp_path / "repository", "model", None)
     (folder / "1" / "model.onnx").symlink_to(outside)
+    assert "1/model.onnx: a link that leads out" in "; ".join(read(folder).problems["model"])
+    (folder / "model.onnx").write_bytes(outside.read_bytes())
+    (folder / "1" / "model.onnx").unlink()
+    (folder / "1" / "model.onnx").symlink_to(folder / "model.onnx")
     assert "leaves the version folder" in "; ".join(read(folder).problems["model"])
 
 
@@ -1467,6 +1471,73 @@ def test_hard_links_that_hold_no_weights_are_allowed(tmp_path: Path, write_onnx:
     assert (len(found.configs), found.problems) == (1, {})
 
 
+WITH_FILES = """
+backend: "null"
+max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: [2] }
+output { name: "y" data_type: TYPE_FP32 dims: [2] label_filename: "labels.txt" }
+model_warmup {
+  name: "w" batch_size: 1
+  inputs { key: "x" value { data_type: TYPE_FP32 dims: [2] input_data_file: "data" } }
+}
+"""
+# Every file of a model that the server reads, beside its weights.
+READ_FILES = [
+    "config.pbtxt",
+    "labels.txt",
+    "warmup/data",
+    "1/config.pbtxt",
+    "1/labels.txt",
+    "1/other.py",
+    "1/package/inner.py",
+]
+
+
+def add_labelled(folder: Path) -> None:
+    for name in READ_FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(WITH_FILES if "config" in name else "12345678")
+
+
+@pytest.mark.parametrize("name", READ_FILES)
+def test_a_file_that_links_out_of_the_repository_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "repository" / "model"
+    add_labelled(folder)
+    assert versions_of(folder) == ["1"]
+    moved = (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(moved)
+    for path in (folder, tmp_path / "repository"):
+        found = read(path)
+        assert found.configs == []
+        assert found.problems["model"] == [f"{name}: a link that leads out of the repository"]
+    moved.rename(folder / "inside")
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder / "inside")
+    if name != "warmup/data":
+        assert versions_of(folder) == ["1"]
+
+
+@pytest.mark.parametrize("name", READ_FILES)
+def test_a_file_with_further_hard_links_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "repository" / "model"
+    add_labelled(folder)
+    assert refuse_hard_links(read(folder)).problems == {}
+    (tmp_path / "outside").hardlink_to(folder / name)
+    assert versions_of(folder) == ["1"]
+    found = refuse_hard_links(read(folder))
+    assert found.configs == []
+    (problem,) = found.problems["model"]
+    assert problem.startswith(f"{name}: has further hard links") and "--allow-hard" in problem
+
+
+def test_a_linked_folder_of_a_version_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "repository" / "model"
+    add_labelled(folder)
+    (tmp_path / "outside").mkdir()
+    (folder / "1" / "linked").symlink_to(tmp_path / "outside")
+    assert read(folder).problems["model"] == ["1/linked: a link that leads out of the repository"]
+
+
 # describe
 
 
@@ -1717,8 +1788,8 @@ class TestLanguageModels:
             for name in ("config.json", "model.safetensors"):
                 (model / "1" / name).symlink_to(snapshot / name)
         (model / "config.pbtxt").write_text('backend: "llm"')
-        (problem,) = read(tmp_path / "models").problems["smol"]
-        assert "link" in problem
+        problem, *_ = read(tmp_path / "models").problems["smol"]
+        assert "a link that leads out" in problem and "penstock.follow_links 'true'" in problem
         (model / "config.pbtxt").write_text(
             'backend: "llm" parameters { key: "penstock.follow_links" '
             'value { string_value: "true" } }'

@@ -174,8 +174,7 @@ class EmbeddingsAnswer:
         for text in texts:
             inputs = [self._embedder.input(text)]
             request = Request(self, inputs, received, outputs=outputs)
-            # The message was counted as one request.
-            request.caller, request.is_counted = caller, True
+            request.caller = caller
             self._requests.append(request)
         for request in self._requests:
             if not self._is_over:

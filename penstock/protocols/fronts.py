@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -51,7 +53,10 @@ from penstock.wire.v2 import classified, encode_metadata
 
 log = logging.getLogger("penstock.fronts")
 
-GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc")
+# The library would write each failed TLS handshake to stderr, past the log and its format. It reads
+# this when it is imported.
+QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
+GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc", environment=QUIET)
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
 # Shared memory of an HTTP front for tensors to the core, and as much for the way back; at least
 # twice the largest request. Untouched pages cost nothing.
@@ -179,6 +184,7 @@ class Desk:
             "repository_index": self._index,
             "model_load": self._load,
             "model_unload": self._unload,
+            "count_request": self._count_request,
         }
 
     async def answer(self, ask: frames.Ask) -> bytes:
@@ -218,6 +224,11 @@ class Desk:
     async def _model_statistics(self, ask: frames.Ask) -> bytes:
         models = self.catalog.find_all(ask.model_name, ask.model_version)
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
+
+    async def _count_request(self, ask: frames.Ask) -> bytes:
+        """An inference request that the front could not decode."""
+        self.catalog.count_request(ask.key, time.monotonic(), ask.model_name, ask.model_version)
+        return b""
 
     async def _index(self, ask: frames.Ask) -> bytes:
         return _json({"models": await self._control.index(ask.parameters.get("ready", False))})
@@ -498,8 +509,10 @@ class Session:
                 self._told(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
+        catalog, name, version = self._desk.catalog, frame.model_name, frame.model_version
         try:
-            model = self._desk.catalog.find(frame.model_name, frame.model_version)
+            catalog.count_request(frame.caller, frame.received, name, version)
+            model = catalog.find(name, version)
             if self._desk.is_draining:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)

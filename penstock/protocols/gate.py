@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from penstock.errors import ConfigError, NotAllowed
+from penstock.errors import ConfigError, InvalidRequest, NotAllowed
 from penstock.protocols.route_table import RPC_SCOPES, Scope
 from penstock.serving.quotas import Quota
 
 SCOPES = ("infer", "metrics", "admin")
+# Headers that may hold a key.
+CREDENTIALS = (b"authorization", b"x-api-key")
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
 MIN_SECRET = 16
 # They travel to a front in one frame.
@@ -91,29 +93,49 @@ class Gate:
         if name.lower() not in self.hosts:
             raise NotAllowed(f"Host '{text}' is not served here; add it with --allow-host")
 
+    def check_keys(self, headers: Mapping[bytes, bytes]) -> None:
+        """InvalidRequest for a key that is given twice; `http` joins such headers by a line feed.
+        Which of them counts would be a guess."""
+        for name in CREDENTIALS:
+            if b"\n" in headers.get(name, b""):
+                raise InvalidRequest(f"the header {name.decode()} is given twice")
+
     def check_scope(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """NotAllowed, saying what was missing."""
         if self.keys is None or scope == "open":
             return
-        secret = secret_of(headers)
-        if secret is None:
+        caller = caller_of(headers)
+        if not caller:
             raise NotAllowed(
                 "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
             )
-        scopes = self.keys.of(secret)
+        self.check_caller(scope, caller)
+
+    def check_caller(self, scope: Scope, caller: bytes) -> None:
+        """The same for a key that was admitted before: NotAllowed once it is revoked."""
+        if self.keys is None:
+            return
+        scopes = self.keys.scopes.get(caller)
         if not scopes:
             raise NotAllowed("the API key is not known", needs_key=True)
         if scope not in scopes:
             raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
 
     def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """The same for a gRPC call. False: there is no such method, for anybody."""
+        """The same for a gRPC call; InvalidRequest if it has several keys. False: there is no such
+        method, for anybody."""
         scope = RPC_SCOPES.get(method)
         if scope is None:
             return False
-        if self.keys is not None:
-            self.check_scope(scope, headers_of(metadata))
+        self.check_scope(scope, headers_of(metadata))
         return True
+
+    def rpc_caller_name(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+        """The name of a gRPC call's caller, for logs."""
+        try:
+            return self.caller_name(headers_of(metadata))
+        except InvalidRequest:
+            return self.name_of(b"")
 
 
 class KeyFile:
@@ -143,11 +165,15 @@ def file_stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
-    """The metadata of a gRPC call as headers."""
-    return {
-        name.encode(): value if isinstance(value, bytes) else value.encode()
-        for name, value in metadata
-    }
+    """The metadata of a gRPC call as headers. InvalidRequest for a key that is given twice, which
+    HTTP refuses too: which of them counts would be a guess."""
+    headers: dict[bytes, bytes] = {}
+    for name, value in metadata:
+        header = name.encode()
+        if header in headers and header in CREDENTIALS:
+            raise InvalidRequest(f"the metadata {name} is given twice")
+        headers[header] = value if isinstance(value, bytes) else value.encode()
+    return headers
 
 
 def read_keys(path: Path) -> Keys:
@@ -219,7 +245,9 @@ def _is_number(value: object, limit: float) -> bool:
 
 
 def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key that came with a message."""
+    """The key that came with a message; None also if there are several."""
+    if any(b"\n" in headers.get(name, b"") for name in CREDENTIALS):
+        return None
     given = headers.get(b"authorization")
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()

@@ -24,6 +24,7 @@ from urllib.parse import quote, unquote_to_bytes
 import httptools
 
 from penstock.config import HttpLimits
+from penstock.protocols.gate import CREDENTIALS
 from penstock.types import Buffer
 from penstock.wire.v2 import encode_error
 
@@ -56,7 +57,6 @@ _ONCE = frozenset(
     (
         b"host",
         b"content-length",
-        b"authorization",
         b"transfer-encoding",
         b"inference-header-content-length",
     )
@@ -433,6 +433,9 @@ class Connection(asyncio.Protocol):
             return  # Ignore trailers.
         if name in self._headers and name in _ONCE:
             self._refuse(400, f"the header {name.decode('latin-1')} is given twice")
+        if name in self._headers and name in CREDENTIALS:
+            # For the gate, which refuses them; no value of a header holds a line feed.
+            value = self._headers[name] + b"\n" + value
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:

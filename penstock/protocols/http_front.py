@@ -26,7 +26,7 @@ from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import Match
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import InferCall, InferSink, V2Http, reply_error
+from penstock.protocols.v2_http import InferCall, InferSink, Refusal, V2Http, reply_error
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
 from penstock.types import Request
@@ -94,6 +94,14 @@ class Core:
         self._remote = remote
         self._codec = Codec()
 
+    def count(self, call: InferCall, exchange: Exchange) -> None:
+        """The core counts what it gets, and gets everything."""
+
+    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
+        """The core finds the same, and counts."""
+        Forwarding(self._remote, exchange).start()
+        return False
+
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         json_bytes = call.json_bytes
         if json_bytes == 0:
@@ -159,7 +167,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         http.forget_heads()
 
     remote.on_keys = use_keys
-    files = None if settings.tls is None else TlsFiles(settings.tls)
+    files = None if settings.tls is None else TlsFiles(settings.tls, warns=False)
     try:
         context = None if files is None else files.load()
         port = await http.start(settings.host, settings.port, shares_port=True, tls=context)

@@ -8,49 +8,93 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.config import TlsConfig
 from penstock.errors import ConfigError
+from penstock.protocols.certificate import Validity, read_validity
 from penstock.protocols.gate import file_stamp
 from penstock.protocols.http import HttpServer
 
 log = logging.getLogger("penstock.tls")
 
-# How often the files are checked.
+KEY_END = "PRIVATE KEY-----"
+# As the ssl module ends its errors.
+_PLACE = re.compile(r" \(_?ssl\.c:\d+\)")
+# How often the files are looked at.
 WATCH_S = 1.0
 
 
-class TlsFiles:
-    """Certificate chain, private key and optionally the CA of client certificates."""
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
 
-    def __init__(self, config: TlsConfig) -> None:
+
+class TlsFiles:
+    """Certificate chain, private key and perhaps the CA of client certificates. `warns`: log a
+    certificate that is not valid when it is loaded; one process of a server does."""
+
+    def __init__(
+        self, config: TlsConfig, warns: bool = True, now: Callable[[], datetime] = _utc_now
+    ) -> None:
         self.config = config
-        self._stamps: tuple[object, ...] = ()
+        self._warns = warns
+        self._now = now
+        self._stamps: dict[str, object] = {}
+        # Of the certificate in use.
+        self._validity: Validity | None = None
 
     def load(self) -> ssl.SSLContext:
-        """Load a context for HTTP; ConfigError says which file is wrong."""
+        """For HTTP. ConfigError says which file is wrong."""
+        context, validity = self._read()
+        self._validity = validity
+        if self._warns and (problem := validity.problem(self._now())):
+            log.warning("--tls-cert %s: the certificate is %s", self.config.cert, problem)
+        return context
+
+    def load_if_changed(self) -> ssl.SSLContext | None:
+        """None: nothing has changed, or what there is now cannot be used, which is logged once. A
+        certificate that is not valid does not replace one that is."""
+        before = self._stamps
+        if self._read_stamps() == before:
+            return None
+        try:
+            context, validity = self._read()
+            problem, was_valid = validity.problem(self._now()), self._is_valid
+            if problem and was_valid:
+                raise ConfigError([f"--tls-cert {self.config.cert}: the new certificate {problem}"])
+        except ConfigError as error:
+            log.error("the TLS certificate stays as it is: %s", error)
+            return None
+        self._validity = validity
+        changed = [file for file, stamp in self._stamps.items() if before.get(file) != stamp]
+        log.info("TLS files reloaded: %s", ", ".join(changed))
+        if problem:
+            log.warning("--tls-cert %s: the certificate is %s", self.config.cert, problem)
+        return context
+
+    @property
+    def _is_valid(self) -> bool:
+        return self._validity is not None and not self._validity.problem(self._now())
+
+    def _read(self) -> tuple[ssl.SSLContext, Validity]:
         self._stamps = self._read_stamps()
         config = self.config
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        for flag, path in (("--tls-cert", config.cert), ("--tls-key", config.key)):
-            _check_readable(flag, path)
+        validity = _check_certificate(config.cert)
+        _check_key(config.key)
         try:
             # With a password given, OpenSSL does not prompt on the terminal for an encrypted key.
             context.load_cert_chain(config.cert, config.key, password="")
         except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(
-                [
-                    f"--tls-cert {config.cert}, --tls-key {config.key}: expected a PEM certificate "
-                    f"chain and its unencrypted private key: {_reason(error)}"
-                ]
-            ) from None
+            raise ConfigError([_chain_problem(config, error)]) from None
         if config.client_ca:
-            _check_readable("--tls-client-ca", config.client_ca)
+            _read_text("--tls-client-ca", config.client_ca)
             try:
                 context.load_verify_locations(config.client_ca)
             except (ssl.SSLError, ValueError) as error:
@@ -61,24 +105,14 @@ class TlsFiles:
                     ]
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        return context, validity
 
-    def load_if_changed(self) -> ssl.SSLContext | None:
-        """Return a new context; None if nothing changed or the change is unusable (logged once)."""
-        if self._read_stamps() == self._stamps:
-            return None
-        try:
-            context = self.load()
-        except ConfigError as error:
-            log.error("the TLS certificate stays as it is: %s", error)
-            return None
-        log.info("TLS certificate reloaded from %s", self.config.cert)
-        return context
-
-    def _read_stamps(self) -> tuple[object, ...]:
+    def _read_stamps(self) -> dict[str, object]:
         config = self.config
-        paths = [path for path in (config.cert, config.key, config.client_ca) if path]
-        return tuple(file_stamp(Path(path)) for path in paths)
+        files = {"--tls-cert": config.cert, "--tls-key": config.key}
+        if config.client_ca:
+            files["--tls-client-ca"] = config.client_ca
+        return {f"{flag} {path}": file_stamp(Path(path)) for flag, path in files.items()}
 
 
 async def watch(files: TlsFiles, servers: Sequence[HttpServer]) -> None:
@@ -91,15 +125,49 @@ async def watch(files: TlsFiles, servers: Sequence[HttpServer]) -> None:
                 await server.replace_tls(context)
 
 
-def _check_readable(flag: str, path: str) -> None:
+def _check_certificate(path: str) -> Validity:
     try:
-        with open(path, "rb"):
-            pass
+        return read_validity(_read_text("--tls-cert", path))
+    except ValueError as error:
+        raise ConfigError(
+            [f"--tls-cert {path}: {error}; expected a PEM certificate chain"]
+        ) from None
+
+
+def _check_key(path: str) -> None:
+    """What the library would call the same error for each of them."""
+    text = _read_text("--tls-key", path)
+    if KEY_END not in text:
+        raise ConfigError([f"--tls-key {path}: no PEM private key"])
+    if "ENCRYPTED" in text:
+        raise ConfigError(
+            [
+                f"--tls-key {path}: the private key is encrypted; expected one without a "
+                "passphrase (openssl pkey -in FILE -out NEW)"
+            ]
+        )
+
+
+def _chain_problem(config: TlsConfig, error: Exception) -> str:
+    reason = _reason(error)
+    if "mismatch" in reason:
+        return f"--tls-key {config.key}: is not the key of --tls-cert {config.cert}"
+    try:
+        # A key is only looked at when the certificates before it could be read.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(config.cert)
+    except (ssl.SSLError, ValueError):
+        return f"--tls-cert {config.cert}: the certificate chain cannot be read: {reason}"
+    return f"--tls-key {config.key}: the private key cannot be read: {reason}"
+
+
+def _read_text(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="latin-1")
     except OSError as error:
         raise ConfigError([f"{flag} {path}: {error.strerror}"]) from None
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason without the place in the library's sources."""
-    reason = getattr(error, "reason", None)
-    return str(reason or error).replace("_", " ").lower()
+    """Without the place in the library's sources."""
+    reason = getattr(error, "reason", None) or _PLACE.sub("", str(error))
+    return str(reason).replace("_", " ").lower()

@@ -15,7 +15,6 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +26,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from penstock.errors import (
     ConfigError,
+    InvalidRequest,
     NotAllowed,
     NotFound,
     NotReady,
@@ -72,10 +72,9 @@ WATCH_S = 0.5
 # Time for clients to read their last answers.
 STOP_GRACE_S = 2.0
 
-# Takes a message; for administrative calls also the digest of the API key.
+# Takes a message; those of administrative calls also the digest of the API key. That of inference
+# takes the bytes of the message and the digest.
 Answer = Callable[..., Awaitable[Any]]
-# Caller of the current RPC (`Request.caller`). Every RPC is a task with its own context.
-CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class Waiter:
@@ -105,9 +104,9 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, call: Any) -> grpc.RpcMethodHandler | None:
         try:
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
-        except NotAllowed as error:
+        except (NotAllowed, InvalidRequest) as error:
             if RPC_SCOPES[call.method] == "admin":
-                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
+                caller = self._gate.rpc_caller_name(call.invocation_metadata)
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, status_name(error), str(error))
             return _refusing(error)
@@ -133,7 +132,6 @@ class Service:
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
-            "ModelInfer": self._infer,
             "RepositoryIndex": self._repository_index,
             "RepositoryModelLoad": self._repository_load,
             "RepositoryModelUnload": self._repository_unload,
@@ -144,6 +142,10 @@ class Service:
             )
             for method in SERVICE.methods
         }
+        methods[f"/{SERVICE.full_name}/ModelInfer"] = grpc.unary_unary_rpc_method_handler(
+            _guarded("ModelInfer", self._infer_once),
+            response_serializer=service_pb2.ModelInferResponse.SerializeToString,
+        )
         methods[f"/{SERVICE.full_name}/ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream,
             response_serializer=service_pb2.ModelStreamInferResponse.SerializeToString,
@@ -158,7 +160,7 @@ class Service:
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
-        """Use these keys for new calls; open streams stay open."""
+        """For calls and messages of streams from now on."""
         self._gate.keys = keys
 
     def stop(self) -> None:
@@ -169,11 +171,21 @@ class Service:
 
     # Inference.
 
-    async def _infer(self, message: Any) -> Any:
-        waiter = Waiter()
-        request = decode_infer(message, waiter, time.monotonic())
-        request.caller = CALLER.get()
-        model = self._remote.find(message.model_name, message.model_version)
+    async def _infer(self, data: bytes, caller: bytes, answer: Any = None) -> Any:
+        """The answer to a ModelInferRequest. The core counts requests, also those that cannot be
+        decoded. `answer` gets the request's id as soon as it is known."""
+        waiter, name, version = Waiter(), "", ""
+        try:
+            message = parse(service_pb2.ModelInferRequest, data)
+            name, version = message.model_name, message.model_version
+            if answer is not None:
+                answer.id = message.id
+            request = decode_infer(message, waiter, time.monotonic())
+        except PenstockError:
+            await self._remote.ask("count_request", name, version, key=caller)
+            raise
+        request.caller = caller
+        model = self._remote.find(name, version)
         model.submit(request)
         try:
             return await waiter.message
@@ -182,9 +194,13 @@ class Service:
             model.cancel(request)
             raise
 
+    async def _infer_once(self, data: bytes, context: Any) -> Any:
+        return await self._infer(data, _caller(self._gate, context))
+
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        CALLER.set(_caller(self._gate, context))
-        stream = Stream(self._infer, messages, context)
+        caller = _caller(self._gate, context)
+        stream = Stream(self._infer, messages, context, caller)
+        stream.check = lambda: self._gate.check_caller("infer", caller)
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(stream.read(group))
@@ -192,10 +208,9 @@ class Service:
                 reader.add_done_callback(self._readers.discard)
                 group.create_task(stream.write())
         except* PenstockError as errors:
-            failure = errors.exceptions[0]
-        else:
-            return
-        await _abort(context, failure)
+            stream.refusal = errors.exceptions[0]
+        if stream.refusal is not None:
+            await _abort(context, stream.refusal)
 
     # Questions.
 
@@ -302,8 +317,15 @@ class Service:
 class Stream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
-    def __init__(self, infer: Answer, messages: AsyncIterator[bytes], context: Any) -> None:
+    def __init__(
+        self, infer: Answer, messages: AsyncIterator[bytes], context: Any, caller: bytes
+    ) -> None:
         self._infer = infer
+        self._caller = caller
+        # NotAllowed once the key may not send requests any more.
+        self.check: Callable[[], None] = lambda: None
+        # Why the stream ends before its client ends it.
+        self.refusal: BaseException | None = None
         self._messages = messages
         self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
@@ -316,8 +338,12 @@ class Stream:
     async def read(self, group: asyncio.TaskGroup) -> None:
         try:
             async for data in self._messages:
+                self.check()
                 await self._slots.acquire()
                 self._answers.put_nowait(group.create_task(self._answer(data)))
+        except NotAllowed as error:
+            # Requests that were read before get their answers.
+            self.refusal = error
         finally:
             self._answers.put_nowait(None)
 
@@ -330,9 +356,7 @@ class Stream:
         answer = service_pb2.ModelStreamInferResponse()
         response = answer.infer_response
         try:
-            message = parse(service_pb2.ModelInferRequest, data)
-            response.id = message.id
-            response.CopyFrom(await self._infer(message))
+            response.CopyFrom(await self._infer(data, self._caller, response))
         except PenstockError as error:
             if self._ends_by_error:
                 raise
@@ -369,20 +393,29 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
     async def call(data: bytes, context: Any) -> Any:
+        caller = _caller(gate, context)
+        message = parse(request_type, data)
+        return await (answer(message, caller) if is_admin else answer(message))
+
+    return grpc.unary_unary_rpc_method_handler(
+        _guarded(method.name, call),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def _guarded(name: str, call: Answer) -> Answer:
+    """The same with errors turned into statuses."""
+
+    async def run(data: bytes, context: Any) -> Any:
         try:
-            caller = _caller(gate, context)
-            CALLER.set(caller)
-            message = parse(request_type, data)
-            return await (answer(message, caller) if is_admin else answer(message))
+            return await call(data, context)
         except PenstockError as error:
             await _abort(context, error)
         except Exception:  # The protocol edge.
-            log.exception("while answering %s", method.name)
+            log.exception("while answering %s", name)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
-    return grpc.unary_unary_rpc_method_handler(
-        call, response_serializer=GetMessageClass(method.output_type).SerializeToString
-    )
+    return run
 
 
 def _caller(gate: Gate, context: Any) -> bytes:
@@ -443,7 +476,9 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     port = 0
     try:
         if not reason and settings.tls is not None:
-            port = server.add_secure_port(address, tls_credentials(TlsFiles(settings.tls)))
+            port = server.add_secure_port(
+                address, tls_credentials(TlsFiles(settings.tls, warns=False))
+            )
         elif not reason:
             port = server.add_insecure_port(address)
     except (RuntimeError, ConfigError) as error:

@@ -161,10 +161,21 @@ class WrongHead(Exception):
         self.headers = headers
 
 
+Refusal = PenstockError | WrongHead
+
+
 class Door(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
+    def count(self, call: InferCall, exchange: Exchange) -> None:
+        """Called once for each inference request, before its body is looked at. QuotaExceeded when
+        the key sends too many."""
+
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
+
+    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
+        """Answer an inference request whose head or encoding is wrong. False: it is left to another
+        process, which also logs it."""
 
     def other(self, exchange: Exchange, match: Match) -> None:
         """Handle anything but inference."""
@@ -209,14 +220,26 @@ class Models:
             self._check_rate(exchange)
             direct(exchange)
         else:
-            raise no_route(exchange)
+            raise no_route(exchange.head)
 
     def _check_rate(self, exchange: Exchange) -> None:
-        """Count requests for text and embeddings; inference is counted by its model."""
+        """Requests for text and embeddings; for those of inference see `count`."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
             caller = self._gate.caller(exchange.head.headers)
             quotas.check_rate(caller, exchange.received)
+
+    def count(self, call: InferCall, exchange: Exchange) -> None:
+        self._catalog.count_request(
+            call.caller, exchange.received, call.model_name, call.model_version
+        )
+
+    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
+        if isinstance(error, WrongHead):
+            reply_wrong_head(exchange, error)
+        else:
+            reply_error(exchange, error)
+        return True
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
@@ -253,24 +276,30 @@ class V2Http:
         self._inflating: set[asyncio.Task[None]] = set()
 
     def screen(self, head: Head) -> bool:
-        """Whether the message may pass the gate and leads somewhere, before its body is read."""
+        """Tell whether `admit` would accept the message, before its body is read."""
         try:
-            self._gate.check_host(head.headers)
-            match = route_table.find(head.path)
-            if match is not None:
-                self._gate.check_scope(match.route.scope, head.headers)
-        except NotAllowed:
+            check_head(head, find_route(head), self._gate)
+        except (NotAllowed, InvalidRequest, WrongHead):
             return False
-        return match is not None and head.method.decode("latin-1") in match.route.methods
+        return True
 
     def handle(self, exchange: Exchange) -> None:
         call = exchange.head.note
         try:
             if call is None:
-                call = self._look(exchange)
-                if call is None:
+                match = admit(exchange, self._gate)
+                if match.route.handler != "infer":
+                    self._check_json_bytes(exchange, match)
+                    self._door.other(exchange, match)
                     return
-            assert isinstance(call, InferCall)
+                call = InferCall(match, exchange.head.headers)
+                call.caller = self._gate.caller(exchange.head.headers)
+                self._door.count(call, exchange)
+                if not self._look(call, exchange):
+                    return
+            else:
+                assert isinstance(call, InferCall)
+                self._door.count(call, exchange)
             self._infer(call, exchange)
         except WrongHead as wrong:
             reply_wrong_head(exchange, wrong)
@@ -294,39 +323,52 @@ class V2Http:
         await asyncio.gather(*self._inflating, return_exceptions=True)
         await self._door.close()
 
-    def _look(self, exchange: Exchange) -> InferCall | None:
-        """Parse a head that is not cached: first the gate, then the route. Returns None when the
-        message is not inference, or must be inflated first."""
+    def _look(self, call: InferCall, exchange: Exchange) -> bool:
+        """A head that was not seen before. False when the message was refused or has to be inflated
+        first."""
         head = exchange.head
-        match = admit(exchange, self._gate)
-        if match.route.handler != "infer":
-            if len(exchange.body) > self._limits.max_json_bytes:
-                raise self._too_much_json()
-            self._door.other(exchange, match)
-            return None
-        call = InferCall(match, head.headers)
-        call.caller = self._gate.caller(head.headers)
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
-        if encoding == b"identity":
-            call.json_bytes = self._json_bytes(exchange)
-            head.note = call
-            return call
-        if encoding not in compression.ENCODINGS:
+        if encoding not in (b"identity", *compression.ENCODINGS):
             text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
-            raise WrongHead(415, text)
-        task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
-        self._inflating.add(task)
-        task.add_done_callback(self._inflating.discard)
-        return None
+            self._refuse(call, exchange, WrongHead(415, text))
+            return False
+        if encoding != b"identity":
+            task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
+            self._inflating.add(task)
+            task.add_done_callback(self._inflating.discard)
+            return False
+        try:
+            call.json_bytes = self._json_bytes(exchange)
+        except PenstockError as error:
+            self._refuse(call, exchange, error)
+            return False
+        head.note = call
+        return True
+
+    def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
+        if self._door.refuse(exchange, error):
+            status = error.status if isinstance(error, WrongHead) else status_of(error)
+            self._note_refusal(exchange, call, status, type(error).__name__)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
         limit = self._limits.max_body_bytes
         try:
-            exchange.body = await asyncio.to_thread(
-                compression.inflate, exchange.body, encoding, limit
-            )
-            call.json_bytes = self._json_bytes(exchange)
+            packed = exchange.body
+            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
+            try:
+                call.json_bytes = self._json_bytes(exchange)
+            except PenstockError:
+                exchange.body = packed
+                raise
+        except PenstockError as error:
+            self._refuse(call, exchange, error)
+            return
+        except Exception:  # The protocol edge: the client is told.
+            log.exception("while handling %r", exchange.head.path)
+            exchange.reply_error(500, "internal error")
+            return
+        try:
             self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
@@ -356,6 +398,12 @@ class V2Http:
             raise self._too_much_json("send large tensors as binary data, or ")
         return length
 
+    def _check_json_bytes(self, exchange: Exchange, match: Match) -> None:
+        if len(exchange.body) > self._limits.max_json_bytes:
+            error = self._too_much_json()
+            audit_refusal(match, self._gate.caller_name(exchange.head.headers), error)
+            raise error
+
     def _too_much_json(self, advice: str = "") -> TooLarge:
         most = self._limits.max_json_bytes
         return TooLarge(
@@ -364,25 +412,44 @@ class V2Http:
 
 
 def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:
-    """Return the route of a message that passes the gate. Raises NotAllowed from the gate,
-    WrongHead if there is no such path or method."""
+    """Return the route of a message that passes the gate. Raises NotAllowed or InvalidRequest from
+    the gate, WrongHead if there is no such path or method."""
     head = exchange.head
-    gate.check_host(head.headers)
-    match = route_table.find(head.path)
-    if match is None or (is_metrics_port and not match.route.is_on_metrics_port):
-        raise no_route(exchange)
+    match = find_route(head, is_metrics_port)
     try:
-        gate.check_scope(match.route.scope, head.headers)
-    except NotAllowed as error:
-        if match.route.scope == "admin":
-            call = _admin_call(match, gate.caller_name(head.headers))
-            audit_log.record(call, status_of(error), str(error))
+        return check_head(head, match, gate)
+    except (NotAllowed, InvalidRequest, WrongHead) as error:
+        if match is not None:
+            audit_refusal(match, gate.caller_name(head.headers), error)
         raise
+
+
+def find_route(head: Head, is_metrics_port: bool = False) -> Match | None:
+    match = route_table.find(head.path)
+    if match is not None and is_metrics_port and not match.route.is_on_metrics_port:
+        return None
+    return match
+
+
+def check_head(head: Head, match: Match | None, gate: Gate) -> Match:
+    """Return the route if the gate lets the message pass and the method fits; else as `admit`."""
+    gate.check_host(head.headers)
+    gate.check_keys(head.headers)
+    if match is None:
+        raise no_route(head)
+    gate.check_scope(match.route.scope, head.headers)
     methods, method = match.route.methods, head.method.decode("latin-1")
     if method not in methods:
-        text = f"{_short_path(exchange)} takes {' or '.join(methods)}, not {method}"
+        text = f"{_short_path(head)} takes {' or '.join(methods)}, not {method}"
         raise WrongHead(405, text, f"Allow: {', '.join(methods)}\r\n".encode())
     return match
+
+
+def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
+    """A line in the audit log for an administrative call that never reached its handler."""
+    if match.route.scope == "admin":
+        status = error.status if isinstance(error, WrongHead) else status_of(error)
+        audit_log.record(_admin_call(match, caller), status, str(error))
 
 
 def audited(handler: RouteHandler, caller: str) -> RouteHandler:
@@ -411,12 +478,12 @@ def _admin_call(match: Match, caller: str) -> AdminCall:
     return AdminCall("http", caller, match.route.handler, match.model_name)
 
 
-def no_route(exchange: Exchange) -> WrongHead:
-    return WrongHead(404, f"Not Found: there is no {_short_path(exchange)} here")
+def no_route(head: Head) -> WrongHead:
+    return WrongHead(404, f"Not Found: there is no {_short_path(head)} here")
 
 
-def _short_path(exchange: Exchange) -> str:
-    return exchange.head.path[:MAX_PATH].decode("latin-1")
+def _short_path(head: Head) -> str:
+    return head.path[:MAX_PATH].decode("latin-1")
 
 
 def reply_wrong_head(exchange: Exchange, wrong: WrongHead) -> None:

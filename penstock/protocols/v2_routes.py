@@ -26,6 +26,7 @@ from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.served import Served
 from penstock.usage import Member, Usage, cpu_s
+from penstock.wire import json_errors
 from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody, encode_metadata
 
 EXTENSIONS = (
@@ -239,7 +240,10 @@ def _body(call: RouteCall, schema: type[Body]) -> Body:
     assert call.match.route.body is schema
     try:
         return msgspec.json.decode(call.body or b"{}", type=schema)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
+        text = json_errors.explain(call.body, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+    except (RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"failed to parse the request JSON: {error}") from None
 
 

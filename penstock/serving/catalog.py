@@ -8,13 +8,14 @@ finish; if the new ones cannot be loaded nothing changes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotFound, NotReady
+from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
 from penstock.metrics import GpuMemory, Pending
 from penstock.repository import Found, listed
 from penstock.serving.fleet import Arrangement, Fleet
@@ -91,6 +92,18 @@ class Catalog:
     def is_ready(self) -> bool:
         """Every model that was asked for can answer."""
         return not self.failures and all(model.is_ready for model in self)
+
+    def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
+        """Count a request of this key when it arrives, whatever becomes of it. QuotaExceeded when
+        the key sends too many; the model is told if there is one."""
+        if not self.quotas.is_active:
+            return
+        try:
+            self.quotas.check_rate(caller, received)
+        except QuotaExceeded as error:
+            with contextlib.suppress(NotFound, NotReady):
+                self.find(name, version).refused(error, received)
+            raise
 
     async def load(self, found: Found) -> None:
         """Load or replace all models found; one that fails does not disturb the others."""

@@ -15,7 +15,7 @@ from penstock.serving.catalog import Catalog, IndexEntry
 
 class Control:
     """`path` is the repository; `is_explicit` allows loading and unloading, `allows_hard_links`
-    ONNX weights that have further hard links."""
+    files of models that have further hard links."""
 
     def __init__(
         self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False

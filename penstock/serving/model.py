@@ -322,11 +322,10 @@ class Model:
             self._shares.refused(num_held, self._clock(), request.priority)
 
     def _check_quota(self, request: Request) -> None:
-        """The share first: a request that is refused for it does not use up the rate."""
-        now = self._clock()
-        self._shares.check(request.caller, now, self.config.batching.level(request.priority))
-        if not request.is_counted:
-            self._quotas.check_rate(request.caller, now)
+        """QuotaExceeded when the key has filled its share of the queue. Its rate is for the
+        protocols, which see requests that never reach a model."""
+        level = self.config.batching.level(request.priority)
+        self._shares.check(request.caller, self._clock(), level)
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from penstock import devices, usage
@@ -60,7 +61,9 @@ class ProcessLife:
         loop: asyncio.AbstractEventLoop,
         on_death: Callable[[str], None],
         module: str = "penstock.serving.worker",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`environment` is set beside what every worker gets."""
         with contextlib.ExitStack() as undo:
             self.sock, theirs = socket_pair()
             undo.callback(self.sock.close)
@@ -76,7 +79,7 @@ class ProcessLife:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
-                    env=allowed(devices.worker_environment()),
+                    env={**allowed(devices.worker_environment()), **environment},
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)

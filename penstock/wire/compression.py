@@ -10,26 +10,42 @@ from penstock.types import Buffer
 # zlib's window bits by encoding.
 ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 LEVEL = 1
+# Of a gzip body. Empty ones are no larger for the limit on the size, and each costs a copy of the
+# rest.
+MAX_MEMBERS = 1024
 
 
 def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
-    """Decompress a body; refuse one that is invalid, truncated or larger than the limit."""
-    inflater = zlib.decompressobj(ENCODINGS[encoding])
-    try:
-        body = inflater.decompress(data, max_bytes + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not {encoding.decode()}: {error}") from None
-    if len(body) > max_bytes:
-        raise TooLarge(
-            f"the request body inflates to more than {max_bytes} bytes (--max-body-bytes)"
+    """The body as it was before; refused when it is broken, cut off or grows past the limit, which
+    is for all members of a gzip body together (RFC 1952, section 2.2)."""
+    parts: list[bytes] = []
+    left, rest = max_bytes, bytes(data)
+    while True:
+        inflater = zlib.decompressobj(ENCODINGS[encoding])
+        try:
+            parts.append(inflater.decompress(rest, left + 1))
+        except zlib.error as error:
+            raise InvalidRequest(_broken(encoding, len(parts), len(rest), error)) from None
+        left -= len(parts[-1])
+        if left < 0:
+            raise TooLarge(
+                f"the request body inflates to more than {max_bytes} bytes (--max-body-bytes)"
+            )
+        if not inflater.eof:
+            raise InvalidRequest(f"the {encoding.decode()} body is cut off")
+        rest = inflater.unused_data
+        if not rest:
+            return b"".join(parts)
+        if encoding != b"gzip" or len(parts) == MAX_MEMBERS:
+            raise InvalidRequest(f"{len(rest)} bytes follow the {encoding.decode()} body")
+
+
+def _broken(encoding: bytes, num_members: int, num_left: int, error: zlib.error) -> str:
+    if num_members:
+        return (
+            f"{num_left} bytes follow the {encoding.decode()} body, and are not {encoding.decode()}"
         )
-    if not inflater.eof:
-        raise InvalidRequest(f"the {encoding.decode()} body is cut off")
-    if inflater.unused_data:
-        raise InvalidRequest(
-            f"{len(inflater.unused_data)} bytes follow the {encoding.decode()} body"
-        )
-    return body
+    return f"the body is not {encoding.decode()}: {error}"
 
 
 def deflate(data: bytes, encoding: bytes) -> bytes:

@@ -333,6 +333,8 @@ AskKind = Literal[
     "repository_index",
     "model_load",
     "model_unload",
+    # An inference request that the front could not decode, to be counted all the same.
+    "count_request",
 ]
 
 
@@ -345,7 +347,7 @@ class Ask(Frame, tag="ask"):
     model_version: str = ""
     # `ready` for the index; for a load only the names of the given parameters.
     parameters: dict[str, Parameter] = {}
-    # Digest of the API key sent with a change; empty if there was none.
+    # The digest of the API key that came with a change or an inference; empty where there was none.
     key: bytes = b""
 
 

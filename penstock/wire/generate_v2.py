@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.wire import json_errors
 from penstock.wire.openai_v1 import Choice, Invalid, Raw, Usage, Wishes, read_wishes
 
 # Parameters of Triton's backends that are not served; only empty values are accepted.
@@ -122,7 +123,8 @@ def _object(data: Raw, what: str) -> dict[str, Any]:
     try:
         return _body.decode(data)
     except msgspec.DecodeError as error:
-        raise Invalid(f"{what} is not a JSON object: {error}") from None
+        text = json_errors.explain(data, error)
+        raise Invalid(f"{what} is not a JSON object: {text}") from None
     except (UnicodeDecodeError, RecursionError):
         raise Invalid(f"{what} is not a JSON object in UTF-8, or nested too deeply") from None
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import InvalidRequest, TooLarge
+from penstock.wire import json_errors
 from penstock.wire.openai_fields import (
     OF_CHATS,
     OF_COMPLETIONS,
@@ -332,7 +333,7 @@ def _decoded(
     except msgspec.ValidationError as error:
         raise _wrong(error) from None
     except msgspec.DecodeError as error:
-        raise Invalid(f"the body is not JSON: {error}") from None
+        raise Invalid(f"the body is not JSON: {json_errors.explain(body, error)}") from None
     except UnicodeDecodeError:
         raise Invalid("the body is not JSON: it is not UTF-8") from None
     except RecursionError:

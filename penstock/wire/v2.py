@@ -32,6 +32,7 @@ from penstock.types import (
     pack_bytes,
     split_bytes,
 )
+from penstock.wire import json_errors
 
 MAX_TENSORS = 1024
 MAX_FORMS = 1024
@@ -449,7 +450,9 @@ def _parse(head: Buffer) -> InferBody:
     try:
         wire = _decode(head)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"failed to parse the request JSON: {error}") from None
+        raise InvalidRequest(
+            f"failed to parse the request JSON: {json_errors.explain(head, error)}"
+        ) from None
     except (RecursionError, UnicodeDecodeError):
         raise InvalidRequest("failed to parse the request JSON: too deep, or not UTF-8") from None
     if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:

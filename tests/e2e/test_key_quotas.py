@@ -5,11 +5,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from served import Served, null_model
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 SLOW, FREE = "0123456789abcdef", "fedcba9876543210"
@@ -23,6 +26,17 @@ requests_per_s = 0.01
 secret = "{FREE}"
 scopes = ["infer"]
 """
+
+
+def case_key(index: int) -> str:
+    """A key with the rate of `SLOW`."""
+    return f"key-of-a-case-{index:02}"
+
+
+KEYS += "".join(
+    f'[[key]]\nsecret = "{case_key(index)}"\nscopes = ["infer"]\nrequests_per_s = 0.01\n'
+    for index in range(8)
+)
 
 
 @pytest.fixture(params=["0", "1"], ids=["core", "fronts"])
@@ -78,6 +92,76 @@ def test_a_key_beyond_its_rate_is_refused_over_every_protocol(served: Served):
     for _ in range(3):
         assert infer(served, FREE)[0] == 200
         assert infer_grpc(served, FREE) == "OK"
+
+
+BAD_SHAPE = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [1, 2], "data": [1]}]}
+
+
+class Refused(NamedTuple):
+    """A request, and the answer while the key may still send."""
+
+    model: str
+    body: bytes
+    headers: dict[str, str]
+    status: int
+
+
+REFUSED = [
+    Refused("model", b"{", {}, 400),
+    Refused("model", b"", {}, 400),
+    Refused("model", json.dumps(BAD_SHAPE).encode(), {}, 400),
+    Refused("model", b"{}", {"Inference-Header-Content-Length": "-1"}, 400),
+    Refused("model", b"{}", {"Inference-Header-Content-Length": "0"}, 400),
+    Refused("model", b"{}", {"Content-Encoding": "br"}, 415),
+    Refused("model", b"{}", {"Content-Encoding": "gzip"}, 400),
+    Refused("nobody", b"{}", {}, 404),
+]
+NO_DATA = {"name": "x", "datatype": "INT32", "shape": [1, 1]}
+REFUSED_GRPC = [
+    (b"\xff\xff", "INVALID_ARGUMENT"),
+    (service_pb2.ModelInferRequest(model_name="model").SerializeToString(), "INVALID_ARGUMENT"),
+    (service_pb2.ModelInferRequest(model_name="nobody").SerializeToString(), "NOT_FOUND"),
+    (
+        service_pb2.ModelInferRequest(model_name="model", inputs=[NO_DATA]).SerializeToString(),
+        "INVALID_ARGUMENT",
+    ),
+]
+
+
+def test_refused_requests_count(served: Served):
+    def send(case: Refused, key: str) -> int:
+        url = f"http://{served.address}/v2/models/{case.model}/infer"
+        request = urllib.request.Request(url, case.body, {"X-API-Key": key, **case.headers})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=60)
+        with caught.value as error:
+            return error.code
+
+    for index, case in enumerate(REFUSED):
+        key = case_key(index)
+        assert [send(case, FREE), send(case, FREE)] == [case.status, case.status]
+        assert [send(case, key), send(case, key)] == [case.status, 429]
+        assert infer_grpc(served, key).startswith("StatusCode.RESOURCE_EXHAUSTED")
+
+
+def test_refused_requests_over_grpc_count(served: Served):
+    with grpc.insecure_channel(served.grpc_address) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+
+        def send(data: bytes, key: str) -> str:
+            with pytest.raises(grpc.RpcError) as caught:
+                call(data, metadata=[("x-api-key", key)], timeout=60)
+            return caught.value.code().name
+
+        for index, (data, code) in enumerate(REFUSED_GRPC):
+            key = case_key(index)
+            assert [send(data, FREE), send(data, FREE)] == [code, code]
+            assert [send(data, key), send(data, key)] == [code, "RESOURCE_EXHAUSTED"]
+            for answer in stream(iter([data]), metadata=[("x-api-key", key)], timeout=60):
+                found = service_pb2.ModelStreamInferResponse.FromString(answer)
+                assert "may send 0.01 requests/s" in found.error_message
+            assert infer(served, key)[0] == 429
 
 
 def test_quotas_change_with_the_key_file(served: Served, tmp_path: Path):

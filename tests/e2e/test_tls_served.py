@@ -114,6 +114,8 @@ def test_clients_need_a_certificate_of_the_right_issuer(tmp_path, fronts):
     assert is_live(served.grpc_address, credentials(folder, "client"))
     for name in ("", "stranger"):
         assert not is_live(served.grpc_address, credentials(folder, name))
+    # Lines of gRPC's own would not be in the format of the log.
+    assert "ssl_transport_security" not in served.logged()
     assert served.terminate() == 0
 
 
@@ -121,10 +123,10 @@ def test_clients_need_a_certificate_of_the_right_issuer(tmp_path, fronts):
     ("given", "words"),
     [
         (["--tls-cert", "server.pem"], "--tls-key is required"),
+        (["--tls-client-ca", "ca.pem"], "--tls-cert and --tls-key are required"),
         (["--tls-key", "server.key"], "--tls-cert is required"),
-        (["--tls-client-ca", "ca.pem"], "--tls-cert is required"),
         (["--tls-cert", "none.pem", "--tls-key", "server.key"], "No such file"),
-        (["--tls-cert", "client.pem", "--tls-key", "server.key"], "key values mismatch"),
+        (["--tls-cert", "client.pem", "--tls-key", "server.key"], "is not the key of"),
     ],
 )
 def test_wrong_files_and_flags_end_the_start(tmp_path, given, words):

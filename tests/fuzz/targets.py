@@ -202,6 +202,11 @@ class Wire:
 
     def setsockopt(self, *option: int) -> None: ...
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    write_eof = close
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...

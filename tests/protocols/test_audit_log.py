@@ -83,6 +83,36 @@ async def test_administrative_calls_over_http_are_recorded(serve: Any, lines: An
     assert len(found) == 5
 
 
+async def test_calls_refused_before_they_are_looked_at_are_recorded(serve: Any, lines: Any) -> None:
+    gate = Gate(GATE.keys, frozenset(["localhost"]))
+    routes = V2Routes(Catalog(), str(EXAMPLES), is_explicit=True)
+    v2 = V2Http(Models(Catalog(), routes, gate=gate), HttpLimits(max_json_bytes=10), gate)
+    key = f"X-API-Key: {SECRETS['operator'].decode()}"
+    bearer = f"Authorization: Bearer {SECRETS['operator'].decode()}"
+
+    async def ask(*headers: str, method: str = "POST", body: str = "") -> int:
+        head = [f"{method} /v2/repository/index HTTP/1.1", f"Content-Length: {len(body)}", *headers]
+        return (await served.ask("\r\n".join([*head, "", body]).encode())).status
+
+    async with serve(v2.handle) as served:
+        assert await ask("Host: evil.example", key) == 403
+        assert await ask("Host: localhost", key, key) == 400
+        assert await ask("Host: localhost", bearer, bearer, key) == 400
+        assert await ask("Host: localhost", key, body=" " * 11) == 413
+        assert await ask("Host: localhost", key, method="PUT") == 405
+        assert await ask("Host: localhost", key, bearer) == 200
+    await v2.close()
+    found = [line.partition(" reason=") for line in lines()]
+    assert [f"{start} {reason[:40]}".strip() for start, _, reason in found] == [
+        """http caller=operator action=index result=403 "Host 'evil.example' is not served here;""",
+        'http caller=anonymous action=index result=400 "the header x-api-key is given twice"',
+        'http caller=anonymous action=index result=400 "the header authorization is given twice',
+        'http caller=operator action=index result=413 "the JSON of a request may have 10 bytes',
+        'http caller=operator action=index result=405 "/v2/repository/index takes POST, not PU',
+        "http caller=operator action=index result=200",
+    ]
+
+
 async def test_a_call_that_its_client_leaves_is_recorded(
     serve: Any, lines: Any, until: Any
 ) -> None:

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, NotAllowed
-from penstock.protocols.gate import MAX_KEYS, Gate, KeyFile, digest_secret, headers_of, read_keys
+from penstock.errors import ConfigError, InvalidRequest, NotAllowed
+from penstock.protocols.gate import (
+    MAX_KEYS,
+    Gate,
+    KeyFile,
+    digest_secret,
+    headers_of,
+    read_keys,
+    secret_of,
+)
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.serving.quotas import Quota
@@ -272,3 +280,13 @@ def test_quotas_that_make_no_sense_are_refused(tmp_path: Path, name: str, value:
     path.write_text(f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer"]\n{name} = {value}\n')
     with pytest.raises(ConfigError, match=rf"key\[0\]\.{name}: expected a number above 0"):
         read_keys(path)
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key"])
+def test_a_key_that_is_given_twice_is_refused_and_counts_as_none(name: bytes) -> None:
+    headers = {name: b"Bearer one\nBearer two"}
+    with pytest.raises(InvalidRequest, match=f"the header {name.decode()} is given twice"):
+        Gate().check_keys(headers)
+    assert secret_of(headers) is None
+    assert secret_of({b"x-api-key": b"another", **headers}) is None
+    Gate().check_keys({b"authorization": b"Bearer one", b"x-api-key": b"two"})

@@ -232,6 +232,11 @@ class Recording:
     def __init__(self, seen: list[Match]) -> None:
         self.seen = seen
 
+    def count(self, call: InferCall, exchange: Exchange) -> None: ...
+
+    def refuse(self, exchange: Exchange, error: Exception) -> bool:
+        raise error
+
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         match = find(exchange.head.path)
         assert match is not None and match.route.handler == "infer"
@@ -286,6 +291,9 @@ class Wire:
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+    def can_write_eof(self) -> bool:
+        return False
 
     def pause_reading(self) -> None: ...
 

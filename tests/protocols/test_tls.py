@@ -6,8 +6,10 @@ import asyncio
 import logging
 import shutil
 import ssl
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,19 @@ def renew(folder: Path) -> None:
     """As a tool that renews certificates does."""
     for suffix in ("pem", "key"):
         (folder / f"renewed.{suffix}").rename(folder / f"server.{suffix}")
+
+
+def garble(path: Path) -> None:
+    """PEM still, but of nothing."""
+    first, *_, last = path.read_text().splitlines()
+    path.write_text(f"{first}\nAAAA\n{last}\n")
+
+
+def reissue(folder: Path, name: str, days: int) -> None:
+    """A certificate for the same key."""
+    command = ["openssl", "req", "-x509", "-new", "-key", f"{name}.key", "-subj", f"/CN={name}"]
+    days_and_file = ["-days", str(days), "-out", f"{name}.pem"]
+    subprocess.run([*command, *days_and_file], cwd=folder, check=True, capture_output=True)
 
 
 class Peer:
@@ -187,11 +202,13 @@ async def test_no_connection_is_lost_while_a_certificate_is_replaced(folder: Pat
     [
         (lambda folder: (folder / "server.pem").unlink(), "--tls-cert .*No such file"),
         (lambda folder: (folder / "server.key").unlink(), "--tls-key .*No such file"),
-        (lambda folder: (folder / "server.pem").write_text("x"), "expected a PEM certificate"),
-        (lambda folder: (folder / "server.key").write_text("x"), "private key"),
+        (lambda folder: (folder / "server.pem").write_text("x"), "--tls-cert .*no PEM certificate"),
+        (lambda folder: garble(folder / "server.pem"), "--tls-cert .*not a certificate"),
+        (lambda folder: (folder / "server.key").write_text("x"), "--tls-key .*no PEM private key"),
+        (lambda folder: garble(folder / "server.key"), "--tls-key .*cannot be read: [^(]*$"),
         (
             lambda folder: shutil.copy(folder / "client.key", folder / "server.key"),
-            "key values mismatch",
+            "--tls-key .*is not the key of --tls-cert",
         ),
         (lambda folder: (folder / "ca.pem").write_text("x"), "--tls-client-ca"),
         (lambda folder: (folder / "ca.pem").unlink(), "--tls-client-ca .*No such file"),
@@ -213,12 +230,63 @@ def test_files_that_cannot_be_used_are_explained(
 
 
 def test_an_encrypted_key_is_refused_without_asking_the_terminal(folder: Path) -> None:
-    import subprocess
-
     command = ["openssl", "ec", "-in", "server.key", "-out", "locked.key", "-aes128"]
     subprocess.run(
         [*command, "-passout", "pass:secret"], cwd=folder, check=True, capture_output=True
     )
     (folder / "locked.key").rename(folder / "server.key")
-    with pytest.raises(ConfigError, match="unencrypted private key"):
+    with pytest.raises(ConfigError, match="--tls-key .*server.key: the private key is encrypted"):
         TlsFiles(config(folder)).load()
+
+
+@pytest.mark.parametrize(
+    ("days", "words"), [(3, "the certificate is expired on"), (-1, "is not valid before")]
+)
+def test_a_certificate_that_is_not_valid_is_logged_at_start(
+    folder: Path, days: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def then() -> datetime:
+        return datetime.now(UTC) + timedelta(days=days)
+
+    TlsFiles(config(folder), warns=False, now=then).load()
+    TlsFiles(config(folder)).load()
+    assert not caplog.records
+    TlsFiles(config(folder), now=then).load()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and words in record.getMessage()
+    assert str(folder / "server.pem") in record.getMessage()
+
+
+def test_an_expired_certificate_does_not_replace_a_valid_one(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reissue(folder, "server", days=30)
+    now = datetime.now(UTC) + timedelta(days=3)
+    files = TlsFiles(config(folder), now=lambda: now)
+    files.load()
+    renew(folder)
+    assert files.load_if_changed() is None
+    assert files.load_if_changed() is None
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "the new certificate expired on" in record.getMessage()
+    # Once the one in use has expired too, it is no better.
+    now += timedelta(days=30)
+    (folder / "server.pem").touch()
+    assert files.load_if_changed() is not None
+    assert caplog.records[-1].levelname == "WARNING"
+
+
+def test_what_was_reloaded_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    shutil.copy(folder / "ca.pem", folder / "clients.pem")
+    files = TlsFiles(config(folder, "clients"))
+    files.load()
+    shutil.copy(folder / "other-ca.pem", folder / "clients.pem")
+    assert files.load_if_changed() is not None
+    renew(folder)
+    assert files.load_if_changed() is not None
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first == f"TLS files reloaded: --tls-client-ca {folder / 'clients.pem'}"
+    assert second == (
+        f"TLS files reloaded: --tls-cert {folder / 'server.pem'}, --tls-key {folder / 'server.key'}"
+    )

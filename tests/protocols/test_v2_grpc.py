@@ -23,7 +23,7 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
-from penstock.protocols.gate import Gate, Keys
+from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.line import STATUS
 from penstock.protocols.route_table import RPC_SCOPES
 from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, Service
@@ -108,7 +108,7 @@ class Core:
                     b'{"models":[{"name":"a","version":"1","state":"READY"},'
                     b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]}'
                 )
-            case "model_load" | "model_unload":
+            case "model_load" | "model_unload" | "count_request":
                 return b""
 
 
@@ -403,7 +403,43 @@ async def test_what_is_refused_is_refused_with_the_words_of_http():
         assert answer.model_name == "m"
 
 
+@pytest.mark.parametrize("gate", [Gate(), GATE], ids=["open", "keys"])
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+async def test_a_key_that_is_given_twice_is_refused(name: str, gate: Gate):
+    keys = [(name, f"Bearer {SECRETS[scope]}") for scope in ("infer", "admin")]
+    async with serving(Core(), gate) as client:
+        for metadata in (keys, keys[::-1], [keys[0]] * 2):
+            call = client.v2.RepositoryIndex(
+                service_pb2.RepositoryIndexRequest(), metadata=metadata
+            )
+            assert await client.refusal(call) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the metadata {name} is given twice",
+            )
+            stream = client.v2.ModelStreamInfer(metadata=metadata)
+            assert (await client.refusal(stream.read()))[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
 # Streams
+
+
+@pytest.mark.parametrize(
+    ("scopes", "code"),
+    [(None, "UNAUTHENTICATED"), ({"metrics"}, "PERMISSION_DENIED")],
+)
+async def test_a_stream_ends_when_its_key_is_revoked(scopes, code, until: Callable[..., Any]):
+    core, digest = Core(), digest_secret(SECRETS["infer"].encode())
+    async with serving(core, Gate(Keys({digest: frozenset(["infer"])}))) as client:
+        stream = client.v2.ModelStreamInfer(metadata=[("x-api-key", SECRETS["infer"])])
+        await stream.write(message("wait", id="before"))
+        await until(lambda: core.waiting)
+        left = {} if scopes is None else {digest: frozenset(scopes)}
+        client.service.use_keys(Keys(left))
+        await stream.write(message(id="after"))
+        request = core.waiting[0]
+        request.respond(Response("wait", "1", request.inputs, request.parameters))
+        assert (await stream.read()).infer_response.id == "before"
+        assert (await client.refusal(stream.read()))[0] == grpc.StatusCode[code]
 
 
 async def test_a_stream_answers_in_order_of_the_requests(until: Callable[..., Any]):

@@ -909,6 +909,9 @@ class OneModel:
         self._model = model
         self._error = error
 
+    def count_request(self, caller: bytes, received: float, name: str, version: str) -> None:
+        pass
+
     def find(self, name: str, version: str = "") -> Puppet:
         if self._error is not None:
             raise self._error

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
-from penstock.errors import NotFound, NotReady
+from penstock.errors import NotFound, NotReady, QuotaExceeded
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
+from penstock.serving.quotas import Quota
 from penstock.testing import FakeGpus, Puppets, RecordingSink, settle
 from penstock.types import Request, TensorSpec, from_array
 
@@ -431,3 +432,22 @@ def test_cycles_of_unload_and_load_leave_nothing_behind(config):
 
     with without_collector():
         asyncio.run(main())
+
+
+def test_requests_count_whether_or_not_there_is_such_a_model(caplog):
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG)
+        catalog.quotas.replace({b"team-a": Quota(requests_per_s=2)})
+        for caller in (b"team-a", b"team-b"):
+            catalog.count_request(caller, 0.0, "nobody")
+            catalog.count_request(caller, 0.0, "echo", "1")
+        for name in ("nobody", "echo"):
+            with pytest.raises(QuotaExceeded, match="may send 2 requests/s"):
+                catalog.count_request(b"team-a", 0.0, name)
+        catalog.count_request(b"team-b", 0.0, "echo")
+        catalog.count_request(b"team-a", 0.5, "echo")
+        assert catalog.find("echo").metrics.num_refused["quota"] == 1
+
+    run(scenario)
+    assert "overloaded" not in caplog.text

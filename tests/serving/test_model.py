@@ -1966,31 +1966,6 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_key_beyond_its_rate_is_refused_and_nothing_is_said_of_overload(caplog):
-    clock, quotas = FakeClock(), Quotas({b"team-a": Quota(requests_per_s=2)})
-
-    async def main() -> None:
-        puppets = Puppets()
-        model = Model(FIXED, start_life=puppets, clock=clock, quotas=quotas)
-        starting = asyncio.ensure_future(model.start())
-        await puppets.step_all()
-        await starting
-        requests = [ask(FIXED, canary(i, (1, 4))) for i in range(6)]
-        for i, request in enumerate(requests):
-            request.caller = b"team-a" if i < 4 else b"team-b"
-            model.submit(request)
-        await puppets.step_all()
-        kinds = [type(request.sink.error) for request in requests]
-        assert kinds == [type(None)] * 2 + [QuotaExceeded] * 2 + [type(None)] * 2
-        assert model.metrics.num_refused["quota"] == 2
-        closing = asyncio.ensure_future(model.close())
-        await puppets.step_all()
-        await closing
-
-    asyncio.run(main())
-    assert "overloaded" not in caplog.text
-
-
 def test_a_key_gets_its_share_of_the_queue_back_however_its_requests_end():
     config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, max_pending=8))
     quotas = Quotas({b"team-a": Quota(queue_share=0.5)})

@@ -1,0 +1,31 @@
+"""Why a text is not JSON, where the decoder's own words mislead. Pure.
+
+The decoder calls three different mistakes "truncated": nothing at all, half a text, and a whole one
+with half a surrogate pair.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from penstock.types import Buffer
+
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+# Backslashes that stand for themselves, whole pairs, or a half that is alone.
+_ESCAPES = re.compile(rb"\\\\|%b%b|(%b|%b)" % (_HIGH, _LOW, _HIGH, _LOW))
+
+
+def explain(data: Buffer, error: msgspec.DecodeError) -> str:
+    """What is wrong with a text that the decoder refused with this error."""
+    text = bytes(data)
+    if not text.strip():
+        return "the body is empty; expected JSON"
+    if isinstance(error, msgspec.ValidationError):
+        return str(error)
+    for match in _ESCAPES.finditer(text):
+        if match[1] is not None:
+            half = match[1].decode()
+            return f"a string holds a lone surrogate ({half}); expected a pair or another character"
+    return str(error)
