@@ -36,6 +36,8 @@ def read_sent(plan: Plan) -> list[Row]:
         return [{name: np.array([each.read_bytes()], object)} for each in files]
     if path.suffix in ARRAY_SUFFIXES:
         arrays = {n: a for n, a in read_arrays(path).items() if n != plan.labels or not n}
+        if not arrays:
+            raise ConfigError([f"{path}: holds only the labels; expected the model's inputs too"])
         num_rows = min(MAX_ROWS, *(len(array) for array in arrays.values()))
         named = {name or plan.data_name or "input": array for name, array in arrays.items()}
         return [{name: _element(a[n]) for name, a in named.items()} for n in range(num_rows)]
@@ -98,7 +100,8 @@ def _element(value: Any) -> Array:
         return np.array([text], object)
     array = np.asarray(value)
     if array.dtype.kind in "US":
-        array = np.array([str(each).encode() for each in array.reshape(-1)], object)
+        texts = array if array.dtype.kind == "S" else np.char.encode(array, "utf-8")
+        array = texts.astype(object)
     elif not isinstance(value, np.ndarray | np.generic) or array.dtype == np.float64:
         array = array.astype(DEFAULTS.get(array.dtype.kind, array.dtype))
     return array.reshape(1) if array.ndim == 0 else array

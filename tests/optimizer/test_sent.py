@@ -109,3 +109,18 @@ def test_filled_up_rows_are_as_long_as_told() -> None:
 def test_a_model_that_takes_lengths_gets_them() -> None:
     rows = filled(4, 3)
     assert as_long_as_told(rows, ("ids", "lengths")) == rows
+
+
+def test_arrays_of_bytes_and_texts_keep_their_content_and_shape(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, a=np.array([[b"ab", b"c"], [b"d", b"e"]]), b=np.array([["ä", "b"]] * 2))
+    first, _ = read_sent(plan(path))
+    assert first["a"].tolist() == [b"ab", b"c"]
+    assert first["b"].tolist() == ["ä".encode(), b"b"]
+
+
+def test_a_file_of_labels_alone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, y=np.zeros(4))
+    with pytest.raises(ConfigError, match="holds only the labels"):
+        read_sent(plan(path, labels="y"))
