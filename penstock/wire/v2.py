@@ -271,7 +271,7 @@ class Codec:
         return request
 
     def _remember(self, key: bytes, request: Request) -> None:
-        if len(key) > MAX_FORM_BYTES:
+        if len(key) > MAX_FORM_BYTES or not request.inputs:
             return
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()

@@ -314,7 +314,7 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
     order = served.goals.order([one.served for one in findings.finalists], [1, 0])
     findings.finalists = [findings.finalists[index] for index in order]
     search: Any = SimpleNamespace(
-        findings=findings, prove=lambda: None, left_s=None, has_time_to_prove=lambda num: True
+        findings=findings, prove=lambda *told: None, left_s=None, has_time_to_prove=lambda num: True
     )
     found = conclude(lab, search, "command", "today")
     assert found.chosen is not None

@@ -244,6 +244,12 @@ def test_binary_tensors_follow_in_the_order_of_the_inputs_and_json_ones_lie_betw
     assert values_of(json_one) == [9]
 
 
+def test_a_request_may_have_no_inputs_and_say_how_long_its_json_is() -> None:
+    body = b'{"inputs": []}'
+    for json_bytes in (None, len(body)):
+        assert decode(body, json_bytes).request.inputs == []
+
+
 def test_a_binary_tensor_may_be_empty() -> None:
     [tensor] = decode_binary(b"", given_size(0, "FP32", [0, 4])).request.inputs
     assert bytes(tensor.data) == b""
