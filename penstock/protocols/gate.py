@@ -247,7 +247,7 @@ def _is_number(value: object, limit: float) -> bool:
 
 
 def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """Return the API key of a message; None if there is none, or a header has several."""
+    """Return the API key of a message; None if it has no key, or several in one header."""
     if any(b"\n" in headers.get(name, b"") for name in CREDENTIALS):
         return None
     given = headers.get(b"authorization")
@@ -257,7 +257,7 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def caller_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the digest of a message's API key; empty if there is none."""
+    """Return the digest of a message's API key; empty if it has no key."""
     secret = secret_of(headers)
     return b"" if secret is None else digest_secret(secret)
 
