@@ -662,7 +662,8 @@ def _check_unused(reading: Reading, spec: TargetSpec) -> None:
 
 
 def _is_from_environment(name: str) -> bool:
-    """A variable holds for many commands: nobody asked for it in this one."""
+    """Whether a value came from an environment variable, which applies to many commands, rather
+    than from this command line."""
     context = click.get_current_context(silent=True)
     source = None if context is None else context.get_parameter_source(name)
     return source is click.core.ParameterSource.ENVIRONMENT

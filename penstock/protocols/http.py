@@ -597,7 +597,7 @@ class Connection(asyncio.Protocol):
         blocked = self.write_blocked_since
         if blocked is None:
             return False
-        # What is added meanwhile does not hide that something was read.
+        # Compare bytes sent, not bytes unsent: new data must not hide that the client reads.
         num_sent = self._num_written - self.num_unsent
         if num_sent > self._num_sent:
             self.write_blocked_since = blocked = now
