@@ -412,8 +412,8 @@ async def _measure(plan: Plan, outputs: Outputs) -> Run:
 
 @contextlib.contextmanager
 def _interruptible(conductor: Conductor) -> Iterator[None]:
-    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything, as
-    does the first if nothing was measured yet."""
+    """Handle Ctrl-C: the first ends the level and keeps its measurements; the second ends the run,
+    as does the first if nothing was measured yet."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -670,7 +670,7 @@ def _is_from_environment(name: str) -> bool:
 
 
 def _check_alone(reading: Reading, slo: Slo | None) -> None:
-    """Flags that have no effect without another one."""
+    """Report flags that have no effect without another one."""
     flags = reading.flags
     if flags["data_name"] and not flags["data"]:
         reading.problems.append("--data-name: there is no --data to name the input of")

@@ -400,7 +400,7 @@ class ServerConfig:
     api_keys: str = ""
     # Additional host names for clients, besides the loopback ones.
     allow_hosts: tuple[str, ...] = ()
-    # Accept files of models that have further hard links.
+    # Accept model files with several hard links.
     allows_hard_links: bool = False
     # Log one line per inference; adds to the cost of each.
     logs_requests: bool = False
