@@ -51,10 +51,10 @@ MODULE = "penstock.llm.engine_main"
 State = Literal["LOADING", "READY", "UNAVAILABLE"]
 STOP_S = 5.0
 SOCKET_OVERHEAD = 1024
-# Loading fails after this many deaths.
+# Loading fails after this many deaths in a row.
 MAX_LOAD_DEATHS = 3
-# An engine that is silent for `SLOWER` times its slowest step is hung. Before the first step the
-# limit is `FIRST_STEP` times `hang_s`.
+# An engine is hung if it is silent for `hang_s` or `SLOWER` times its slowest step, whichever is
+# longer; before the first step, for `FIRST_STEP` times `hang_s`.
 SLOWER, FIRST_STEP = 20, 10
 PLAIN = Sampling()
 EngineLife: StartLife = partial(ProcessLife, module=MODULE)

@@ -22,7 +22,7 @@ SMOOTHING = 0.1
 MAX_SURPRISE = 2.0
 NUM_TRUSTED = 3
 # The share of batches that should take at most `inflation` times the mean, and the number of recent
-# batches that this is taken from: a few seconds of load, so that it follows changes in other load.
+# batches that this is taken from: seconds of load, so that it adapts to noisy neighbours.
 QUANTILE = 0.99
 SPREAD_WINDOW = 256
 MAX_INFLATION = 2.5
@@ -81,8 +81,8 @@ class BatchTimes:
         return 1
 
     def stale_rung(self, max_size: int, now: float, min_size: int = 1) -> int | None:
-        """Return the rung between the sizes that ran least recently; None if all ran within
-        STALE_AFTER_S."""
+        """Return the rung from `min_size` to `max_size` that ran least recently; None if that was
+        within STALE_AFTER_S."""
         rungs = [i for i, size in enumerate(self._sizes) if min_size <= size <= max_size]
         if not rungs:
             return None

@@ -556,9 +556,9 @@ class Model:
                 return
 
     def _may_try_suspect(self) -> bool:
-        """Whether a suspect may run now: one at a time, while all wanted spares are loaded. If they
-        stay short for SUSPECT_PATIENCE_S, it may run without; but if only one worker is ready, only
-        once that has served other requests for as long as a worker takes to start."""
+        """Whether a suspect may run now: one at a time, while all wanted spares are loaded. It may
+        run without if there are no spares, or if some are missing for SUSPECT_PATIENCE_S; but a
+        single ready worker first serves other requests for as long as it took to start."""
         ready = [each for each in self.instances if each.is_ready]
         if any(flight.closed_by == "rerun" for each in ready for flight in each.batches):
             return False
