@@ -223,7 +223,7 @@ class Models:
             raise no_route(exchange.head)
 
     def _check_rate(self, exchange: Exchange) -> None:
-        """Apply the rate quota to text and embeddings requests; `count` does for inference."""
+        """Apply the rate quota to text and embeddings requests; `count` does so for inference."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
             caller = self._gate.caller(exchange.head.headers)
