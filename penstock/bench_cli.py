@@ -412,8 +412,8 @@ async def _measure(plan: Plan, outputs: Outputs) -> Run:
 
 @contextlib.contextmanager
 def _interruptible(conductor: Conductor) -> Iterator[None]:
-    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything, as
-    does the first if nothing was measured yet."""
+    """Handle Ctrl-C: the first ends the level and keeps its measurements; the second ends the run,
+    as does the first if nothing was measured yet."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -662,14 +662,15 @@ def _check_unused(reading: Reading, spec: TargetSpec) -> None:
 
 
 def _is_from_environment(name: str) -> bool:
-    """A variable holds for many commands: nobody asked for it in this one."""
+    """Whether a value came from an environment variable, which applies to many commands, rather
+    than from this command line."""
     context = click.get_current_context(silent=True)
     source = None if context is None else context.get_parameter_source(name)
     return source is click.core.ParameterSource.ENVIRONMENT
 
 
 def _check_alone(reading: Reading, slo: Slo | None) -> None:
-    """Flags that have no effect without another one."""
+    """Report flags that have no effect without another one."""
     flags = reading.flags
     if flags["data_name"] and not flags["data"]:
         reading.problems.append("--data-name: there is no --data to name the input of")

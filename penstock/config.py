@@ -214,7 +214,7 @@ class ModelConfig:
     # Strings for the backend, from `parameters`.
     options: Mapping[str, str] = field(default_factory=dict)
     # The SLO, from `penstock.slo` or else from the version's evidence; "off" if `penstock.slo` says
-    # so, empty if there is none.
+    # so, empty without one.
     slo: str = ""
     is_slo_from_evidence: bool = False
     # The SLO of the evidence and its outcome if it was not kept: then it is not enforced.
@@ -222,7 +222,7 @@ class ModelConfig:
     # GPU memory of one instance, for the plan at start. Set it if the plan's own estimate is far
     # off; None: from the version's evidence, or estimated.
     gpu_memory_bytes: int | None = None
-    # The version's manifest.json, which a worker checks before it loads; empty: there is none.
+    # Path of the version's manifest.json, which a worker checks before it loads; empty without one.
     manifest: str = ""
     # Additional labels of the model's metrics.
     metric_tags: Mapping[str, str] = field(default_factory=dict)
@@ -400,7 +400,7 @@ class ServerConfig:
     api_keys: str = ""
     # Additional host names for clients, besides the loopback ones.
     allow_hosts: tuple[str, ...] = ()
-    # Accept files of models that have further hard links.
+    # Accept model files with several hard links.
     allows_hard_links: bool = False
     # Log one line per inference; adds to the cost of each.
     logs_requests: bool = False

@@ -1,4 +1,4 @@
-"""All errors, by who is at fault.
+"""All errors, by cause.
 
     PenstockError
     ├── InvalidRequest     the client sent something that cannot be run
@@ -13,11 +13,11 @@
     ├── Cancelled          the client disconnected
     ├── Unsupported        a known feature that this server does not have
     ├── BackendFailed      the model itself failed
-    ├── StorageFull        a file system has no room for what must be written
+    ├── StorageFull        a file system is full
     └── ConfigError        the operator's files are wrong (all problems at once)
         └── CommandLineError   the flags are wrong
 
-No protocol word appears here: each protocol has one table from these classes to its statuses.
+Knows no protocol: each protocol has one table from these classes to its statuses.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ class BackendFailed(PenstockError):
 
 
 class StorageFull(PenstockError):
-    """Nothing is left of what did not fit; the same call works once there is room."""
+    """Partial writes are removed; the same call works once there is space."""
 
 
 class ConfigError(PenstockError):

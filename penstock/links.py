@@ -1,8 +1,8 @@
-"""Links in a model repository: which files of a model are links to somewhere else.
+"""Links in a model repository: finds model files that are links to other places.
 
-A symbolic link shows where it leads. A hard link does not: it can be any file of the file system
-under a harmless name. Both could make a server read, and answer with, files that whoever may write
-to the repository cannot read. `repository` decides what is refused.
+A symbolic link shows its target. A hard link does not: it can be any file of the file system under
+a harmless name. A user who may write to the repository could use both to make the server read, and
+answer with, files that this user cannot read. `repository` decides what is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def is_shared(file: Path) -> bool:
-    """Whether a file has further hard links."""
+    """Whether a file has several hard links."""
     try:
         return file.is_file() and file.stat().st_nlink > 1
     except OSError:
@@ -21,7 +21,7 @@ def is_shared(file: Path) -> bool:
 
 
 def leads_out(path: Path, root: Path) -> bool:
-    """Whether a path, links followed, is outside a folder. A loop leads nowhere."""
+    """Whether a path, with links resolved, is outside a folder. False for a loop of links."""
     try:
         return not path.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError):
@@ -29,8 +29,8 @@ def leads_out(path: Path, root: Path) -> bool:
 
 
 def find_outward(paths: Iterable[Path], root: Path) -> list[Path]:
-    """Symbolic links among these files, below these folders, and below folders that they link to,
-    which lead out of `root`."""
+    """Return symbolic links that lead out of `root`, among these files, below these folders, and
+    below folders that they link to."""
     outward: list[Path] = []
     pending, seen = list(paths), set[Path]()
     while pending:
@@ -46,7 +46,8 @@ def find_outward(paths: Iterable[Path], root: Path) -> list[Path]:
 
 
 def walk(path: Path) -> Iterator[Path]:
-    """This path and everything below it, in order of the names. Linked folders are not entered."""
+    """Yield this path and everything below it, sorted by name within each folder. Linked folders
+    are not entered."""
     yield path
     if path.is_symlink():
         return

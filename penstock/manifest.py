@@ -127,7 +127,7 @@ def _names_below(folder: Path) -> list[str]:
 
 
 def _size(path: Path) -> int | None:
-    """Return the size of a regular file; None if there is none."""
+    """Return the size of a file; None if it is missing or not a regular file."""
     try:
         found = path.stat()
     except OSError:

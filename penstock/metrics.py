@@ -165,7 +165,8 @@ class ModelMetrics:
         return self._fold_spans(answered)
 
     def _fold_spans(self, answered: Sequence[Request]) -> Waits:
-        """Neighbouring requests mostly share a bucket, so the last one is tried first."""
+        """Add each request's times to the histograms; return their mean waits. Neighbouring
+        requests mostly share a bucket, so the last bucket is tried first."""
         totals, queues, for_batch, for_instance = self._spans
         total, queue = totals.counts, queues.counts
         batch, instance = for_batch.counts, for_instance.counts

@@ -37,9 +37,9 @@ def read_signature(path: Path) -> Signature:
 
 
 def find_hard_links(path: Path) -> list[str]:
-    """Files with weights of this model that have further hard links, by the names the model uses.
-    A hard link makes any file of the file system part of the model's folder. The model is only
-    parsed where its folder holds such a file."""
+    """Return the model's weight files that have several hard links, by the names the model uses. A
+    hard link can put any file of the file system into the model's folder. The model is parsed only
+    if its folder has such a file."""
     linked = [file for file in path.parent.rglob("*") if is_shared(file)]
     if not linked or linked == [path]:
         return []

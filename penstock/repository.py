@@ -95,9 +95,9 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
 
 
 def refuse_hard_links(found: Found) -> Found:
-    """The same without models that have external ONNX weights, labels, configurations, manifests,
-    warm-up files or Python modules in hard links: such a file may be any file of the file system
-    under a harmless name."""
+    """Refuse models whose external ONNX weights, labels, configurations, manifests, warm-up files
+    or Python modules have several hard links: such a file may be any file of the file system under
+    a harmless name."""
     problems = {name: list(each) for name, each in found.problems.items()}
     for config in found.configs:
         linked = _linked_weights(config) + _linked_files(found.folders[config.name], config)
@@ -119,8 +119,9 @@ def _linked_weights(config: ModelConfig) -> list[str]:
 
 
 def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
-    """Files that the server reads beside the model's own. A language model that is a folder or a
-    file by itself has no version folder, and links as its cache has them."""
+    """Return problems of hard-linked files that the server reads besides the artifact. A language
+    model in a folder or file by itself has no version folder; its files may be links into Hugging
+    Face's cache."""
     version = folder / config.version
     if not version.is_dir():
         return []
@@ -282,8 +283,8 @@ def _check_links(folder: Path, root: Path, paths: Sequence[Path], hint: str = ""
 
 
 def _of_version(folder: Path, version: str, root: Path) -> list[Path]:
-    """What may not lead out of the repository: the whole version, or only its configuration if that
-    says that other links may."""
+    """Return the paths whose links may not lead out of the repository: the whole version, or only
+    its configuration if that allows other links to."""
     own = folder / version / CONFIG
     if not own.is_file() or links.leads_out(own, root):
         return [folder / version]
@@ -387,8 +388,8 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
 
 
 def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:
-    """Apply the evidence's SLO if the configuration has none. An SLO that was not kept would make
-    the server refuse requests in vain."""
+    """Apply the evidence's SLO if the configuration has none. An SLO that was not kept is only
+    noted: enforcing it would refuse requests in vain."""
     if promised is None or config.slo:
         return config
     if unkept:

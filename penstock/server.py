@@ -1,5 +1,5 @@
-"""The core process: one event loop with catalog and HTTP front, from start to drained stop; and
-the fronts beside it: that for gRPC, and with `num_fronts` those for HTTP, which then is theirs."""
+"""The core process, from start to graceful shutdown: one event loop with the catalog and the HTTP
+server. Front processes serve gRPC and, if `num_fronts` is set, also HTTP instead of the core."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
 
 PROGRESS_S = 1.0
-# How often files that may change while the server runs are looked at.
+# Interval between checks of files that may change while the server runs.
 WATCH_S = 1.0
-# Nothing on the metrics port needs a body.
+# Requests on the metrics port need no body.
 METRICS_BODY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far loading has come."""
+    """Progress of loading."""
 
     num_loaded: int
     num_models: int
@@ -66,7 +66,7 @@ class Progress:
     elapsed_s: float
 
 
-# The core makes every piece of text either way; a front only passes it on.
+# Fronts do not help language models: the core makes all text either way, fronts only forward it.
 FRONTS_WITH_TEXT = (
     "--fronts does not work with language models: they were slower with it (21,172 tokens/s with "
     "4 fronts, 28,940 without); serve '{name}' from a server without --fronts"
@@ -74,7 +74,7 @@ FRONTS_WITH_TEXT = (
 
 
 def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) -> Served:
-    """ConfigError where what it needs is not installed, and where there are HTTP fronts."""
+    """Create a language model. ConfigError if a package is missing, or if there are HTTP fronts."""
     if num_fronts:
         raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
     try:
@@ -87,7 +87,7 @@ def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) ->
 
 
 class TextModels:
-    """Those of a catalog's models that generate text."""
+    """The language models of a catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -109,7 +109,8 @@ class TextModels:
 
 
 class Server:
-    """Ports open first (live at once, ready later), models load, and all ends in reverse order."""
+    """The running server. Ports open first, so that it is live before it is ready; then models
+    load. Shutdown is in reverse order."""
 
     def __init__(self, config: ServerConfig, path: str, watchdog: Watchdog | None = None) -> None:
         self._config = config
@@ -130,7 +131,7 @@ class Server:
         self.routes.tells_reasons = gate.keys is None
         self.routes.server_id = config.id
         if config.logs_requests:
-            access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
+            access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = config.logs_requests
         openai = OpenAiHttp(
             TextModels(self.catalog),
@@ -169,8 +170,8 @@ class Server:
         self.routes.fronts = self._fronts
 
     async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
-        """Listen, then load; a stop asked for meanwhile ends the loading. What takes longer than a
-        second is told every second."""
+        """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
+        PROGRESS_S meanwhile."""
         if self._config.num_fronts:
             self._add_http_fronts()
         else:
@@ -200,7 +201,7 @@ class Server:
                 await loading
             return
         loading.result()
-        # What is there now stays: full collections need not look at it again and again.
+        # Freeze what exists now, so that full collections do not scan it.
         gc.collect()
         gc.freeze()
         self.routes.is_loading = False
@@ -213,7 +214,7 @@ class Server:
         await self._stop.wait()
 
     def stop(self) -> None:
-        """Begin to drain: not ready, new inferences refused, accepted ones finish."""
+        """Start draining: not ready, refuse new inferences, finish accepted ones."""
         if not self.routes.is_draining and not self.routes.is_loading:
             text = "shutting down: requests in flight have %.0f s to finish"
             log.info(text, self._config.drain_s)
@@ -224,7 +225,7 @@ class Server:
         self._stop.set()
 
     async def close(self) -> None:
-        """Finish what was accepted, up to the drain limit, then end workers and connections."""
+        """Finish accepted requests, up to the drain limit, then stop workers and connections."""
         self.stop()
         try:
             async with asyncio.timeout(self._config.drain_s):
@@ -252,7 +253,7 @@ class Server:
             log.info("stopped")
 
     async def _watch_keys(self, key_file: KeyFile) -> None:
-        """Keys that cannot be read leave those before them in place."""
+        """Reload the key file when it changes; if it cannot be read, keep the current keys."""
         while True:
             await asyncio.sleep(WATCH_S)
             try:
@@ -282,7 +283,7 @@ class Server:
                 on_progress(Progress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: Found) -> None:
-        """The models, while the fronts start; if one cannot listen, nothing is loaded."""
+        """Load the models while the fronts start; cancel loading if a front cannot listen."""
         loading = asyncio.ensure_future(self.catalog.load(found))
         try:
             for front in self._fronts:
@@ -345,15 +346,15 @@ def check(config: ServerConfig, is_insecure: bool) -> None:
 
 
 def check_models(found: Found, config: ServerConfig) -> None:
-    """CommandLineError for flags that do not fit the models."""
+    """Raise CommandLineError for flags that do not fit the models."""
     names = [each.name for each in found.configs if each.backend == LLM]
     if names and config.num_fronts:
         raise CommandLineError([FRONTS_WITH_TEXT.replace("{name}", name) for name in names])
 
 
 def _front_problems(config: ServerConfig) -> list[str]:
-    """Fronts would find out when models are loading; and HTTP fronts would share their port with
-    those of another server, so that neither would know."""
+    """Check the fronts' ports now: fronts would notice only while models load, and HTTP fronts
+    would silently share their port with those of another server."""
     ports = {}
     if config.num_fronts:
         ports["HTTP"] = config.http_port
@@ -367,7 +368,7 @@ def _front_problems(config: ServerConfig) -> list[str]:
 
 
 def _host_problems(config: ServerConfig, is_insecure: bool) -> list[str]:
-    """Only this machine, unless there are keys or the operator says otherwise."""
+    """Allow only loopback addresses, unless there are keys, a client CA, or --insecure."""
     has_client_ca = config.tls is not None and config.tls.client_ca
     if is_insecure or config.api_keys or has_client_ca or is_loopback(config.host):
         return []
@@ -423,9 +424,9 @@ async def serve(
     on_start: Callable[[Server], None],
     on_progress: Callable[[Progress], None],
 ) -> signal.Signals:
-    """Run until SIGTERM, SIGQUIT or SIGINT, or SIGHUP from a terminal, and return which it was; a
-    second signal ends it at once."""
-    # Threads that read repositories or inflate bodies give way to the event loop this soon.
+    """Run until SIGTERM, SIGQUIT or SIGINT, or SIGHUP from a terminal, and return the signal; a
+    second signal exits at once."""
+    # GIL switch interval: threads that read repositories or inflate bodies must yield quickly.
     sys.setswitchinterval(SWITCH_S)
     received: list[signal.Signals] = []
 

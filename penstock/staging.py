@@ -1,7 +1,7 @@
-"""Files and folders that are written where no reader looks, and get their place when whole.
+"""Atomic writes: files and folders are written in a hidden staging folder, then renamed.
 
-Everything is on disk (fsync) before it is renamed. A staging folder is locked while its writer
-lives; one that is not is what a kill has left. Knows nothing of models; `versions` calls it.
+Everything is on disk (fsync) before the rename. A staging folder is locked while its writer lives;
+an unlocked one was left by a killed writer. Knows nothing of models; `versions` calls it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from penstock.errors import StorageFull
 from penstock.manifest import FileEntry
 
 PREFIX = ".staging-"
-# Where a file system knows no locks, a staging folder of this age is taken for abandoned.
+# On file systems without locks, a staging folder older than this counts as abandoned.
 ABANDONED_S = 86_400.0
 CHUNK_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the file system, or the user's quota of it, has no room."""
+    """Whether the file system, or the user's quota on it, is full."""
     return error.errno in FULL
 
 
 def says_full(text: str) -> bool:
-    """Whether a message of another process or library names that as the reason."""
+    """Whether an error text of another process or library says that a file system is full."""
     return any(os.strerror(number) in text for number in FULL)
 
 
 @contextlib.contextmanager
 def explain_full(what: str) -> Iterator[None]:
-    """Raise StorageFull where there is no room for a write; other errors pass."""
+    """Raise StorageFull if a write fails for lack of space; other errors pass."""
     try:
         yield
     except OSError as error:
@@ -53,12 +53,12 @@ def explain_full(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(parent: Path) -> Iterator[Path]:
-    """A folder that no reader looks at, locked as long as its writer lives."""
+    """Create a staging folder, which readers ignore; locked while its writer lives."""
     path, lock = _claim(parent)
     try:
         yield path
     finally:
-        # It is not there any more when it has become the model.
+        # If it was renamed to become the model, it no longer exists.
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
@@ -100,7 +100,7 @@ def _is_abandoned(path: Path, lock: int) -> bool:
 
 
 def copy(source: Path, target: Path) -> FileEntry:
-    """The entry describes the copy, whatever happens to the source meanwhile."""
+    """Copy a file and return the entry of the copy, even if the source changes meanwhile."""
     digest = hashlib.sha256()
     size = 0
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def copy(source: Path, target: Path) -> FileEntry:
 
 
 def write(path: Path, data: bytes) -> FileEntry:
-    """A file that is not there yet."""
+    """Write a new file and return its entry; it must not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb") as file:
         file.write(data)
@@ -123,8 +123,8 @@ def write(path: Path, data: bytes) -> FileEntry:
 
 
 def append(path: Path, line: bytes) -> None:
-    """One more line, also after one that a crash has cut off. A line that does not fit on the disk
-    leaves no part of itself."""
+    """Append a line, on a line of its own even after one that a crash cut off. If the disk is full,
+    no part of the line is left."""
     with open(path, "ab+", buffering=0) as file:
         size = file.tell()
         if size:
@@ -150,7 +150,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A name is on disk when its folder is."""
+    """Bring a folder's names to disk, which syncing the files does not do."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -259,7 +259,7 @@ class Request:
         self.is_done = False
         # Set by the Servable that admits the request.
         self.num_rows = 1
-        # Its share of a token budget; 0 if there is none.
+        # Its share of a token budget; 0 without one.
         self.num_tokens = 0
         self.num_deaths = 0
         # Index of the instance whose worker crashed while it ran this request among others.

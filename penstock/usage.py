@@ -74,8 +74,8 @@ def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
 
 
 def read_oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
-    """Count the processes that the kernel killed for lack of memory: those of this process's
-    control group, or of the whole machine where the group does not tell."""
+    """Count the kernel's OOM kills in this process's control group, or on the whole machine if the
+    group does not report them."""
     group = ""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():

@@ -1,8 +1,8 @@
-"""Adding versions to a repository, and choosing the one that is served, each in one atomic step.
+"""Adds versions to a repository and selects the one that is served, each in one atomic step.
 
-A version is written to a folder whose name starts with `.staging-`, which no reader looks at, with
-a manifest over every byte of it, brought to disk, and renamed to its number. Whoever is killed on
-the way leaves such a folder and nothing else; the next writer removes it. `repository` reads.
+A version is written to a folder whose name starts with `.staging-`, which readers ignore, with a
+manifest over all its bytes, synced to disk, and renamed to its number. A writer that is killed
+leaves only such a folder, which the next writer removes. `repository` reads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.errors import ConfigError
 from penstock.repository import CONFIG
 
 HISTORY = "history.jsonl"
-# Each version has its own of these, made by the commit.
+# Files that the commit writes for each version.
 OWN_FILES = (CONFIG, manifests.NAME)
 MAX_NAME_BYTES = 255
-# What rename says when the number is somebody else's already.
+# Errors of rename if another writer has taken the number.
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 AnyPath = str | os.PathLike[str]
@@ -39,10 +39,10 @@ def commit(
     config: ModelConfig,
     evidence: Mapping[str, Any] | None = None,
 ) -> str:
-    """Add a version with the files of a folder, or with files by the names they shall have; the
-    number it got. Of the model's config.pbtxt, what a ModelConfig does not hold is taken over. A
-    model that is new gets a config.pbtxt of its own, so that Triton loads it too. StorageFull where
-    the disk has no room: then there is no new version."""
+    """Add a version with the files of a folder, or with the given files by their new names; return
+    its number. Fields of the model's config.pbtxt that a ModelConfig does not hold are kept. A new
+    model gets its own config.pbtxt, so that Triton loads it too. StorageFull if the disk is full:
+    then no version is added."""
     folder = _model_folder(root, name)
     evidence = dict(evidence or {})
     problems = _problems_of(folder, config, evidence)
@@ -70,9 +70,9 @@ def commit(
 
 
 def promote(root: AnyPath, name: str, version: str) -> None:
-    """Let exactly this version be served from the next load on. The model's config.pbtxt becomes
-    that of the version; the history keeps what was served before. StorageFull where the disk has no
-    room: then the same version is served as before."""
+    """Serve exactly this version from the next load on. The model's config.pbtxt becomes that of
+    the version; the history records what was served before. StorageFull if the disk is full: then
+    the served version does not change."""
     folder = _model_folder(root, name)
     if not folder.is_dir():
         raise ConfigError([f"{name}: no such model in {root}"])
@@ -94,7 +94,7 @@ def promote(root: AnyPath, name: str, version: str) -> None:
     ):
         _keep_configs(stage, folder, old)
         _write_model_level(stage, folder / version, message)
-        # Before the rename, which needs no room: no promotion is without its line.
+        # Before the rename, which needs no space, so that every promotion has its line.
         staging.append(folder / HISTORY, json.dumps(entry).encode())
         _publish(stage, folder)
 
@@ -114,7 +114,7 @@ def _model_folder(root: AnyPath, name: str) -> Path:
 
 
 def problem_of_name(name: str) -> str:
-    """Why a model cannot be called so; empty if it can."""
+    """Return why a model cannot have this name; empty if it can."""
     is_plain = manifests.is_plain(name) and "/" not in name and not name.startswith(".")
     if is_plain and len(name.encode()) <= MAX_NAME_BYTES:
         return ""
@@ -122,7 +122,7 @@ def problem_of_name(name: str) -> str:
 
 
 def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, Any]) -> list[str]:
-    """What can be said before anything is written."""
+    """Return the problems that are known before anything is written."""
     problems = []
     if config.name != folder.name:
         problems.append(f"name: '{config.name}' but the model's folder is '{folder.name}'")
@@ -134,7 +134,7 @@ def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, Any])
 
 
 def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> dict[str, Path]:
-    """Files by their names below the version folder."""
+    """Return the source files by their names below the version folder."""
     if isinstance(source, Mapping):
         files = {name: Path(path) for name, path in source.items()}
         problems += [
@@ -151,8 +151,8 @@ def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> di
 
 
 def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
-    """A folder's files, but for the two that each version has of its own, what Python caches, and
-    names that start with a dot."""
+    """Return a folder's files, without OWN_FILES, Python's caches, and names that start with a
+    dot."""
     if not folder.is_dir():
         problems.append(f"{folder}: no such folder")
     files: dict[str, Path] = {}
@@ -170,8 +170,8 @@ def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
 
 
 def _labels(config: ModelConfig, folder: Path) -> dict[str, Path | bytes]:
-    """A version has its label files with it; those that do not come along with its files are
-    written from the configuration, or else are the model's."""
+    """Return label files for a version: made from the configuration's labels, else copied from the
+    model's folder. Files that come with the version override them."""
     files: dict[str, Path | bytes] = {}
     for spec in config.outputs:
         name, labels = spec.label_file, folder / spec.label_file
@@ -201,10 +201,10 @@ def _write_version(
 
 
 def _check_reads_back(draft: Path, config: ModelConfig) -> None:
-    """What a reader will make of the version is what was asked for, or there is no version."""
+    """Raise ConfigError unless the written version reads back as the requested configuration."""
     message = repository.read_message(draft.parent, draft.name)
     found = pbtxt.resolve(message, config.name, draft)
-    # Where it lies and what its label files hold is not the caller's to say.
+    # Paths and the contents of label files are not compared.
     asked = replace(
         config,
         version=found.version,
@@ -231,7 +231,7 @@ def _check_reads_back(draft: Path, config: ModelConfig) -> None:
 
 
 def _write_model_level(stage: Path, version: Path, message: Any) -> None:
-    """What Triton looks for in the model's folder, into the stage: labels and config.pbtxt."""
+    """Write to the stage what Triton expects in the model's folder: labels and config.pbtxt."""
     for file in _label_files(message):
         labels = version / file
         if labels.is_file():
@@ -241,7 +241,7 @@ def _write_model_level(stage: Path, version: Path, message: Any) -> None:
 
 
 def _publish(stage: Path, folder: Path) -> None:
-    """From the stage into the model's folder; config.pbtxt, which decides, is the last."""
+    """Move files from the stage to the model's folder; config.pbtxt last, since it decides."""
     staged = repository.read_message(stage)
     for file in (*_label_files(staged), CONFIG):
         if (stage / file).is_file():
@@ -252,7 +252,7 @@ def _publish(stage: Path, folder: Path) -> None:
 
 
 def _message_of(folder: Path, version: str, model_level: Any) -> Any:
-    """What holds for a version, as a message of one's own."""
+    """Return a copy of the configuration that applies to a version, without version policy."""
     is_own = repository.has_own_config(folder, version)
     message = type(model_level)()
     message.CopyFrom(repository.read_message(folder, version) if is_own else model_level)
@@ -261,13 +261,13 @@ def _message_of(folder: Path, version: str, model_level: Any) -> Any:
 
 
 def _label_files(message: Any) -> list[str]:
-    """Label files that lie in the model's folder itself and not in that of some version."""
+    """Return the label files in the model's folder itself, not in a version's folder."""
     names = {item.label_filename for item in message.output} - {"", *OWN_FILES}
     return sorted(name for name in names if not name.partition("/")[0].isdigit())
 
 
 def _keep_configs(stage: Path, folder: Path, old: Any) -> None:
-    """Versions that lived by the model's config.pbtxt and labels get them as their own before they
+    """Copy the model's config.pbtxt and labels to the versions that rely on them, before they
     change."""
     root = folder.parent.resolve()
     for version in repository.version_folders(folder):
@@ -287,7 +287,7 @@ def _keep_configs(stage: Path, folder: Path, old: Any) -> None:
 
 
 def _take_place(stage: Path, folder: Path) -> bool:
-    """The stage becomes the model, unless another writer has just made it."""
+    """Rename the stage to the model's folder; False if another writer has just created it."""
     try:
         os.rename(stage, folder)
     except OSError as error:
@@ -304,7 +304,7 @@ def _last_number(folder: Path) -> int:
 
 
 def _take_number(draft: Path, folder: Path) -> str:
-    """The draft becomes the next version."""
+    """Rename the draft to the next free version number and return that."""
     number = _last_number(folder)
     while number < repository.MAX_VERSION:
         number += 1

@@ -1,10 +1,10 @@
-"""A thread beside the event loop of the core, for when the loop is stuck.
+"""A watchdog thread for the core's event loop.
 
-It asks the loop for a sign of life twice a second. After `STUCK_S` without one it logs where the
-loop is and answers the metrics port itself, every path with 503, so that an orchestrator sees the
-server as not live. It also receives signals and passes them to the loop; a loop that is still stuck
-when the grace period of a signal that ends the server is over is ended with the process. A C
-extension that holds the interpreter lock stops this thread too.
+Pings the loop twice a second. After `STUCK_S` without an answer it logs the loop's stack and
+answers the metrics port itself, every path with 503, so that an orchestrator sees the server as not
+live. Also receives signals and passes them to the loop; if the loop is still stuck at the end of a
+stop signal's grace period, it kills the process. A C extension that holds the GIL blocks this
+thread too.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from penstock.wire.v2 import encode_error
 
 log = logging.getLogger("penstock.watchdog")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-# Without a sign of life for this long, the loop is stuck.
+# A loop that has not answered for this long is stuck.
 STUCK_S = 5.0
 PING_S = 0.5
-# A loop that is not stuck answers within this even on a busy machine.
+# A healthy loop answers within this time even on a busy machine.
 LATE_S = 2.0
-# A request that was sent is here within this; answers do not depend on it.
+# How long to wait for a request's bytes; the answer does not depend on them.
 REQUEST_S = 0.05
 REQUEST_BYTES = 1 << 16
-# A TLS handshake may take this long; meanwhile other connections wait.
+# Limit on a TLS handshake; meanwhile other connections wait.
 HANDSHAKE_S = 1.0
-# After this many seconds of answering, signals and the grace period get their turn.
+# After answering for this long, check signals and the grace period again.
 ANSWER_S = 1.0
-# For a line of the log: the stuck loop may hold the lock of a handler.
+# Limit on writing a log line: the stuck loop may hold the lock of a handler.
 LOG_S = 1.0
 
 
@@ -53,14 +53,13 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Pulse:
-    """When the loop was asked for a sign of life, and since when it owes one. Pure: times are
-    told."""
+    """The unanswered ping to the loop, if any. Pure: times are arguments."""
 
     asked_at: float | None = None
     is_stuck: bool = False
 
     def ask(self, now: float) -> bool:
-        """Whether to ask now: one question at a time."""
+        """Whether to send a ping now: at most one is unanswered."""
         if self.asked_at is not None:
             return False
         self.asked_at = now
@@ -82,14 +81,14 @@ class Grace:
     signalled_at: float | None = None
 
     def is_over(self, now: float, silent_s: float) -> bool:
-        """Whether a loop that says nothing is ended."""
+        """Whether to kill a process whose loop is silent."""
         if self.signalled_at is None or silent_s < LATE_S:
             return False
         return now >= self.signalled_at + self.grace_s
 
 
 class Watchdog:
-    """Made, started and stopped by the thread of the loop. `on_signal` runs on the loop."""
+    """Created, started and stopped by the loop's thread. `on_signal` runs on the loop."""
 
     def __init__(
         self,
@@ -114,11 +113,11 @@ class Watchdog:
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Signals come here from now on."""
+        """Start the thread and redirect signals to it."""
         self._theirs.setblocking(False)
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                # Python tells the descriptor below of signals that have a handler.
+                # Python writes only signals that have a handler to the wake-up descriptor below.
                 before = signal.signal(number, lambda *_: None)
                 self._undo.callback(signal.signal, number, before)
             fd = self._theirs.fileno()
@@ -140,13 +139,15 @@ class Watchdog:
     def cover(
         self, listeners: Sequence[Listener], tls: Callable[[], ssl.SSLContext | None] | None = None
     ) -> None:
-        """Answer connections to these while the loop is stuck, with the TLS that they have then."""
+        """Answer connections to these listeners while the loop is stuck; `tls` returns their
+        current TLS context."""
         with self._lock:
             self._tls = tls or self._tls
             self._listeners += [socket.socket(fileno=os.dup(each.fileno())) for each in listeners]
 
     def release(self) -> None:
-        """Before the listeners are closed: a copy would keep them open."""
+        """Close the copies of the listeners. Call it before the listeners are closed: a copy would
+        keep their ports open."""
         with self._lock:
             for each in self._listeners:
                 each.close()
@@ -171,7 +172,7 @@ class Watchdog:
     def _take_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if number == signal.SIGHUP:
-            # Does not end a server, unless the loop says so.
+            # SIGHUP starts no grace period; the loop decides whether it stops the server.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._on_signal, number)
             return
@@ -204,7 +205,7 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)) if frame is not None else "an unknown place"
 
     def _answer_all(self, silent_s: float) -> None:
-        """The connections that wait now; those that would take long wait for the next turn."""
+        """Answer waiting connections, for at most ANSWER_S; the rest wait for the next turn."""
         until = time.monotonic() + ANSWER_S
         with self._lock:
             for listener in self._listeners:
@@ -222,18 +223,18 @@ class Watchdog:
         self._end(ExitCode.FAILED)
 
     def _log(self, level: int, text: str) -> None:
-        """In a thread that may be left behind."""
+        """Log in a thread of its own, which is left behind if it blocks."""
         writer = threading.Thread(target=log.log, args=(level, "%s", text), daemon=True)
         writer.start()
         writer.join(LOG_S)
 
 
 def _refuse(connection: socket.socket, silent_s: float, tls: ssl.SSLContext | None) -> None:
-    """Answer and close. OSError (such as a failed handshake) if the client does not play along."""
+    """Answer 503 and close. OSError if the client misbehaves, for example in the handshake."""
     with connection:
         connection.settimeout(HANDSHAKE_S)
         if tls is not None:
-            # Takes the socket over; the `with` above then has nothing left to close.
+            # Takes over the socket; the outer `with` then has nothing left to close.
             connection = tls.wrap_socket(connection, server_side=True)
         with connection:
             connection.settimeout(REQUEST_S)

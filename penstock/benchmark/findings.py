@@ -27,7 +27,7 @@ MAX_LATENESS_SHARE = 0.10
 LITTLE_TOLERANCE = 0.05
 # Little's law needs at least this many requests.
 MIN_REQUESTS = 100
-# A percentile needs this many requests beyond it to be more than chance.
+# A percentile needs this many requests above it to be more than chance.
 MIN_BEYOND = 10
 CLOSE_TO_FULL_PERCENT = 90.0
 HEADROOM_PERCENT = 60.0

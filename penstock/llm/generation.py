@@ -1,4 +1,4 @@
-"""A request for text, from when it came until its last piece: what was asked, and where it goes."""
+"""A text request from its arrival to its last token: parameters, progress, and its sink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one of its sequences got; the reason is empty while it goes on."""
+    """A new token of one sequence; `reason` is empty until the sequence ends."""
 
     index: int
     text: str
@@ -28,33 +28,33 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens."""
+    """Token counts of a finished request."""
 
     num_prompt: int
     num_generated: int
-    # Of the prompt, found in the cache.
+    # Prompt tokens found in the prefix cache.
     num_found: int
 
 
 class GenerationSink(Protocol):
-    """Who waits. On the core's event loop."""
+    """Receiver of a request's output, called on the core's event loop."""
 
     def part(self, part: Part) -> None: ...
     def finished(self, totals: Totals) -> None:
         """All sequences have ended, each with its reason."""
 
     def failed(self, error: PenstockError) -> None:
-        """Instead of what is missing."""
+        """The request has failed; nothing more follows."""
 
 
 @dataclass(slots=True)
 class Going:
-    """One sequence as text."""
+    """Progress of one sequence: its detokenizer, stop strings and counts."""
 
     stream: Stream
     stops: StopTexts
     num_tokens: int = 0
-    # Of its last token.
+    # Time of its last token.
     last_at: float | None = None
     is_ended: bool = False
     reason: str = ""
@@ -62,7 +62,7 @@ class Going:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """Ends exactly once: `finished`, `failed`, or given up by whoever asked."""
+    """One text request. Ends exactly once: `finished`, `failed`, or cancelled by the client."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -72,20 +72,20 @@ class Generation:
     num: int = 1
     priority: int = 0
     salt: str = ""
-    # Of several that are asked for together the first, for the others; and tokens of the others'
-    # prompts, for the first.
+    # For prompts submitted together: `leader` is the first of them (None in the leader itself);
+    # the leader's `num_following` counts the prompt tokens of the others.
     leader: Generation | None = None
     num_following: int = 0
-    # Digest of the API key that came with it; empty where clients need none.
+    # Digest of the request's API key; empty if it came without one.
     caller: bytes = b""
-    # When it was asked for; 0: when it is admitted.
+    # Arrival time; 0: the time of admission.
     arrived: float = 0.0
-    # The model's, from when it was admitted.
+    # The model sets the following fields on admission.
     admitted: float = 0.0
     id: int = -1
     going: list[Going] = field(default_factory=list)
     num_found: int = 0
-    # How likely each token of the prompt was, where that was asked for; of the first nobody knows.
+    # Prompt logprobs, if requested; the first token has none.
     prompt_likelihoods: list[Likelihood | None] = field(default_factory=list)
     first_at: float | None = None
     last_at: float | None = None

@@ -1,8 +1,8 @@
-"""A language model in the core: requests to its engine, and what comes back as text.
+"""The core's side of a language model: sends requests to the engine, turns its tokens into text.
 
-Owns the text on both sides and keeps the engine alive; lives on the core's event loop. When the
-engine dies, whoever waited is told so, and a new one is started: half an answer cannot be continued
-by another without saying so. It knows no protocol (a request carries its sink).
+Supervises the engine process; runs on the core's event loop. When the engine dies, its open
+requests fail and a new engine is started: a partial answer is never silently continued by another
+engine. Knows no protocol: each request carries its sink.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ MODULE = "penstock.llm.engine_main"
 State = Literal["LOADING", "READY", "UNAVAILABLE"]
 STOP_S = 5.0
 SOCKET_OVERHEAD = 1024
-# Deaths while loading that make it fail.
+# Loading fails after this many deaths in a row.
 MAX_LOAD_DEATHS = 3
-# An engine that is silent for so many of its slowest steps hangs; before the first step it has so
-# many times as long as later.
+# An engine is hung if it is silent for `hang_s` or `SLOWER` times its slowest step, whichever is
+# longer; before the first step, for `FIRST_STEP` times `hang_s`.
 SLOWER, FIRST_STEP = 20, 10
 PLAIN = Sampling()
 EngineLife: StartLife = partial(ProcessLife, module=MODULE)
@@ -80,7 +80,7 @@ class LlmModel:
         self.state: State = "LOADING"
         self.reason = ""
         self.ready: messages.Ready | None = None
-        # What the engine told with its last step.
+        # The engine's report of its last step.
         self.last: messages.Pieces | None = None
         self.num_restarts = 0
         self._settings = settings
@@ -104,7 +104,7 @@ class LlmModel:
         self._restart_at = 0.0
         self._hang_s = settings.hang_s
         self._slowest_s = 0.0
-        # When the engine last said something, or had nothing to do, by the loop's clock.
+        # When the engine last sent a message or was idle, by the loop's clock.
         self._heard = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._is_hung = False
@@ -113,15 +113,15 @@ class LlmModel:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # Life.
+    # Lifecycle.
 
     async def start(self) -> None:
-        """ConfigError where it cannot be loaded."""
+        """Start the engine and wait until it is ready. ConfigError if it cannot be loaded."""
         self._launch()
         await self._loaded
 
     async def drain(self) -> None:
-        """Until everybody has the answer."""
+        """Wait until no request is open."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -147,7 +147,8 @@ class LlmModel:
         return 0 if self._life is None else self._life.pid
 
     def not_ready(self) -> NotReady:
-        """Why it cannot answer, and when it may: an engine loads as long as the one before it."""
+        """Return why it cannot answer, with a retry time that assumes the next engine loads as long
+        as the last one."""
         text = f"model '{self.name}' is not ready: {self.reason or 'it is loading'}"
         if self._is_stopping or self.ready is None:
             return NotReady(text)
@@ -156,7 +157,7 @@ class LlmModel:
     # Requests.
 
     def submit(self, generation: Generation) -> None:
-        """Every outcome goes to its sink, refusals too."""
+        """Admit a request. Every outcome goes to its sink, refusals too."""
         try:
             self._admit(generation)
         except (NotReady, InvalidRequest, QuotaExceeded) as error:
@@ -166,11 +167,12 @@ class LlmModel:
             generation.sink.failed(error)
 
     def cancel(self, generation: Generation) -> None:
-        """Nobody waits any more. Safe at any time; its sink is not called again."""
+        """Drop a request that is no longer wanted. Safe at any time; its sink is not called
+        again."""
         self._give_up(generation, CANCELLED)
 
     def cancel_with(self, generation: Generation, error: PenstockError) -> None:
-        """Its sink is told."""
+        """Drop a request and report the error to its sink."""
         if generation.id in self._open:
             self._give_up(generation, error)
             generation.sink.failed(error)
@@ -180,7 +182,7 @@ class LlmModel:
             return
         self.metrics.failed(generation, error, self._clock())
         if not self._given_up:
-            # Those of one turn of the loop leave together.
+            # Cancellations of one loop iteration share a message.
             self._loop.call_soon(self._send_given_up)
         self._given_up.append(generation.id)
         self._check_idle()
@@ -219,7 +221,7 @@ class LlmModel:
         self._quotas.check_tokens(caller, now)
 
     def _left(self, request: int) -> Generation | None:
-        """The request with this number, which ends now; None if it has ended before."""
+        """Close the request with this id and return it; None if it has ended before."""
         generation = self._open.pop(request, None)
         if generation is not None:
             generation.is_ended = True
@@ -228,13 +230,14 @@ class LlmModel:
 
     @property
     def _longest_silence_s(self) -> float:
-        """Every step is told; of the first nobody knows how long it takes."""
+        """How long the engine may be silent. It reports every step; before the first, its step time
+        is unknown."""
         if not self._slowest_s:
             return FIRST_STEP * self._hang_s
         return max(self._hang_s, SLOWER * self._slowest_s)
 
     def _look_after(self) -> None:
-        """While somebody waits: an engine that says nothing is replaced."""
+        """Kill an engine that was silent for too long while requests are open."""
         self._watch = None
         if not self._open or self._life is None:
             return
@@ -246,7 +249,7 @@ class LlmModel:
         self._life.kill()
 
     def _encoded(self, generation: Generation) -> bytes:
-        """InvalidRequest where it does not fit a datagram."""
+        """Encode the request for the engine. InvalidRequest if it does not fit a datagram."""
         sampling = generation.sampling
         different = {
             name: value
@@ -278,7 +281,7 @@ class LlmModel:
         return data
 
     def _check(self, generation: Generation, ready: messages.Ready) -> None:
-        """What the engine takes for granted."""
+        """Check what the engine relies on."""
         if not generation.tokens:
             raise InvalidRequest("the prompt is empty; expected at least one token")
         if len(generation.tokens) > min(ready.max_length, messages.MAX_PROMPT_TOKENS):
@@ -286,7 +289,7 @@ class LlmModel:
                 f"the prompt has {len(generation.tokens)} tokens; expected at most "
                 f"{ready.max_length - 1}"
             )
-        # The model's own may be those of another tokenizer.
+        # The model's own stop tokens are not checked: they may lie beyond its vocabulary.
         stops = generation.ending.stop_tokens - self.vocabulary.stop_tokens
         _check_tokens(generation.tokens, "", ready.vocabulary)
         _check_tokens(generation.sampling.bias, "logit_bias", ready.vocabulary)
@@ -306,7 +309,7 @@ class LlmModel:
             return
         self._life = life
         self._dead.clear()
-        # Of a datagram; the kernel needs some of its buffer for itself.
+        # The largest datagram: the kernel needs part of its send buffer for itself.
         room = life.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - SOCKET_OVERHEAD
         self._most_bytes = min(room, MAX_FRAME_BYTES)
         self._sender = Sender(self._loop, life.sock)
@@ -318,7 +321,7 @@ class LlmModel:
             self._sender.send(messages.encode(message))
 
     def _receive(self) -> None:
-        """All that there is."""
+        """Handle all pending messages."""
         while self._life is not None:
             try:
                 size = self._life.sock.recv_into(self._buffer)
@@ -360,7 +363,7 @@ class LlmModel:
             self._loaded.set_result(None)
 
     def _take_prompt(self, message: messages.Prompt) -> None:
-        """Comes before the first token of its request."""
+        """Store prompt logprobs, which arrive before the request's first token."""
         generation = self._open.get(message.request)
         if generation is not None:
             known = generation.prompt_likelihoods
@@ -383,13 +386,13 @@ class LlmModel:
                 generation.num_found = num_found
                 try:
                     self._give(generation, Part(index, "", token, reason, likelihood), now)
-                except Exception:  # Of one that waits, or of its text; the others go on.
+                except Exception:  # Its sink or detokenizer failed; other requests continue.
                     log.exception("%s: an answer cannot be given", self.name)
                     self.cancel_with(generation, BackendFailed("internal error; this is a bug"))
         self._check_idle()
 
     def _give(self, generation: Generation, part: Part, now: float) -> None:
-        """`part` has no text yet."""
+        """Detokenize a token and pass it to the request's sink; `part` has no text yet."""
         index, token, reason = part.index, part.token, part.reason
         going = generation.going[index]
         self.metrics.token(generation, going, now)
@@ -398,11 +401,11 @@ class LlmModel:
         going.num_tokens += 1
         generation.first_at = now if generation.first_at is None else generation.first_at
         generation.last_at = going.last_at = now
-        # What a token that ends it stands for is no part of the text.
+        # The text of a stop token is not part of the answer.
         is_end = reason == "stop" and token in generation.ending.stop_tokens
         text = "" if is_end else going.stream.add(token)
         if going.num_tokens > generation.ending.min_tokens:
-            # Before that nothing ends it.
+            # Stop strings do not apply to the first `min_tokens` tokens.
             text = going.stops.add(text)
         if going.stops.found is not None:
             if not reason:
@@ -416,17 +419,17 @@ class LlmModel:
             self._finish(generation)
 
     def _rest(self, going: Going) -> str:
-        """What was held back, up to a text that would have ended it."""
+        """Return the text held back, cut at the first stop string."""
         text = going.stops.add(going.stream.rest())
         return text if going.stops.found is not None else text + going.stops.rest()
 
     def _finish(self, generation: Generation) -> None:
-        """Unless its sink has given it up meanwhile."""
+        """Finish a request, unless its sink has cancelled it meanwhile."""
         if self._left(generation.id) is not None:
             self.metrics.finished(generation, self._clock())
             try:
                 generation.sink.finished(generation.totals)
-            except Exception:  # Of whoever waits.
+            except Exception:  # The sink failed.
                 log.exception("%s: an answer cannot be given", self.name)
                 generation.sink.failed(BackendFailed("internal error; this is a bug"))
             self._check_idle()
@@ -468,10 +471,10 @@ class LlmModel:
         if self._is_hung:
             reason = f"said nothing for {self._longest_silence_s:.3g} s and was killed"
             cause, self._is_hung = "hang", False
-        # What it sent before counts.
+        # Messages that it sent before its death still count.
         try:
             self._receive()
-        except Exception:  # Whatever it is, another is started.
+        except Exception:  # A new engine is started in any case.
             log.exception("%s: the last words of the engine cannot be read", self.name)
         self._loop.remove_reader(life.sock.fileno())
         sender.close()
@@ -504,7 +507,7 @@ class LlmModel:
 
 
 def _check_tokens(tokens: Collection[int], field: str, vocabulary: int) -> None:
-    """Invalid with the field, or where that is the prompt's business without one."""
+    """Raise Invalid for a token outside the vocabulary; it names `field` unless that is empty."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         strange = next(each for each in tokens if not 0 <= each < vocabulary)
         text = f"token {strange}; expected 0 to {vocabulary - 1}"

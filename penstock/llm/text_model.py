@@ -1,7 +1,6 @@
-"""A language model as the catalog has it: one version among the others, with its engine and its
-renderer.
+"""A language model as the catalog serves it: one version with its engine and its renderer.
 
-Requests for text come by `generate`; a request with tensors is refused with the right paths.
+Text requests come through `generate`; tensor requests are refused with the paths to use instead.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from penstock.types import Request
 
 One = TypeVar("One")
 Other = TypeVar("Other")
-# Before the renderer has loaded it.
+# Placeholder until the renderer has loaded the vocabulary.
 NO_TEXT = Vocabulary(b"", b"")
 TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
-# Texts, or lists of tokens.
+# Prompts: texts, or lists of tokens.
 Given = Sequence[str | list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """The engine's process, as an instance."""
+    """The engine process, shown as an instance."""
 
     device: str
     pid: int
@@ -50,7 +49,7 @@ class EnginePlace:
 
 
 class TextModel:
-    """ConfigError at once where its parameters make no sense."""
+    """One version of a language model. ConfigError on creation if its parameters are invalid."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class TextModel:
         *,
         quotas: Quotas | None = None,
     ) -> None:
-        """`limits` are those of the renderer, where they are not the configuration's."""
+        """`limits` override the renderer limits of the configuration."""
         self.config = config
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         # When it was loaded, in seconds since 1970.
@@ -76,7 +75,7 @@ class TextModel:
         self._engine: LlmModel | None = None
         self._renderer: Renderer | None = None
 
-    # Life.
+    # Lifecycle.
 
     async def start(self) -> None:
         began = time.monotonic()
@@ -101,7 +100,7 @@ class TextModel:
         both = (self._engine, self._renderer)
         await asyncio.gather(*(each.close() for each in both if each is not None))
 
-    # What the catalog shows.
+    # State for the catalog.
 
     @property
     def is_ready(self) -> bool:
@@ -173,7 +172,7 @@ class TextModel:
 
     @property
     def _dtype(self) -> str:
-        """As the engine has it, which may have chosen another."""
+        """The dtype that the engine uses, which may differ from the configured one."""
         ready = None if self._engine is None else self._engine.ready
         return self._settings.dtype if ready is None else ready.built["dtype"]
 
@@ -191,7 +190,7 @@ class TextModel:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model or its tokenizer has: either may have more than the other."""
+        """Vocabulary size: the larger of the model's and its tokenizer's."""
         ready = self._loaded.ready
         if ready is None:
             raise self._not_ready()
@@ -199,7 +198,7 @@ class TextModel:
 
     @property
     def max_length(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Context length: the tokens of a prompt and its answer together."""
         ready = self._loaded.ready
         if ready is None:
             raise self._not_ready()
@@ -207,12 +206,13 @@ class TextModel:
 
     @property
     def max_chars(self) -> int:
-        """A text of more characters has more tokens than a prompt may have."""
+        """Longest text that may fit the context: a longer one has too many tokens for sure."""
         return self.max_length * self.vocabulary.longest_token
 
     def encode(self, given: Given, is_whole: bool, asker: Asker) -> None:
-        """The tokens of each text for the asker; tokens stay as they are. TooLarge before anything
-        is computed where a text has too many, Overloaded where too many wait."""
+        """Tokenize each text and pass the results to the asker; token lists pass unchanged.
+        TooLarge, before any work, if a text has too many characters; Overloaded if the queue is
+        full."""
         for each in given:
             if isinstance(each, str) and len(each) > self.max_chars:
                 raise TooLarge(
@@ -226,7 +226,7 @@ class TextModel:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], asker: Asker
     ) -> None:
-        """The tokens of a chat, as its template and tokenizer make them."""
+        """Apply the chat template, tokenize the result and pass the tokens to the asker."""
         self._text.encode_chat(messages, options, self.max_chars, asker)
 
     @property
@@ -237,15 +237,15 @@ class TextModel:
 
     @property
     def max_waiting(self) -> int:
-        """Texts that may wait for their first token."""
+        """How many sequences may wait for their first token."""
         return self._settings.max_waiting
 
     def generate(self, generation: Generation) -> None:
-        """Every outcome goes to its sink, refusals too."""
+        """Submit a request. Every outcome goes to its sink, refusals too."""
         self._loaded.submit(generation)
 
     def give_up(self, generation: Generation) -> None:
-        """Nobody waits any more. Safe at any time."""
+        """Cancel a request. Safe at any time."""
         self._loaded.cancel(generation)
 
     def submit(self, request: Request) -> None:
@@ -254,7 +254,7 @@ class TextModel:
         request.respond(error)
 
     def cancel(self, request: Request) -> None:
-        """It was refused at once."""
+        """Nothing to do: tensor requests are refused on submission."""
 
     def refused(self, error: PenstockError, received: float) -> None:
         self.metrics.refused(error)
@@ -274,7 +274,7 @@ class TextModel:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Puts lists of tokens back where they stood between texts."""
+    """Merges tokenized texts with the prompts that came as tokens, in the original order."""
 
     given: Given
     asker: Asker
@@ -293,7 +293,7 @@ class Mixed:
 async def _both(
     one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]
 ) -> tuple[One, Other]:
-    """Both results, or the first error; then the other is not waited for."""
+    """Return both results. On the first error, cancel the other and raise it."""
     first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
         done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)

@@ -1,7 +1,7 @@
-"""When a certificate is valid, from its PEM text. Pure.
+"""Validity period of a certificate, from its PEM text. Pure.
 
-The ssl module shows the dates of a peer's certificate only, not of one that a server loads; so the
-few fields of DER before them are read here (RFC 5280, section 4.1).
+The ssl module shows the dates of a peer's certificate but not of one that a server loads, so this
+module reads the DER fields up to them (RFC 5280, section 4.1).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 BEGIN, END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-# Tags of DER.
+# DER tags.
 SEQUENCE, VERSION, UTC_TIME, GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
@@ -23,7 +23,7 @@ class Validity:
     ends: datetime
 
     def problem(self, now: datetime) -> str:
-        """Why the certificate is not valid now; empty if it is."""
+        """Return why the certificate is not valid now; empty if it is."""
         if now > self.ends:
             return f"expired on {self.ends:%Y-%m-%d %H:%M} UTC"
         if now < self.begins:
@@ -32,8 +32,8 @@ class Validity:
 
 
 def read_validity(text: str) -> Validity:
-    """Validity of the first certificate of a PEM file, which is the server's own. ValueError if
-    there is none that can be read."""
+    """Return the validity of the first certificate of a PEM file, which is the server's own.
+    ValueError if it is missing or cannot be read."""
     begin = text.find(BEGIN)
     end = text.find(END, begin)
     if begin < 0 or end < 0:
@@ -55,7 +55,7 @@ def read_validity(text: str) -> Validity:
 
 
 def _split(data: bytes, expected: int | None = None) -> tuple[int, bytes, bytes]:
-    """Tag and content of the first value, and what comes after it."""
+    """Return the tag and content of the first value, and the data after it."""
     tag, length, start = data[0], data[1], 2
     if expected not in (None, tag):
         raise ValueError(f"tag {tag:#x}; expected {expected:#x}")

@@ -1,8 +1,8 @@
-"""OpenAI's embeddings over HTTP, by any model that takes a text a row and gives a vector a row.
+"""OpenAI's embeddings API over HTTP, for any model with one text input and one vector output.
 
-Each text goes through the model's own batching like any inference: rows of one request must have
-answers of one shape, also those that nobody asked for here. Which tokens a text has only the
-function before the model knows, in its worker.
+Each text is a request of its own and is batched by the model: all rows of one request need outputs
+of one shape, also in the outputs that embeddings do not use. Tokens are counted in the worker, by
+the model's preprocessing function.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _JSON = b"Content-Type: application/json\r\n"
 
 
 class EmbeddingsHttp:
-    """Behind the gate; what it raises is for whoever answers errors."""
+    """Handler of the embeddings route, behind the gate. The caller turns errors into responses."""
 
     def __init__(self, catalog: Catalog, logs_requests: bool = False) -> None:
         self._catalog = catalog
         self._is_logged = logs_requests
 
     def known(self) -> list[Known]:
-        """Those that can be asked now, each once; created when their file was."""
+        """Return the models that are ready to embed, each once, dated by the time of their file."""
         found: dict[str, Known] = {}
         for model in self._catalog:
             config = model.config
@@ -82,11 +82,11 @@ class EmbeddingsHttp:
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """How a model is asked for vectors."""
+    """How to ask a model for vectors."""
 
     text: TensorSpec
     vector: str
-    # Numbers of a vector; 0: not known before.
+    # Length of a vector; 0: unknown until the model answers.
     size: int
     has_batch: bool
 
@@ -97,7 +97,8 @@ class Embedder:
 
 
 def embedder_of(config: ModelConfig) -> Embedder:
-    """Invalid where it is none, with what it takes and gives."""
+    """Return how to ask a model for vectors. Invalid, with its inputs and outputs, if it is not an
+    embedding model."""
     texts = [each for each in config.inputs if _is_text(each)]
     others = [each for each in config.inputs if each not in texts and not each.is_optional]
     vectors = [each for each in config.outputs if _is_vector(each)]
@@ -114,7 +115,7 @@ def embedder_of(config: ModelConfig) -> Embedder:
 
 
 def is_embedder(config: ModelConfig) -> bool:
-    """Whether it takes a text a row and gives a vector."""
+    """Whether the model takes one text and returns one vector for each row."""
     try:
         embedder_of(config)
     except Invalid:
@@ -123,7 +124,7 @@ def is_embedder(config: ModelConfig) -> bool:
 
 
 def _written_at(artifact: str) -> int:
-    """In seconds since 1970; 0 where there is no such file."""
+    """Return the modification time in seconds since 1970; 0 if the file is missing."""
     try:
         return int(os.stat(artifact).st_mtime)
     except OSError:
@@ -135,7 +136,7 @@ def _is_text(spec: TensorSpec) -> bool:
 
 
 def _is_vector(spec: TensorSpec) -> bool:
-    """Of any length; ones in front do not count."""
+    """Whether the output is one vector of any length; leading dimensions of 1 do not count."""
     long = [each for each in spec.shape if each != 1]
     return spec.datatype in FLOATS and len(long) == 1 and spec.shape[-1] == long[0]
 
@@ -147,7 +148,7 @@ def _told(specs: Sequence[TensorSpec]) -> str:
 
 
 class EmbeddingsAnswer:
-    """To one message; ends once, with all vectors or with an error."""
+    """The answer to one HTTP request; ends once, with all vectors or with an error."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class EmbeddingsAnswer:
         self._is_logged = is_logged
         self._requests: list[Request] = []
         self._num_submitted = 0
-        # By the identity of their request.
+        # Keyed by the `id()` of their request.
         self._vectors: dict[int, Vectors] = {}
         self._is_over = False
 
@@ -200,7 +201,7 @@ class EmbeddingsAnswer:
                 self._note(None)
         except PenstockError as error:
             self._fail(error)
-        except Exception:  # The protocol edge: the client is told.
+        except Exception:  # The edge of the protocol: every error is answered.
             log.exception("vectors of '%s' cannot be given", self._asked.model)
             self._fail(BackendFailed("the model's vectors cannot be put together"))
 
@@ -215,7 +216,7 @@ class EmbeddingsAnswer:
             self._model.cancel(request)
 
     def _note(self, error: PenstockError | None) -> None:
-        """One line for all texts."""
+        """Write one line to the access log for all texts."""
         if self._is_logged:
             status, kind = 200, ""
             if error is not None:
@@ -235,7 +236,7 @@ class EmbeddingsAnswer:
 
 
 def vectors_of(answer: Response, name: str) -> Vectors:
-    """One a row, copied: the answer's memory is lent."""
+    """Return one vector for each row, copied: the answer's memory is only borrowed."""
     (tensor,) = [each for each in answer.outputs if each.name == name]
     array: Array = to_array(tensor)
     if tensor.datatype == "BF16":
@@ -247,7 +248,7 @@ def vectors_of(answer: Response, name: str) -> Vectors:
 
 
 def _cut(vectors: Vectors, num_dimensions: int | None) -> Vectors:
-    """To so many numbers, of length one again."""
+    """Cut vectors to `num_dimensions` numbers and scale them to unit length."""
     if num_dimensions is None:
         return vectors
     if num_dimensions > vectors.shape[-1]:

@@ -53,18 +53,18 @@ from penstock.wire.v2 import classified, encode_metadata
 
 log = logging.getLogger("penstock.fronts")
 
-# The library would write each failed TLS handshake to stderr, past the log and its format. It reads
-# this when it is imported.
+# Without this, gRPC writes each failed TLS handshake to stderr, bypassing the log and its format.
+# The library reads the variable on import.
 QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
 GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc", environment=QUIET)
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
-# Shared memory of an HTTP front for tensors to the core, and as much for the way back; at least
+# Shared memory of an HTTP front for tensors to the core, and as much again for answers; at least
 # twice the largest request. Untouched pages cost nothing.
 HTTP_SEGMENT_BYTES = 256 * MIB
 # How much larger than its JSON a tensor may be: a digit and a comma become eight bytes.
 JSON_GROWTH = 4
-# An HTTP front that does not answer for this long hangs; longer where it may have much JSON to
-# decode, at JSON_RATE bytes per second.
+# An HTTP front that does not answer for this long is hung. It gets more time for decoding the
+# largest JSON allowed, at JSON_RATE bytes per second.
 HTTP_HANG_S = 10.0
 JSON_RATE = 16 * MIB
 STOP_TIMEOUT_S = 5.0
@@ -79,7 +79,7 @@ ADMIN_ACTIONS: Mapping[frames.AskKind, str] = {
 }
 # Characters of an error over gRPC; it may quote names of any length from the client.
 MAX_TEXT = 2000
-# The same over HTTP, which has no limit: surely fits a frame.
+# The same over HTTP, which has no limit of its own: small enough for a frame.
 MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
 
 
@@ -226,7 +226,7 @@ class Desk:
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
     async def _count_request(self, ask: frames.Ask) -> bytes:
-        """An inference request that the front could not decode."""
+        """Count an inference request that the front could not decode."""
         self.catalog.count_request(ask.key, time.monotonic(), ask.model_name, ask.model_version)
         return b""
 
@@ -581,8 +581,8 @@ class Session:
 
 
 class Silence:
-    """How long a process has not answered. Counts only time in which it was asked, tick by tick: if
-    this process was suspended, the other may have been too. Pure."""
+    """How long a process has not answered. Each tick counts for at most twice PING_S: if this
+    process was suspended, the other may have been too. Pure."""
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s

@@ -1,9 +1,9 @@
-"""Who may do what: one gate in front of every route and RPC, before anything else looks at a
-request.
+"""Access control: one gate in front of every route and RPC, before any other code sees a request.
 
-Keys come from a TOML file and carry scopes; health is open to all. Without keys everything is
-allowed that the server was started for. An HTTP request through the loopback address must also name
-it as its Host, so that a page in a browser cannot reach the server by another name.
+API keys come from a TOML file and carry scopes; health checks need none. Without a key file,
+everything that the server was started with is allowed. `hosts` restricts the Host header of HTTP
+requests on a loopback address, so that a web page cannot reach the server through another name
+(DNS rebinding).
 
     [[key]]
     name = "team-a"
@@ -33,13 +33,13 @@ SCOPES = ("infer", "metrics", "admin")
 CREDENTIALS = (b"authorization", b"x-api-key")
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
 MIN_SECRET = 16
-# They travel to a front in one frame.
+# All keys go to a front process in one frame.
 MAX_KEYS = 4096
-# Quotas and the largest number that each may be.
+# Quotas and the largest value of each.
 QUOTAS = {"requests_per_s": 1e9, "tokens_per_s": 1e9, "queue_share": 1.0}
 FIELDS = ("name", "secret", "scopes", *QUOTAS)
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
-# RFC 9110, section 7.2: a name or an address, and perhaps a port.
+# RFC 9110, section 7.2: a name or an address, and an optional port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))(?::[0-9]*)?")
 
 
@@ -58,30 +58,31 @@ class Keys:
 
 
 class Gate:
-    """`keys` None: no key is needed; they may be replaced at any time. `hosts` None: any Host is
-    accepted."""
+    """Checks of keys, scopes and Host headers. `keys` None: no key is needed; they may be replaced
+    at any time. `hosts` None: any Host is accepted."""
 
     def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
         self.keys = keys
         self.hosts = hosts
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Digest of the API key of a message, to tell callers apart; empty if none is needed."""
+        """Return the digest of a message's API key, which identifies the caller; empty if the
+        server needs no keys."""
         return b"" if self.keys is None else caller_of(headers)
 
     def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
-        """The name of a message's caller, for logs."""
+        """Return the name of a message's caller, for logs."""
         return self.name_of(self.caller(headers))
 
     def name_of(self, caller: bytes) -> str:
-        """Name a caller for logs."""
+        """Return the name of a caller, for logs."""
         if self.keys is None or not caller:
             return "anonymous"
         return self.keys.names.get(caller) or f"key {caller.hex()[:8]}"
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        """NotAllowed for a Host that this server does not have. Only HTTP/1.0 may send none, which
-        no browser speaks."""
+        """Raise NotAllowed for a Host that this server does not serve. A missing Host passes: only
+        HTTP/1.0 allows that, and no browser sends HTTP/1.0."""
         if self.hosts is None:
             return
         given = headers.get(b"host")
@@ -94,14 +95,14 @@ class Gate:
             raise NotAllowed(f"Host '{text}' is not served here; add it with --allow-host")
 
     def check_keys(self, headers: Mapping[bytes, bytes]) -> None:
-        """InvalidRequest for a key that is given twice; `http` joins such headers by a line feed.
-        Which of them counts would be a guess."""
+        """Raise InvalidRequest for a key that is given twice, which is ambiguous. `http` joins
+        repeated headers by a line feed."""
         for name in CREDENTIALS:
             if b"\n" in headers.get(name, b""):
                 raise InvalidRequest(f"the header {name.decode()} is given twice")
 
     def check_scope(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        """NotAllowed, saying what was missing."""
+        """Raise NotAllowed, with what is missing, unless the message's key has this scope."""
         if self.keys is None or scope == "open":
             return
         caller = caller_of(headers)
@@ -112,7 +113,7 @@ class Gate:
         self.check_caller(scope, caller)
 
     def check_caller(self, scope: Scope, caller: bytes) -> None:
-        """The same for a key that was admitted before: NotAllowed once it is revoked."""
+        """Like `check_scope`, for the digest of a key; NotAllowed once the key is revoked."""
         if self.keys is None:
             return
         scopes = self.keys.scopes.get(caller)
@@ -122,8 +123,8 @@ class Gate:
             raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
 
     def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """The same for a gRPC call; InvalidRequest if it has several keys. False: there is no such
-        method, for anybody."""
+        """Like `check_scope`, for a gRPC call; InvalidRequest if a key is given twice. Return False
+        if there is no such method."""
         scope = RPC_SCOPES.get(method)
         if scope is None:
             return False
@@ -131,7 +132,7 @@ class Gate:
         return True
 
     def rpc_caller_name(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-        """The name of a gRPC call's caller, for logs."""
+        """Return the name of a gRPC call's caller, for logs."""
         try:
             return self.caller_name(headers_of(metadata))
         except InvalidRequest:
@@ -146,17 +147,18 @@ class KeyFile:
         self._stamp: tuple[int, ...] | None = None
 
     def read(self) -> Keys:
-        """ConfigError with every problem."""
+        """Read the file. ConfigError lists every problem."""
         self._stamp = file_stamp(self._path)
         return read_keys(self._path)
 
     def read_if_changed(self) -> Keys | None:
-        """None: it has not changed. ConfigError once for each change that cannot be used."""
+        """Return the new keys; None if the file has not changed. ConfigError once for each unusable
+        change."""
         return None if file_stamp(self._path) == self._stamp else self.read()
 
 
 def file_stamp(path: Path) -> tuple[int, ...] | None:
-    """Identity of a file's content: differs after every change. None if the file is missing."""
+    """Return a stamp that changes with the file's content; None if the file is missing."""
     try:
         found = path.stat()
     except OSError:
@@ -165,8 +167,8 @@ def file_stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
-    """The metadata of a gRPC call as headers. InvalidRequest for a key that is given twice, which
-    HTTP refuses too: which of them counts would be a guess."""
+    """Return the metadata of a gRPC call as headers. InvalidRequest for a key that is given twice,
+    as for HTTP."""
     headers: dict[bytes, bytes] = {}
     for name, value in metadata:
         header = name.encode()
@@ -177,7 +179,7 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes
 
 
 def read_keys(path: Path) -> Keys:
-    """The key file, with every problem reported."""
+    """Read a key file. ConfigError lists every problem."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -217,7 +219,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def _key_problems(entry: Mapping[str, object]) -> list[str]:
-    """What is wrong with one key, without its secret."""
+    """Return the problems of one key; they never quote its secret."""
     expected = ", ".join(FIELDS)
     problems = [
         f".{name}: no such field; expected {expected}" for name in entry if name not in FIELDS
@@ -245,7 +247,7 @@ def _is_number(value: object, limit: float) -> bool:
 
 
 def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key that came with a message; None also if there are several."""
+    """Return the API key of a message; None if it has no key, or several in one header."""
     if any(b"\n" in headers.get(name, b"") for name in CREDENTIALS):
         return None
     given = headers.get(b"authorization")
@@ -255,11 +257,12 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def caller_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """Digest of the key that came with a message; empty if none did."""
+    """Return the digest of a message's API key; empty if it has no key."""
     secret = secret_of(headers)
     return b"" if secret is None else digest_secret(secret)
 
 
 def digest_secret(secret: bytes) -> bytes:
-    """Looking a digest up takes the same time however much of the secret was right."""
+    """Return the SHA-256 of a secret. Keys are looked up by it, so that lookup times do not reveal
+    how much of a guessed secret is right."""
     return hashlib.sha256(secret).digest()

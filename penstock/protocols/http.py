@@ -31,8 +31,8 @@ from penstock.wire.v2 import encode_error
 log = logging.getLogger("penstock.http")
 
 SWEEP_S = 1.0
-# Connections swept in one turn of the loop: 10,000 at once would hold up everybody for 10 ms, and
-# closing a thousand of them for 50 ms.
+# Connections swept in one loop iteration: sweeping 10,000 at once would block the loop for 10 ms,
+# and closing a thousand of them for 50 ms.
 SWEEP_SLICE = 32
 # Connections that may wait to be accepted.
 BACKLOG = 4096
@@ -48,7 +48,7 @@ MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_HEAD_BYTES = 1024
 # Smaller bodies are read before the handler looks at the head.
 SCREEN_BYTES = 1 << 20
-# A refused client may go on sending for so long; a reset would lose it the answer.
+# A refused client may go on sending for this long: resetting the connection would lose the answer.
 LINGER_S = 10.0
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
@@ -259,7 +259,7 @@ class Connection(asyncio.Protocol):
         self._running: Exchange | None = None
         self._waiting: deque[tuple[Head, Buffer] | Rejection] = deque()
         self._is_closing = False
-        # Refused: what comes is dropped.
+        # The client was refused: further bytes are dropped.
         self._is_deaf = False
         self._is_paused = False
         self._rejection: tuple[Head, Buffer] | Rejection | None = None
@@ -300,7 +300,7 @@ class Connection(asyncio.Protocol):
         self.writable.set()
         self._waiting.clear()
         self._drop_body()
-        # It refers back to this object: both would stay until the garbage collector runs.
+        # The parser refers back to this object: break the cycle, which only the GC would free.
         del self._parser
         exchange, self._running = self._running, None
         if exchange is not None:
@@ -469,8 +469,8 @@ class Connection(asyncio.Protocol):
         self._body = bytearray()
 
     def _screen(self, head: Head) -> None:
-        """Have a message that is refused whatever its body is answered before the body is read, if
-        that is long or the client waits for a word."""
+        """Refuse a message by its head alone, before the body is read, if the body is long or the
+        client expects 100 Continue."""
         expect = head.headers.get(b"expect", b"").lower()
         expects = expect == b"100-continue" and not head.is_http_1_0
         is_long = head.content_length is None or head.content_length > SCREEN_BYTES
@@ -518,7 +518,7 @@ class Connection(asyncio.Protocol):
         self._enqueue((self._head, body))
 
     def _drop_body(self) -> None:
-        """Leave the body to its exchange: an idle connection keeps none."""
+        """Drop the body, which its exchange has: an idle connection keeps none."""
         self._first_part, self._body = b"", bytearray()
 
     # Exchanges.
@@ -597,7 +597,7 @@ class Connection(asyncio.Protocol):
         blocked = self.write_blocked_since
         if blocked is None:
             return False
-        # What is added meanwhile does not hide that something was read.
+        # Compare bytes sent, not bytes unsent: new data must not hide that the client reads.
         num_sent = self._num_written - self.num_unsent
         if num_sent > self._num_sent:
             self.write_blocked_since = blocked = now

@@ -95,10 +95,10 @@ class Core:
         self._codec = Codec()
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        """The core counts what it gets, and gets everything."""
+        """Do nothing: every request reaches the core, which counts it."""
 
     def refuse(self, exchange: Exchange, error: Refusal) -> bool:
-        """The core finds the same, and counts."""
+        """Forward the message: the core finds the same error, and counts it."""
         Forwarding(self._remote, exchange).start()
         return False
 

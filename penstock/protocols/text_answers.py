@@ -1,8 +1,8 @@
-"""A request for text on its way through HTTP: from what was asked to generations, and from their
-parts to one answer, whole or as a stream of events, in whatever form a protocol gives it.
+"""Text requests over HTTP: tokenizes prompts, starts generations, and assembles their output into
+one answer, whole or as server-sent events, in the form of any protocol.
 
-An answer that is streamed begins with its first piece, so that whatever is refused before has a
-status of its own. Whoever leaves has it given up at once.
+A streamed answer starts with the first piece of text, so that earlier refusals still get their own
+HTTP status. When the client disconnects, its generations are cancelled at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-
 
 @contextmanager
 def counted(model: Served, received: float) -> Iterator[None]:
-    """What is refused before the model has it is the model's to count."""
+    """Count errors that are raised here, before submission, as refusals of the model."""
     try:
         yield
     except PenstockError as error:
@@ -60,22 +60,22 @@ Then = Callable[[Sequence[list[int]]], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The texts of a request while the model's renderer makes tokens of them. A client that leaves
+    """A request whose texts are being tokenized by the model's renderer. A client that disconnects
     meanwhile gets no answer."""
 
     exchange: Exchange
     model: TextModel
-    # Called with the tokens of each.
+    # Called with the tokens of each prompt.
     then: Then
-    # Calls that later, and answers errors.
+    # Runs that callback later, and answers errors.
     guarded: Guarded
-    # The field that texts come from, for errors.
+    # The request field that holds the texts, for errors.
     param: str
-    # Whether refusals count as the model's.
+    # Whether the model's metrics count refusals.
     is_counted: bool = True
 
     def begin(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
-        """Errors that are known at once are raised."""
+        """Tokenize prompts. Errors that are known at once are raised."""
         with self._counted():
             if any(isinstance(each, str) for each in given):
                 self.model.encode(given, is_whole, self)
@@ -107,7 +107,7 @@ class Reading:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count the request, and name the request field in errors about its text."""
+        """Count refusals, and name the request field in errors about its text."""
         is_counted = self.is_counted
         with counted(self.model, self.exchange.received) if is_counted else nullcontext():
             try:
@@ -117,7 +117,7 @@ class Reading:
 
 
 def with_field(error: InvalidRequest, param: str) -> InvalidRequest:
-    """The same error, with a field where it names none."""
+    """Return the error with `param` as its field, unless it names one already."""
     if isinstance(error, TooLargeField) or (isinstance(error, Invalid) and error.param):
         return error
     if isinstance(error, TooLarge):
@@ -129,30 +129,30 @@ def with_field(error: InvalidRequest, param: str) -> InvalidRequest:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: list[int]
-    # What comes before its text.
+    # Text that precedes the generated text.
     echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request, understood."""
+    """One parsed request with its tokenized prompts."""
 
     exchange: Exchange
     model: TextModel
     form: Form
     wishes: Wishes
     prompts: Sequence[Prompt]
-    # What the log calls it.
+    # The request's id in the log.
     id: str = ""
     is_logged: bool = False
-    # Tokens of prompts are told with their logprobs, before those that are generated.
+    # Whether prompt logprobs are returned, before those of generated tokens.
     tells_prompts: bool = False
-    # The field that prompts came from, for errors.
+    # The request field that held the prompts, for errors.
     param: str = "prompt"
 
     @property
     def is_of_prompts(self) -> bool:
-        """Nothing is to be generated."""
+        """Whether no tokens are requested, only the prompts."""
         return self.wishes.max_tokens == 0
 
 
@@ -196,24 +196,24 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
 
 
 class Form(Protocol):
-    """How choices are written, whole and in pieces."""
+    """How a protocol encodes choices, whole and in pieces."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
     def begin(self, index: int) -> bytes:
-        """Before the first piece of a choice; empty where nothing is."""
+        """Return what precedes the first piece of a choice; may be empty."""
 
     def piece(self, choice: Choice) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes:
-        """After the last piece."""
+        """Return what follows the last piece."""
 
     def error(self, error: PenstockError) -> bytes:
-        """Ends a stream that cannot be completed."""
+        """Return the end of a stream that failed."""
 
 
 @dataclass(slots=True)
 class PromptSink:
-    """Of one prompt of a request: its choices come after those of the prompts before it."""
+    """The sink of one prompt; its choices are numbered after those of earlier prompts."""
 
     answer: Answer
     number: int
@@ -231,7 +231,7 @@ class PromptSink:
 
 @dataclass(slots=True)
 class Growing:
-    """A choice."""
+    """A choice that is still being generated."""
 
     text: str = ""
     reason: str | None = None
@@ -242,21 +242,22 @@ class Growing:
 
 
 class TokenPlaces:
-    """How many characters of a choice come before each of its tokens."""
+    """Text offsets of a choice's tokens, in characters."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._num_chars = 0
 
     def add(self, token: int) -> int:
-        """The place of the next token."""
+        """Return the text offset of the next token."""
         place = self._num_chars
         self._num_chars += len(self._stream.add(token))
         return place
 
 
 class Answer:
-    """To one request, of one or several prompts; ends once, with all of them or with an error."""
+    """The answer to one request of one or several prompts; ends once, with all choices or with an
+    error."""
 
     def __init__(self, job: Job) -> None:
         self.exchange = job.exchange
@@ -287,7 +288,7 @@ class Answer:
         choice.has_begun = True
 
     def _logprobs(self, choice: Growing, number: int, part: Part) -> list[TokenLogprob]:
-        """Those of a part; of the first with those of the prompt, where they are wanted."""
+        """Return the logprobs of a part; before a choice's first, those of the prompt if wanted."""
         found: list[TokenLogprob] = []
         vocabulary, generation = self._model.vocabulary, self.generations[number]
         if choice.places is None:
@@ -328,7 +329,8 @@ class Answer:
             self._model.give_up(generation)
 
     def _note(self, error: PenstockError | None) -> None:
-        """For the access log; of a stream that failed the status was sent before."""
+        """Write a line to the access log. A failed stream gets its error's status there, though its
+        client saw 200."""
         if self.job.is_logged:
             path = self.exchange.head.path
             status = 200 if error is None else status_at(path, error)
@@ -341,7 +343,7 @@ class Answer:
     def _named(
         self, token: int, likelihood: Likelihood | None, places: TokenPlaces
     ) -> TokenLogprob:
-        """The first token of a prompt has no likelihood."""
+        """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
         vocabulary, place = self._model.vocabulary, places.add(token)
         if likelihood is None:
             return TokenLogprob(vocabulary.piece(token), math.nan, offset=place)
@@ -379,7 +381,7 @@ class WholeAnswer(Answer):
 
 
 class OneEventAnswer(WholeAnswer):
-    """Whole, to whoever reads streams."""
+    """A whole answer in one event, for clients that read event streams."""
 
     def reply(self, body: bytes) -> None:
         self.exchange.reply(200, _EVENTS, (b"data: " + body + b"\n\n",))
@@ -390,7 +392,7 @@ class StreamedAnswer(Answer):
         if not self.exchange.is_streaming:
             self.exchange.start_stream(200, _EVENTS)
         data = b"" if choice.has_begun else self.form.begin(new.index)
-        # Parts of a character that is not whole yet are nothing to tell.
+        # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
         if new.text or new.reason or new.logprobs:
             data += self.form.piece(new)
         choice.text += new.text
@@ -405,7 +407,7 @@ class StreamedAnswer(Answer):
         if not self.exchange.is_streaming:
             reply_error(self.exchange, error)
             return
-        # A client sees that every choice has ended, why, and that nothing more comes.
+        # End every choice with a reason, so that clients know that nothing more comes.
         reason = "abort" if isinstance(error, Cancelled | NotReady) else "error"
         for place in range(len(self.generations) * self._num):
             choice = self.choices.setdefault(place, Growing())

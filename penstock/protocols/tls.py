@@ -23,9 +23,9 @@ from penstock.protocols.http import HttpServer
 log = logging.getLogger("penstock.tls")
 
 KEY_END = "PRIVATE KEY-----"
-# As the ssl module ends its errors.
+# The source location with which the ssl module ends its errors.
 _PLACE = re.compile(r" \(_?ssl\.c:\d+\)")
-# How often the files are looked at.
+# Interval between checks of the files.
 WATCH_S = 1.0
 
 
@@ -34,8 +34,8 @@ def _utc_now() -> datetime:
 
 
 class TlsFiles:
-    """Certificate chain, private key and perhaps the CA of client certificates. `warns`: log a
-    certificate that is not valid when it is loaded; one process of a server does."""
+    """Certificate chain, private key and optional CA of client certificates. `warns`: log a
+    certificate that is not valid at load time; only one process of a server does."""
 
     def __init__(
         self, config: TlsConfig, warns: bool = True, now: Callable[[], datetime] = _utc_now
@@ -44,11 +44,11 @@ class TlsFiles:
         self._warns = warns
         self._now = now
         self._stamps: dict[str, object] = {}
-        # Of the certificate in use.
+        # Validity of the certificate in use.
         self._validity: Validity | None = None
 
     def load(self) -> ssl.SSLContext:
-        """For HTTP. ConfigError says which file is wrong."""
+        """Return a context for HTTP. ConfigError names the file that is wrong."""
         context, validity = self._read()
         self._validity = validity
         if self._warns and (problem := validity.problem(self._now())):
@@ -56,8 +56,8 @@ class TlsFiles:
         return context
 
     def load_if_changed(self) -> ssl.SSLContext | None:
-        """None: nothing has changed, or what there is now cannot be used, which is logged once. A
-        certificate that is not valid does not replace one that is."""
+        """Return a new context; None if no file has changed, or if the new files are unusable,
+        which is logged once. An invalid certificate does not replace a valid one."""
         before = self._stamps
         if self._read_stamps() == before:
             return None
@@ -135,7 +135,7 @@ def _check_certificate(path: str) -> Validity:
 
 
 def _check_key(path: str) -> None:
-    """What the library would call the same error for each of them."""
+    """Report key problems for which OpenSSL gives one and the same error."""
     text = _read_text("--tls-key", path)
     if KEY_END not in text:
         raise ConfigError([f"--tls-key {path}: no PEM private key"])
@@ -153,7 +153,7 @@ def _chain_problem(config: TlsConfig, error: Exception) -> str:
     if "mismatch" in reason:
         return f"--tls-key {config.key}: is not the key of --tls-cert {config.cert}"
     try:
-        # A key is only looked at when the certificates before it could be read.
+        # OpenSSL reads the key only after the certificates could be read.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(config.cert)
     except (ssl.SSLError, ValueError):
         return f"--tls-cert {config.cert}: the certificate chain cannot be read: {reason}"
@@ -168,6 +168,6 @@ def _read_text(flag: str, path: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Without the place in the library's sources."""
+    """Return the error's reason, without the location in the library's source."""
     reason = getattr(error, "reason", None) or _PLACE.sub("", str(error))
     return str(reason).replace("_", " ").lower()

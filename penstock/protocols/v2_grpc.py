@@ -72,8 +72,8 @@ WATCH_S = 0.5
 # Time for clients to read their last answers.
 STOP_GRACE_S = 2.0
 
-# Takes a message; those of administrative calls also the digest of the API key. That of inference
-# takes the bytes of the message and the digest.
+# Called with the parsed message and, for administrative calls, the digest of the API key; for
+# inference, with the bytes of the message and the digest.
 Answer = Callable[..., Awaitable[Any]]
 
 
@@ -160,7 +160,7 @@ class Service:
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
-        """For calls and messages of streams from now on."""
+        """Use these keys for new calls, and for new messages of open streams."""
         self._gate.keys = keys
 
     def stop(self) -> None:
@@ -172,8 +172,8 @@ class Service:
     # Inference.
 
     async def _infer(self, data: bytes, caller: bytes, answer: Any = None) -> Any:
-        """The answer to a ModelInferRequest. The core counts requests, also those that cannot be
-        decoded. `answer` gets the request's id as soon as it is known."""
+        """Return the answer to a ModelInferRequest. The core counts all requests, also those that
+        cannot be decoded. `answer.id` is set to the request's id as soon as it is known."""
         waiter, name, version = Waiter(), "", ""
         try:
             message = parse(service_pb2.ModelInferRequest, data)
@@ -322,7 +322,7 @@ class Stream:
     ) -> None:
         self._infer = infer
         self._caller = caller
-        # NotAllowed once the key may not send requests any more.
+        # Raises NotAllowed once the key is no longer allowed to send requests.
         self.check: Callable[[], None] = lambda: None
         # Why the stream ends before its client ends it.
         self.refusal: BaseException | None = None
@@ -404,7 +404,7 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
 
 
 def _guarded(name: str, call: Answer) -> Answer:
-    """The same with errors turned into statuses."""
+    """Wrap a call so that its errors become gRPC statuses."""
 
     async def run(data: bytes, context: Any) -> Any:
         try:

@@ -1,8 +1,8 @@
-"""KServe v2 / Triton over HTTP: the router, and inference on its fastest path.
+"""KServe v2 / Triton over HTTP: the router and the fast path of inference.
 
 Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
-errors to statuses by one table. The same in the core and in a front process; they differ in their
-`Door`.
+errors to statuses by one table. The core and the front processes share this code; they differ only
+in their `Door`.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Models:
             raise no_route(exchange.head)
 
     def _check_rate(self, exchange: Exchange) -> None:
-        """Requests for text and embeddings; for those of inference see `count`."""
+        """Apply the rate quota to text and embeddings requests; `count` does so for inference."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
             caller = self._gate.caller(exchange.head.headers)
@@ -324,8 +324,8 @@ class V2Http:
         await self._door.close()
 
     def _look(self, call: InferCall, exchange: Exchange) -> bool:
-        """A head that was not seen before. False when the message was refused or has to be inflated
-        first."""
+        """Check a head that was not seen before. False if the message was refused, or if its body
+        has to be inflated first."""
         head = exchange.head
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
         if encoding not in (b"identity", *compression.ENCODINGS):
@@ -364,7 +364,7 @@ class V2Http:
         except PenstockError as error:
             self._refuse(call, exchange, error)
             return
-        except Exception:  # The protocol edge: the client is told.
+        except Exception:  # Answer 500 and keep serving.
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
             return
@@ -446,7 +446,7 @@ def check_head(head: Head, match: Match | None, gate: Gate) -> Match:
 
 
 def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
-    """A line in the audit log for an administrative call that never reached its handler."""
+    """Write an administrative call that never reached its handler to the audit log."""
     if match.route.scope == "admin":
         status = error.status if isinstance(error, WrongHead) else status_of(error)
         audit_log.record(_admin_call(match, caller), status, str(error))

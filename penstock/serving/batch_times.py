@@ -1,9 +1,9 @@
-"""T(b): how long a batch of b rows takes, or of b tokens where there is a budget of them; learnt
-while serving. Pure: time is an argument.
+"""T(b): the time of a batch of b rows (or b tokens, with a token budget), learned while serving.
+Pure: time is an argument.
 
-A mean for each rung of the batch ladder, straight lines between them. Rungs that never ran are
-guessed on the slow side. Notices when the whole table has become wrong. `Spread` says how much
-longer than predicted the slowest batches take.
+A mean for each rung (size) of the batch ladder, with linear interpolation between them. Estimates
+for rungs that never ran are on the slow side. Detects when the whole table has drifted. `Spread`
+says how much longer than predicted the slowest batches take.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from penstock.config import ladder
 
 # Weight of a new observation; the first few weigh more.
 SMOOTHING = 0.1
-# One batch may take anything (a stall, a page fault); the mean believes no more than this factor.
+# Clip outliers (a stall, a page fault): an observation counts as at most this factor off.
 MAX_SURPRISE = 2.0
 NUM_TRUSTED = 3
-# The share of batches that should not take longer than `inflation` times the mean, and how many of
-# the last batches that is taken from: seconds of load, so that it follows a neighbour's.
+# The share of batches that should take at most `inflation` times the mean, and the number of recent
+# batches that this is taken from: seconds of load, so that it adapts to noisy neighbours.
 QUANTILE = 0.99
 SPREAD_WINDOW = 256
 MAX_INFLATION = 2.5
-# Half of this many batches at least this far off: the table is scaled and learnt anew.
+# If the median of this many batches is off by more than DRIFT, the table is scaled and relearned.
 DRIFT_WINDOW = 20
 DRIFT = 0.10
 STALE_AFTER_S = 30.0
 
 
 class BatchTimes:
-    """Of one geometry. Before the first observation every batch is predicted to take no time."""
+    """T(b) of one geometry. Before the first observation, predictions are 0."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
@@ -41,7 +41,7 @@ class BatchTimes:
         self._means = [0.0] * len(self._sizes)
         self._num_seen = [0] * len(self._sizes)
         self._seen_at = [-math.inf] * len(self._sizes)
-        # How the last batches compare with the table as it was before them.
+        # Ratios of the last batches to the table as it was before them.
         self._ratios: list[float] = []
         self._before: list[float] = []
         self._window_began = -math.inf
@@ -56,7 +56,7 @@ class BatchTimes:
 
     @property
     def means_s(self) -> dict[int, float]:
-        """The table: the size of each rung, and its time."""
+        """The table: mean time by rung."""
         return dict(zip(self._sizes, self._means, strict=True))
 
     def copy(self) -> BatchTimes:
@@ -66,12 +66,11 @@ class BatchTimes:
         return twin
 
     def mean_s(self, size: float) -> float:
-        """The predicted time of a batch; what is larger than the ladder goes on in a straight
-        line."""
+        """Return the predicted time of a batch; linear extrapolation above the largest rung."""
         return _on_lines(self._sizes, self._means, size)
 
     def largest_within(self, limit_s: float) -> int:
-        """The largest batch that is predicted to take no longer; at least 1."""
+        """Return the largest batch predicted to take at most `limit_s`; at least 1."""
         sizes, means = self._sizes, self._means
         if means[-1] <= limit_s:
             return sizes[-1]
@@ -82,7 +81,8 @@ class BatchTimes:
         return 1
 
     def stale_rung(self, max_size: int, now: float, min_size: int = 1) -> int | None:
-        """The rung up to `max_size` that has not run for the longest time, if that is long."""
+        """Return the rung from `min_size` to `max_size` that ran least recently; None if that was
+        within STALE_AFTER_S."""
         rungs = [i for i, size in enumerate(self._sizes) if min_size <= size <= max_size]
         if not rungs:
             return None
@@ -90,7 +90,7 @@ class BatchTimes:
         return self._sizes[oldest] if now - self._seen_at[oldest] > STALE_AFTER_S else None
 
     def seed(self, size: int, duration_s: float) -> None:
-        """A time from warm-up: believed until the first real one."""
+        """Set a rung's time from warm-up, which later observations refine."""
         if size in self._sizes:
             index = self._sizes.index(size)
             is_new = self._num_seen[index] == 0
@@ -100,8 +100,8 @@ class BatchTimes:
             self._guess()
 
     def seed_between(self, points: Mapping[int, float]) -> None:
-        """The same from times of any sizes: a rung between two of them is on their line. If there
-        is none, the next larger rung takes its share more."""
+        """Like `seed`, from times of any sizes: rungs between them are interpolated. If no rung is,
+        the next larger rung gets the time of the largest size, in proportion."""
         sizes = sorted(points)
         means = [points[size] for size in sizes]
         within = [rung for rung in self._sizes if sizes and sizes[0] <= rung <= sizes[-1]]
@@ -112,7 +112,7 @@ class BatchTimes:
             self.seed(larger[0], means[-1] * larger[0] / sizes[-1])
 
     def observe(self, size: int, duration_s: float, now: float) -> bool:
-        """Learn from a batch. True when the table was off for long and has been scaled."""
+        """Learn from a batch. True if the table had drifted and was scaled."""
         size = min(size, self._max_size)
         is_known = self.is_known
         if is_known:
@@ -137,7 +137,8 @@ class BatchTimes:
         self._means[index] += max(SMOOTHING, 1 / (count + 1)) * (believed_s - mean)
 
     def _learn_between(self, high: int, size: int, duration_s: float, now: float) -> None:
-        """Move both neighbours, each by its share; one that never ran follows at once."""
+        """Move both neighbouring rungs, each by its share; the nearer one, if it never ran, takes
+        the new value at once."""
         low = high - 1
         sizes, means = self._sizes, self._means
         share = (size - sizes[low]) / (sizes[high] - sizes[low])
@@ -163,14 +164,15 @@ class BatchTimes:
         if predicted_s <= 0:
             means[low] = means[high] = duration_s
             return
-        # In proportion: what one neighbour is wrong by would push the other below zero.
+        # Multiplicative: an additive correction could push the other neighbour below zero.
         weight = max(SMOOTHING, 1 / (count + 1))
         off = weight * (_believed(duration_s, predicted_s, count) / predicted_s - 1)
         means[high] *= 1 + share * off
         means[low] *= 1 + (1 - share) * off
 
     def _guess(self) -> None:
-        """Rungs that never ran: as slow as the next larger known one, else on a line beyond."""
+        """Estimate rungs that never ran: as slow as the next larger known one; above the largest
+        known one, extrapolate linearly."""
         seen = [index for index, count in enumerate(self._num_seen) if count]
         first, last = seen[0], seen[-1]
         sizes, means = self._sizes, self._means
@@ -193,7 +195,8 @@ class BatchTimes:
         self._ratios.append(duration_s / expected_s if expected_s > 0 else 1.0)
 
     def _has_drifted(self) -> bool:
-        """Rungs that ran have followed by now; the others are moved by the same factor."""
+        """Check for drift. If so, scale the rungs that did not run in the window; those that ran
+        have followed already."""
         if len(self._ratios) < DRIFT_WINDOW:
             return False
         factor = median(self._ratios)
@@ -208,8 +211,8 @@ class BatchTimes:
 
 
 class Spread:
-    """How much longer than predicted the slowest hundredth of the last batches took, of all
-    geometries. Few batches: the slowest of them."""
+    """How much longer than predicted the slowest 1 % of the last batches took, over all geometries;
+    with few batches, the slowest one."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=SPREAD_WINDOW)
@@ -219,7 +222,7 @@ class Spread:
             self._ratios.append(duration_s / predicted_s)
 
     def forget(self) -> None:
-        """The predictions were wrong: what they were compared with says nothing."""
+        """Drop all ratios: the predictions they compare with were wrong."""
         self._ratios.clear()
 
     @property

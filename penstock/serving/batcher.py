@@ -127,7 +127,7 @@ class Batcher:
         return self._lanes.drain()
 
     def next(self, now: float) -> list[Request] | None:
-        """Return the batch to run now on a free instance; None if there is none (see `wake_at`)."""
+        """Return the batch to run now on a free instance; None: not yet (see `wake_at`)."""
         self.wake_at = self.next_expiry
         again = self._lanes.take_alone()
         if again is not None:

@@ -1,8 +1,8 @@
-"""Which models there are: name and version to Model; loading, swapping and unloading them.
+"""The loaded models by name and version; loads, replaces and unloads them.
 
-Owned by the core's event loop. Without a version in the request the highest loaded one answers. A
-reload starts the new versions beside the old ones, switches in one step, and lets the old ones
-finish; if the new ones cannot be loaded nothing changes.
+Runs on the core's event loop. Requests without a version go to the highest loaded one. A reload
+starts the new versions beside the old ones, switches atomically and drains the old ones; if the
+new ones cannot be loaded, nothing changes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.serving.supervisor import ProcessLife, StartLife, load_timeout_tex
 
 log = logging.getLogger("penstock.catalog")
 
-# Loading is mostly imports and disk; more at once only makes each slower.
+# Limit on concurrent loads: they are mostly imports and disk reads, and slow each other down.
 MAX_LOADING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model that was asked for and could not be loaded, and why."""
+    """A requested model that could not be loaded, and why."""
 
     name: str
     problems: tuple[str, ...]
@@ -53,7 +53,7 @@ Make = Callable[[ModelConfig, Quotas], Served]
 
 
 class Catalog:
-    """`makers` by backend, where a version is not a Model with workers."""
+    """The loaded models. `makers` create versions of the backends that do not use `Model`."""
 
     def __init__(
         self,
@@ -62,15 +62,15 @@ class Catalog:
         makers: Mapping[str, Make] | None = None,
     ) -> None:
         self._start_life = start_life
-        # What each API key may send, of all models together.
+        # Quotas of API keys, shared by all models.
         self.quotas = Quotas()
         self._makers = makers or {}
         self._is_closed = False
         self._fleet = fleet or Fleet()
-        # What each load was promised of the GPUs and may not have taken yet.
+        # GPU memory reserved for each load in progress, which it may not have allocated yet.
         self._promised: list[list[Share]] = []
         self._arranging = asyncio.Lock()
-        # Something promised was taken, or is not wanted any more.
+        # Set when reserved memory was allocated or given up.
         self._settled = asyncio.Event()
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
@@ -85,17 +85,17 @@ class Catalog:
 
     @property
     def failures(self) -> list[LoadFailure]:
-        """Models that were asked for and are not there."""
+        """Requested models that are not loaded."""
         return [f for name, f in self._failures.items() if name not in self._models]
 
     @property
     def is_ready(self) -> bool:
-        """Every model that was asked for can answer."""
+        """Whether every requested model can answer."""
         return not self.failures and all(model.is_ready for model in self)
 
     def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
-        """Count a request of this key when it arrives, whatever becomes of it. QuotaExceeded when
-        the key sends too many; the model is told if there is one."""
+        """Count a request of this key on arrival, whatever its outcome. QuotaExceeded if the key
+        sends too many; the model, if it exists, counts the refusal."""
         if not self.quotas.is_active:
             return
         try:
@@ -106,7 +106,7 @@ class Catalog:
             raise
 
     async def load(self, found: Found) -> None:
-        """Load or replace all models found; one that fails does not disturb the others."""
+        """Load or replace all models found; a failure of one does not affect the others."""
         arranged = await self._arrange(found.configs)
         for name, problems in (found.problems | arranged.problems).items():
             self._fail(name, tuple(problems))
@@ -122,9 +122,9 @@ class Catalog:
             self._settled.set()
 
     async def _arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
-        """Their devices, and room on them. Those that need no GPU wait for nobody. What others are
-        loading counts as promised, and what they have of it already is not free either: who finds
-        no room for that is asked again when they are done."""
+        """Assign devices and reserve GPU memory; CPU-only models never wait. Memory of loads in
+        progress may count twice, as reserved and as already allocated. So if memory is short, try
+        again whenever one of them is done."""
         if not any(config.uses_gpu for config in configs):
             return Arrangement(list(configs))
         async with self._arranging:
@@ -138,7 +138,8 @@ class Catalog:
                 await self._settled.wait()
 
     def _settle(self, shares: list[Share], name: str, version: str = "") -> None:
-        """A model, or one version of it, has taken its memory or will not: the driver tells."""
+        """Drop the reservation of a model or version that has allocated its memory or failed: from
+        now on the driver's figures are right."""
         shares[:] = [
             share
             for share in shares
@@ -147,7 +148,7 @@ class Catalog:
         self._settled.set()
 
     async def unload(self, name: str) -> None:
-        """New requests find no such model; those admitted are answered first."""
+        """Unload a model: new requests get NotFound, admitted ones are still answered."""
         async with self._lock(name):
             self._failures.pop(name, None)
             self._latest.pop(name, None)
@@ -155,7 +156,8 @@ class Catalog:
                 self._retire(model)
 
     def find(self, name: str, version: str = "") -> Served:
-        """NotReady, with the reasons, if it could not be loaded; NotFound if nobody tried."""
+        """Return a loaded version. NotReady, with the reasons, if loading the model failed;
+        NotFound if it was never requested."""
         model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
         if model is not None:
             return model
@@ -167,7 +169,7 @@ class Catalog:
         )
 
     def _absence(self, name: str) -> NotReady | NotFound:
-        """Why a model is not there."""
+        """Return why a model is not loaded."""
         if self._is_closed:
             return NotReady("the server is shutting down")
         if (failure := self._failures.get(name)) is not None:
@@ -176,7 +178,7 @@ class Catalog:
         return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
 
     def find_all(self, name: str, version: str = "") -> list[Served]:
-        """The version named, or all loaded versions of the model, or of every model."""
+        """Return the named version, all loaded versions of the model, or those of all models."""
         if not name:
             return list(self)
         if version:
@@ -188,7 +190,7 @@ class Catalog:
         return sorted(self._models.get(name, {}), key=int)
 
     def index(self, names: Sequence[str]) -> list[IndexEntry]:
-        """What is loaded, what failed, and of `names` (those in the repository) the rest."""
+        """Return loaded models, failed ones, and the rest of `names`, those in the repository."""
         entries = [
             IndexEntry(model.config.name, model.config.version, model.shown_state, model.reason)
             for model in self
@@ -229,7 +231,7 @@ class Catalog:
         self._latest.clear()
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """Changes of one model happen one after the other."""
+        """Return the lock that serializes changes of one model."""
         return self._changing.setdefault(name, asyncio.Lock())
 
     async def _replace(
@@ -263,7 +265,7 @@ class Catalog:
         log.error("%s cannot be loaded: %s", name, what, extra={"model": name, "reason": what})
 
     async def _start(self, config: ModelConfig) -> Served:
-        """A model whose instances are all warm."""
+        """Start a version; return it when all its instances are warm."""
         began = time.monotonic()
         count = config.num_instances
         plural = "instance" if count == 1 else "instances"
@@ -297,7 +299,7 @@ class Catalog:
             raise ConfigError([f"shared memory: {error}"]) from None
 
     def _retire(self, model: Served) -> None:
-        """Let it finish what it has admitted, then end it."""
+        """Drain a version in the background, then close it."""
 
         async def leave() -> None:
             await model.drain()
@@ -309,5 +311,5 @@ class Catalog:
         task.add_done_callback(self._leaving.discard)
 
     def failure(self, name: str) -> LoadFailure | None:
-        """Why the last load of this model failed, if it did."""
+        """Return why the last load of this model failed; None if it did not."""
         return self._failures.get(name)

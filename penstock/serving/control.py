@@ -1,6 +1,6 @@
-"""Which models are loaded, as operators change it over the API; every protocol calls this.
+"""Model control: operators load, unload and list models through it, whatever the protocol.
 
-Reads the repository off the loop. Changes are allowed in explicit mode only.
+Reads the repository off the event loop. Changes are allowed in explicit mode only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from penstock.serving.catalog import Catalog, IndexEntry
 
 
 class Control:
-    """`path` is the repository; `is_explicit` allows loading and unloading, `allows_hard_links`
-    files of models that have further hard links."""
+    """Model control for one repository, at `path`. `is_explicit` allows loading and unloading;
+    `allows_hard_links` allows model files with several hard links."""
 
     def __init__(
         self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False
@@ -26,7 +26,7 @@ class Control:
         self._allows_hard_links = allows_hard_links
 
     async def index(self, only_ready: object = False) -> list[dict[str, str]]:
-        """One row per version, without the fields that are empty."""
+        """Return one row per version, without empty fields."""
         if not isinstance(only_ready, bool):
             raise InvalidRequest("'ready' must be true or false")
         names = await asyncio.to_thread(repository.names, self._path)
@@ -34,7 +34,7 @@ class Control:
         return [_row(entry) for entry in entries if entry.state == "READY" or not only_ready]
 
     async def load(self, name: str, parameters: Collection[str] = ()) -> None:
-        """Load or replace a model; whoever is cancelled here changes nothing."""
+        """Load or replace a model. If this call is cancelled, nothing changes."""
         self._check_explicit()
         if parameters:
             raise Unsupported("load takes no parameters here: the repository is what is loaded")

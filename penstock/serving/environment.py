@@ -1,8 +1,8 @@
-"""Which environment variables reach a model's code. Pure: the environment is an argument.
+"""Environment variables that a model's code gets. Pure: the environment is an argument.
 
-The server's own environment may hold secrets (cloud credentials, tokens) that a model has no use
-for. Workers get what programs and numeric libraries are configured with, and what the model's
-`penstock.env` names beside that.
+The server's environment may hold secrets (cloud credentials, tokens) that models do not need.
+Workers get the variables that configure programs and numeric libraries, and those that the model's
+`penstock.env` names.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NAMES = frozenset(
         "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV",
         # Compilers that torch.compile and Triton call.
         "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH",
-        # GPUs, as containers name them.
+        # GPU variables of containers.
         "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
-        # Caches of models, without the token that fills them.
+        # Model caches, without the tokens for downloads.
         "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE",
         "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "SENTENCE_TRANSFORMERS_HOME",
         "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS",
@@ -33,17 +33,17 @@ PREFIXES = (
     "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "ORT_", "OV_", "OPENVINO_",
     "TF_", "XLA_", "JAX_",
 )  # fmt: skip
-# A prefix lets no name through that looks like one of a secret.
+# Names that look like secrets are not passed on, even if a prefix matches.
 SECRETS = ("SECRET", "TOKEN", "PASSW", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE")
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that every worker gets."""
+    """Return the part of an environment that every worker gets."""
     return {name: value for name, value in environment.items() if _is_allowed(name)}
 
 
 def asked_for(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
-    """The variables that a model's configuration names: NAME, or PREFIX_*."""
+    """Return the variables that a model's configuration names: NAME, or PREFIX_*."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,7 +1,7 @@
-"""Models and the GPUs of this machine: each instance gets its device, and all of it must fit.
+"""Assigns model instances to the GPUs of this machine, and checks that they fit together.
 
-Asks the machine, then lets `placement` and `memory_plan` decide. It starts nothing; the catalog
-loads what was arranged, and the command line shows the plan.
+Queries the machine, then lets `placement` and `memory_plan` decide. Starts nothing: the catalog
+loads the arrangement, and the command line shows the plan.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from penstock.serving.placement import place
 
 @dataclass(slots=True)
 class Arrangement:
-    """What may be loaded, each instance with its device; what may not, and why; what all of it
-    together would take of the GPUs that are asked for."""
+    """Configurations that may be loaded, with a device for each instance; problems of those that
+    may not, by model; and the memory plan of all wanted GPUs."""
 
     configs: list[ModelConfig] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
     plan: tuple[GpuPlan, ...] = ()
-    # Of those that may be loaded.
+    # GPU memory of the configurations that may be loaded.
     shares: list[Share] = field(default_factory=list)
-    # Whether something may not because there is no room for it now.
+    # Whether a model may not be loaded because GPU memory is short now.
     is_short: bool = False
 
 
 class Fleet:
-    """The GPUs, asked anew each time. `reserve` is the share of their memory that is kept back."""
+    """The GPUs, queried each time. `reserve` is the share of their memory that is kept free."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class Fleet:
         self._read = read
 
     def arrange(self, configs: Iterable[ModelConfig], loading: Sequence[Share] = ()) -> Arrangement:
-        """`loading` has been arranged before and may not have taken its memory yet. Reads files and
-        asks the driver: not for the event loop. All versions of a model are loaded, or none."""
+        """Assign devices, as far as memory allows. `loading` was arranged before and may not have
+        allocated its memory yet. Either all versions of a model are arranged or none. Reads files
+        and queries the driver: not for the event loop."""
         by_name: dict[str, list[ModelConfig]] = {}
         for config in configs:
             by_name.setdefault(config.name, []).append(config)
@@ -77,7 +78,7 @@ class Fleet:
     def _shortages(
         self, shares: Sequence[Share], gpus: Sequence[Gpu], asking: Sequence[Share]
     ) -> list[str]:
-        """On the GPUs that `asking` wants."""
+        """Return the shortages on the GPUs that `asking` wants."""
         wanted = {share.device for share in asking}
         return shortages(
             make_plan(shares, [gpu for gpu in gpus if gpu.device in wanted], self._reserve)
@@ -85,7 +86,7 @@ class Fleet:
 
 
 def shares_of(config: ModelConfig) -> list[Share]:
-    """What a placed version takes, GPU by GPU."""
+    """Return the memory that a placed version takes on each GPU."""
     if not config.uses_gpu:
         return []
     need = need_of(config)

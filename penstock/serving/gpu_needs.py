@@ -1,7 +1,7 @@
-"""What an instance of a version takes of a GPU's memory, as far as its files say.
+"""GPU memory that one instance of a version needs, from its files.
 
-In this order: what its configuration states, what was measured for the version's evidence, and else
-an estimate: its weights in the precision that they are loaded in, and a fixed sum for the rest.
+The first known of: the configured size, the size measured for the version's evidence, and an
+estimate from its weights at their loaded precision plus a fixed amount for the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.serving.memory_plan import CONTEXT_BYTES, WORKSPACE_BYTES, Need
 
-# What a float takes as `penstock.dtype` loads it, and which datatypes of safetensors it changes.
+# Bytes of a float by `penstock.dtype`, and the safetensors datatypes that the setting converts.
 FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100 << 20
@@ -30,7 +30,7 @@ class _Tensor(msgspec.Struct):
 
 
 def need_of(config: ModelConfig) -> Need:
-    """Of one instance."""
+    """Return the GPU memory that one instance needs."""
     if config.gpu_memory_bytes is not None:
         return Need(config.gpu_memory_bytes, "configured")
     if (measured := _measured(config)) is not None:
@@ -39,8 +39,8 @@ def need_of(config: ModelConfig) -> Need:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """The artifact, or the files of weights beside it where that is code; float ones as
-    `penstock.dtype` loads them."""
+    """Return the size of the artifact or, if that is code, of the safetensors files beside it, with
+    floats as `penstock.dtype` loads them."""
     path = Path(config.artifact)
     if not config.artifact or path.suffix != ".py":
         return _size(path) if path.is_file() else 0
@@ -49,8 +49,8 @@ def weight_bytes(config: ModelConfig) -> int:
 
 
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
-    """With every float in so many bytes; None leaves them as they are. A file that is none counts
-    by its size: what is wrong with it is told by whoever loads it."""
+    """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
+    An invalid file counts with its file size: loading it reports the error."""
     tensors = _tensors(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
@@ -63,7 +63,7 @@ def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
 
 
 def _tensors(file: Path) -> list[_Tensor] | None:
-    """What the header says; None: it is no header."""
+    """Return the tensors in the file's header; None if the header is invalid."""
     try:
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -88,7 +88,7 @@ def _measured(config: ModelConfig) -> int | None:
         return None
     try:
         manifest = manifests.read(Path(config.manifest).parent)
-    except ConfigError:  # The worker tells what is wrong with it.
+    except ConfigError:  # The worker reports the error.
         return None
     found = manifest.evidence.get(GPU_MEMORY) if manifest is not None else None
     return found if isinstance(found, int) and found > 0 else None

@@ -1,7 +1,7 @@
-"""Whether a worker that ran out of memory has to be replaced.
+"""Decides whether a worker that ran out of memory has to be replaced.
 
-A batch that is too large fails, and its memory comes back. A leak stays: every later batch of the
-worker would fail too, and fast, so that it would draw most of the load. Knows neither frames nor
+A batch that is too large fails and frees its memory. A leak stays: all later batches of the worker
+would fail, and so fast that the worker would attract most of the load. Knows neither frames nor
 processes.
 """
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def read_private_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Return what this process has of the memory that RLIMIT_DATA limits."""
+    """Return how much memory, as limited by RLIMIT_DATA, this process has."""
     for line in status.read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -40,7 +40,7 @@ class MemoryLimit:
 
     def restart_reason(self, errors: Iterable[str]) -> str:
         """Return why a new worker should replace this one after a batch that failed with `errors`;
-        empty: none should. Call it when the exceptions are gone, since they hold memory."""
+        empty if it need not. Call it when the exceptions are gone, since they hold memory."""
         if not any(OUT_OF_MEMORY.search(error) for error in errors):
             return ""
         gc.collect()

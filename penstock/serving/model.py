@@ -1,7 +1,7 @@
-"""One version of a model as a Servable: admit, place, batch, dispatch, reply.
+"""One version of a model as a Servable: admits, batches, dispatches and answers requests.
 
-Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock.
-It knows no protocol (requests carry their sink) and no process (the supervisor does).
+Owns the batcher, the shared-memory slabs and the batches in flight; runs on the core's event loop
+without locks. Knows no protocol (requests carry their sink) and no process (the supervisor does).
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ log = logging.getLogger("penstock.model")
 State = Literal["LOADING", "READY", "UNAVAILABLE", "UNLOADING"]
 
 VARIABLE_SLAB_BYTES = 4 * MIB
-# Requests in one batch of extents, so that its frame stays small.
+# Limit on the requests of one batch of extents, so that its frame stays small.
 MAX_PARTS = 256
-# What one dispatch frame may take of a socket buffer.
+# Limit on one dispatch frame, which has to fit the socket buffer.
 MAX_DISPATCH_BYTES = 128 * 1024
-# Queued requests wait this long for the first instance to come back, or as many times as long as
-# the model took to load before: one that is being loaded is on its way.
+# With no instance ready, queued requests wait this long for one to come back, or LOAD_FACTOR times
+# the model's load time if that is longer.
 UNAVAILABLE_AFTER_S = 30.0
 LOAD_FACTOR = 2
 HANG_FACTOR = 20
-# Suspects wait this long for spares to replace the worker that they may kill.
+# Suspects (see `Model._suspects`) wait this long for a spare worker, since they may kill theirs.
 SUSPECT_PATIENCE_S = 30.0
-# How often it is looked at how long the event loop waited for a processor; what was added up over
-# a longer time than the second says nothing about one request.
+# Interval between readings of how long the event loop waited for a CPU. A difference over more
+# than LOOK_WITHIN_S says nothing about one request.
 LOOK_EVERY_S, LOOK_WITHIN_S = 0.001, 0.5
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
@@ -78,12 +78,12 @@ DROPPED = Overloaded(
 
 
 class NoRoom(Exception):
-    """The extents of a batch find no room beside those of others."""
+    """The input spill has no room for the extents of another batch."""
 
 
 class InFlight:
-    """A batch with a worker. `extents` are its places in the input spill; `closed_by` says why it
-    did not take more."""
+    """A batch that a worker has. `extents` are its offsets in the input spill; `closed_by` says why
+    the batch was closed."""
 
     __slots__ = (
         "closed_by",
@@ -100,7 +100,7 @@ class InFlight:
         self.id = id
         self.requests = requests
         self.num_rows = num_rows
-        # 0 where there is no budget of tokens.
+        # 0 if the model has no token budget.
         self.num_tokens = 0
         self.started = started
         self.extents: list[int] = []
@@ -131,7 +131,7 @@ class Model:
         self._shares = QueueShares(self._quotas, config.batching.max_pending, num_levels)
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
-        # How it is served and why, where that is not plain from its configuration.
+        # How the model is served and why, if its configuration does not say.
         self.notes: tuple[str, ...] = ()
         self.state: State = "LOADING"
         self.reason = ""
@@ -139,10 +139,10 @@ class Model:
         self._saturation = Saturation(clock())
         self._refusals = Refusals()
         self._quarantine = Quarantine()
-        # Requests whose worker died, while others are known to kill: they run again alone, and only
-        # where that cannot take the last worker away from everybody else.
+        # Suspects: requests whose worker died while poison requests are known. Each runs again
+        # alone, and only when that cannot take the last worker from the other requests.
         self._suspects: deque[Request] = deque()
-        # When one of them was last tried, or came to be the first.
+        # When a suspect was last tried, or when the first one was added.
         self._tried_suspect_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
@@ -179,11 +179,11 @@ class Model:
         self._is_answering = False
         self._last_num_requests = 0
         self._timer: asyncio.TimerHandle | None = None
-        # Done when all instances are warm or the load has failed, which `_load_problems` then says.
-        # Not an exception of the future: its traceback would keep the model alive, and that it.
+        # Done when all instances are warm, or when loading failed and `_load_problems` is set. Not
+        # an exception of the future: model and traceback would keep each other alive.
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._load_problems: Sequence[str] = ()
-        # None while one is ready.
+        # None while an instance is ready.
         self._without_instance_since: float | None = clock()
         self._idle_waiters: list[asyncio.Future[None]] = []
 
@@ -192,7 +192,7 @@ class Model:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What a line of the log says about whom it concerns."""
+        """Labels of this version in log lines."""
         return {"model": self.config.name, "version": self.config.version}
 
     @property
@@ -201,7 +201,7 @@ class Model:
 
     @property
     def has_spare(self) -> bool:
-        """Whether as many loaded workers as are wanted wait to take the place of those that die."""
+        """Whether all wanted spare workers are loaded."""
         return self._supervisor.has_all_spares
 
     @property
@@ -228,12 +228,12 @@ class Model:
 
     @property
     def shown_state(self) -> State:
-        """As the repository index shows it: not ready while no instance can run."""
+        """State in the repository index: unavailable while no instance can run."""
         return "UNAVAILABLE" if self.state == "READY" and not self.is_ready else self.state
 
     @property
     def is_ready(self) -> bool:
-        """True while some instance can run a batch."""
+        """Whether an instance can run a batch."""
         return self.state == "READY" and any(i.is_ready for i in self.instances)
 
     @property
@@ -244,7 +244,7 @@ class Model:
         return explain(self, self._clock())
 
     async def start(self) -> None:
-        """Start the workers; returns when all are warm, raises ConfigError if they cannot be."""
+        """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
         self._supervisor.start()
         await self._first_ready
         if self._load_problems:
@@ -258,7 +258,7 @@ class Model:
             await waiter
 
     async def close(self) -> None:
-        """Stop the workers; whatever is still waiting is answered with an error."""
+        """Stop the workers; requests still queued get an error."""
         self.state = "UNLOADING"
         if self._timer is not None:
             self._timer.cancel()
@@ -305,7 +305,8 @@ class Model:
             self._wake()
 
     def _place(self, request: Request, plan: Plan, layout: Layout) -> bool:
-        """Copy the request into the open slab, if there is room. False: it ended with an error."""
+        """Copy the request into the open slab, if there is room. False if that failed and the
+        request was answered with an error."""
         try:
             place = self._pool.place(plan.geometry, layout, plan.num_rows)
             if place is not None:
@@ -316,14 +317,15 @@ class Model:
         return True
 
     def _note_full(self, request: Request, error: PenstockError) -> None:
-        """A request that brought its own deadline says nothing about the queue."""
+        """Tell the queue shares that the queue was full. Requests with their own deadline say
+        nothing about that."""
         if self._quotas.is_active and _is_overload(error) and request.timeout_s is None:
             num_held = self.num_waiting + self.num_running
             self._shares.refused(num_held, self._clock(), request.priority)
 
     def _check_quota(self, request: Request) -> None:
-        """QuotaExceeded when the key has filled its share of the queue. Its rate is for the
-        protocols, which see requests that never reach a model."""
+        """Raise QuotaExceeded when the key has filled its share of the queue. The protocols check
+        rates, since they also see requests that never reach a model."""
         level = self.config.batching.level(request.priority)
         self._shares.check(request.caller, self._clock(), level)
 
@@ -342,18 +344,19 @@ class Model:
         self._note_overload(error, now)
 
     def _wake(self) -> None:
-        """Something may be dispatched now."""
+        """Dispatch, now or at the end of this loop iteration."""
         is_alone = self._last_num_requests == 1 and self._batcher.num_waiting == 1
         if is_alone and not self._is_answering:
-            # Nothing came together lately: waiting for company would only cost time.
+            # The last batch had one request: waiting for others would only add latency.
             self._pump()
         elif not self._is_pump_due:
-            # Everything that this turn of the loop reads joins the same batch.
+            # All requests that this loop iteration reads can join the same batch.
             self._is_pump_due = True
             self._loop.call_soon(self._pump)
 
     def cancel(self, request: Request) -> None:
-        """A request in flight is computed and its answer dropped; a waiting one never runs."""
+        """Cancel a request. In flight, it is still computed and its answer is dropped; queued, it
+        never runs."""
         if _has_ended(request):
             return
         if self._take_out(request):
@@ -363,7 +366,7 @@ class Model:
         self._check_idle()
 
     def _take_out(self, request: Request) -> bool:
-        """False if it does not wait."""
+        """Remove a request from its queue; False if it is not queued."""
         if request in self._suspects:
             self._suspects.remove(request)
             return True
@@ -377,7 +380,7 @@ class Model:
         self._finish(request, BackendFailed("the request could not be placed in shared memory"))
 
     def _fill(self, request: Request, place: Place) -> None:
-        """Copy the tensors into their rows; the request's own bytes are needed no longer."""
+        """Copy the tensors into their rows and drop the request's own buffers."""
         request.place = place
         plan, segment, row = request.fit.plan, place.slab.seg, place.row
         inputs = request.inputs
@@ -412,8 +415,8 @@ class Model:
     # Quarantine.
 
     def _check_quarantine(self, request: Request) -> None:
-        """Raise Quarantined for a request that would kill its worker, or whose key's requests do.
-        A body costs a hash, so only those as large as a quarantined one are looked at."""
+        """Raise Quarantined for a poison request, or if its API key is quarantined. Only bodies of
+        the same size as a quarantined one are hashed."""
         now = self._clock()
         quarantine, name = self._quarantine, self.config.name
         left_s = quarantine.key_left_s(request.caller, now)
@@ -432,7 +435,7 @@ class Model:
             )
 
     def _body(self, request: Request) -> bytes:
-        """The fingerprint of a request, before or after its bytes went to shared memory."""
+        """Return the fingerprint of a request, whether or not it is in shared memory already."""
         parts = self._sent(request) if request.place is None else self._placed(request)
         return fingerprint(parts, request.parameters)
 
@@ -462,9 +465,9 @@ class Model:
         return parts
 
     def _pinned(self, request: Request, was_killed_outside: bool) -> Verdict:
-        """A worker died while it ran this request alone. A kill from outside counts towards the
-        quarantine of the request itself, and not towards that of its API key: an operator's kills
-        meet whatever runs."""
+        """Note that a worker died while it ran only this request. A kill from outside counts
+        towards the quarantine of the request but not of its API key: an operator's kill hits
+        whatever is running."""
         now = self._clock()
         caller = b"" if was_killed_outside else request.caller
         verdict = self._quarantine.died(self._body(request), caller, now)
@@ -502,7 +505,7 @@ class Model:
     # Batches.
 
     def _pump(self) -> None:
-        """Refuse what timed out, then give every idle instance a batch if there is one."""
+        """Refuse expired requests, then dispatch batches to idle instances."""
         self._is_pump_due = False
         batcher = self._batcher
         now = self._clock()
@@ -513,7 +516,7 @@ class Model:
             self._refuse(request, QUEUE_TIMEOUT)
         self._try_suspect(now)
         for num_others in range(self._most_slots):
-            # Whoever has nothing comes first, then those who have one, and so on.
+            # Instances with no batch come first, then those with one, and so on.
             for instance in self._supervisor.instances:
                 while len(instance.batches) <= num_others and self._takes_batch(instance):
                     batch = batcher.next(now)
@@ -527,7 +530,8 @@ class Model:
         self._arm_timer(now, only_expiry=True)
 
     def _takes_batch(self, instance: Instance) -> bool:
-        """A request that runs again has the worker for itself: whom to blame must be plain."""
+        """Whether the instance may take another batch. A rerun gets the worker for itself, so that
+        a crash can be attributed."""
         if not instance.is_idle:
             return False
         others: list[InFlight] = instance.batches
@@ -538,7 +542,7 @@ class Model:
         return not (self._suspects and self._may_try_suspect())
 
     def _try_suspect(self, now: float) -> None:
-        """Run a suspect on an instance that has nothing else."""
+        """Run suspects on instances without batches."""
         while self._suspects and self._may_try_suspect():
             idle = [each for each in self.instances if each.is_idle and not each.batches]
             if not idle:
@@ -552,9 +556,9 @@ class Model:
                 return
 
     def _may_try_suspect(self) -> bool:
-        """One at a time, and while there are more spares than new poison needs. If they do not
-        suffice, now and then, but not on the only worker that is left: that one first serves the
-        others for as long as the next takes to start."""
+        """Whether a suspect may run now: one at a time, while all wanted spares are loaded. It may
+        run without if there are no spares, or if some are missing for SUSPECT_PATIENCE_S; but a
+        single ready worker first serves other requests for as long as it took to start."""
         ready = [each for each in self.instances if each.is_ready]
         if any(flight.closed_by == "rerun" for each in ready for flight in each.batches):
             return False
@@ -574,7 +578,7 @@ class Model:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self._pump)
 
     def _is_refused_rerun(self, batch: list[Request], now: float) -> bool:
-        """Its twin may have been quarantined while it waited to run again."""
+        """Refuse a rerun whose body or key was quarantined while it waited; True if it was."""
         if self._batcher.closed_by != "rerun" or not self._quarantine.is_active:
             return False
         if not self._refuse_if_quarantined(batch[0]):
@@ -591,7 +595,8 @@ class Model:
         self._check_idle()
 
     def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> bool:
-        """False: there is no room before a batch that runs is answered; it waits on."""
+        """Send a batch to an instance. False if shared memory is full: the batch is queued again
+        until one in flight is answered."""
         geometry: Geometry = batch[0].fit.plan.geometry
         flight = InFlight(next(self._batch_ids), batch, 0, now)
         try:
@@ -603,7 +608,7 @@ class Model:
         except NoRoom:
             self._wait_for_room(flight, geometry)
             return False
-        except Exception:  # The instance loop: what cannot be described must not stop the others.
+        except Exception:  # A batch that cannot be encoded must not stop the others.
             log.exception("%s: a batch could not be dispatched", self.config.name)
             self._abandon(flight, BackendFailed("internal error; this is a bug"))
             return True
@@ -634,7 +639,7 @@ class Model:
             self._batcher.put_back(flight.requests, geometry)
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:
-        """A batch that was never sent ends with an error."""
+        """End a batch that was never sent with an error."""
         self._ended(flight)
         self._release_flight(flight)
         for request in flight.requests:
@@ -644,11 +649,11 @@ class Model:
         self._check_idle()
 
     def _ended(self, flight: InFlight) -> None:
-        """No time can be learnt from this batch."""
+        """Tell the batcher that the batch ended without a usable duration."""
         self._batcher.ended(flight.started)
 
     def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
-        """Halve a batch whose description is too long for one frame."""
+        """Halve a batch whose dispatch frame is too long; False if it has one request."""
         requests = flight.requests
         if len(requests) < 2:
             return False
@@ -684,7 +689,8 @@ class Model:
         return frames.Dispatch(flight.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
 
     def _place_all(self, flight: InFlight, geometry: Geometry, layout: Layout) -> None:
-        """Give rows to those that came while every slab was full. What does not fit waits on."""
+        """Place the requests that arrived while every slab was full; queue again those that still
+        do not fit."""
         for index, request in enumerate(flight.requests):
             if request.place is not None:
                 continue
@@ -745,8 +751,8 @@ class Model:
     # Answers.
 
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
-        # Who hears of an answer may send the next request at once: it runs after the worker has
-        # its spill back.
+        # A sink may submit the next request during its callback. That one must not be dispatched
+        # before the worker has its output spill back.
         self._is_answering = True
         try:
             self._answer(instance, frame)
@@ -776,8 +782,8 @@ class Model:
         self._batcher.observe(geometry, size, flight.started, now)
         extents = frame.outputs
         if not extents:
-            # The next batch first: the worker computes while we encode. Not when its spill still
-            # holds this answer.
+            # Dispatch the next batch first: the worker computes while this loop encodes. Not while
+            # the worker's spill still holds this answer.
             self._pump_if_waiting()
         answered: list[Request] = []
         compute_s = (frame.input_s, frame.infer_s, frame.output_s)
@@ -831,7 +837,7 @@ class Model:
     def _outputs(
         self, request: Request, instance: Instance, extents: Sequence[frames.Extent]
     ) -> list[Tensor]:
-        """Views of the answer, in the order the request asked for."""
+        """Return views of the outputs, in the order of the request."""
         outputs: list[Tensor] = []
         specs = self.config.outputs
         place: Place | None = request.place
@@ -851,7 +857,8 @@ class Model:
         return outputs
 
     def _fail_batch(self, flight: InFlight, text: str) -> None:
-        """The model raised. In a batch it is not known for whom: each runs again alone."""
+        """Handle an exception of the model. In a batch the culprit is unknown, so each request runs
+        again alone."""
         if len(flight.requests) > 1:
             self._rerun(flight)
             return
@@ -876,7 +883,7 @@ class Model:
             return
         if isinstance(answer, Response):
             for output in answer.outputs:
-                output.data = bytes(output.data)  # It may have to outlive its slab row.
+                output.data = bytes(output.data)  # The answer may outlive its slab row.
         for earlier, its_answer in self._sequencer.finish(request.turn, (request, answer)):
             earlier.respond(its_answer)
 
@@ -917,7 +924,8 @@ class Model:
         self._pump()
 
     def _apply_proofs(self, ready: Sequence[frames.Ready]) -> None:
-        """Batch and pad only what every instance has found harmless. Nothing waits yet."""
+        """Batch and pad only as far as every instance has proved harmless. No request is queued
+        yet."""
         proof = agreed([each.proof for each in ready])
         self._supervisor.proof = proof
         notes = list(proof.notes)
@@ -933,7 +941,7 @@ class Model:
             notes.append(self.config.unkept_note)
         self.notes = (*notes, *self.config.warnings)
         for note in notes:
-            # What was not checked is served as configured.
+            # Notes of the proof are about what was not checked; that is served as configured.
             level = logging.INFO if note in proof.notes else logging.WARNING
             where = (self.config.name, self.config.version)
             log.log(level, "%s/%s: %s", *where, note, extra=self.labels)
@@ -957,15 +965,15 @@ class Model:
                 self._batcher.seed(pads.warm_times(timings, bucket), geometry)
 
     def instance_died(self, instance: Instance, reason: str) -> bool:
-        """The requests of its batches run again, each alone; one that was alone already is to
-        blame. Returns whether a request is, and not the model."""
+        """Rerun each request of the instance's batches alone; one whose worker died before and that
+        ran alone now fails. Return whether a request is to blame, rather than the model."""
         flights, instance.batches = instance.batches, []
         if self.state == "READY":
             self.metrics.num_restarts += 1
             if not instance.is_leaving:
                 self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
         now = self._clock()
-        # The death of one that was loading changes nothing: requests do not wait for ever.
+        # A death while loading does not restart the clock, so that queued requests still time out.
         if self._without_instance_since is None and not any(i.is_ready for i in self.instances):
             self._without_instance_since = now
         self._note_idle(now)
@@ -982,7 +990,7 @@ class Model:
         return is_excused
 
     def _judge(self, flights: list[InFlight], was_killed_outside: bool) -> bool:
-        """Whether a worker died of what it ran, and not because the model is broken."""
+        """Whether a request killed the worker, rather than a broken model."""
         if len(flights) == 1 and len(flights[0].requests) == 1:
             return self._pinned(flights[0].requests[0], was_killed_outside).is_excused
         return self._quarantine.died_in_company()
@@ -1003,7 +1011,7 @@ class Model:
         self._batcher.count_executors(num_ready, self._clock())
 
     def _rerun(self, flight: InFlight) -> None:
-        """Each request of the batch again, alone."""
+        """Queue each request of the batch to run again alone."""
         self._release_extents(flight)
         for request in flight.requests:
             if _has_ended(request):
@@ -1014,7 +1022,8 @@ class Model:
                 self._pool.requeued(request.place)
 
     def _run_again(self, request: Request) -> None:
-        """Alone; at once, unless it is likely that a request killed the worker."""
+        """Run a request alone: as soon as possible, or as a suspect if it may have killed a
+        worker."""
         if self._quarantine.has_bodies and request.num_deaths > 0:
             if not self._suspects:
                 self._tried_suspect_at = self._clock()
@@ -1037,11 +1046,11 @@ class Model:
         recent = sorted(self._recent.get(_rung(flight.num_rows), ()))
         p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
         limit_s = max(self.config.hang_s, HANG_FACTOR * p99)
-        # Those that were sent before it ran first.
+        # Batches that were sent before this one ran first.
         return max(flight.started, instance.answered_at) + limit_s - self._clock()
 
     def _fail_if_unavailable(self) -> None:
-        """Do not let clients wait for an instance that does not come back."""
+        """Fail queued requests when no instance came back in time."""
         if self.state != "READY" or any(i.is_ready for i in self.instances):
             return
         patience_s = max(UNAVAILABLE_AFTER_S, LOAD_FACTOR * self.metrics.load_s)
@@ -1081,10 +1090,10 @@ class Model:
             )
 
     def tick(self) -> None:
-        """Asked twice a second by the supervisor."""
+        """Do periodic work; the supervisor calls this twice a second."""
         now = self._clock()
         self._quarantine.expire(now)
-        # Requests may have waited too long although no instance got free.
+        # Queued requests may have expired although no instance became free.
         if self._suspects:
             self._pump()
         else:
@@ -1120,7 +1129,7 @@ class Model:
 
 
 def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
-    """The batch that the frame answers, which the instance no longer has."""
+    """Remove the batch that the frame answers from the instance, and return it."""
     if isinstance(frame, frames.Done | frames.Failed):
         for index, flight in enumerate(instance.batches):
             if flight.id == frame.batch:
@@ -1131,12 +1140,12 @@ def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
 
 
 def _is_overload(error: PenstockError) -> bool:
-    """Whether the server lacks capacity, rather than one API key a larger quota."""
+    """Whether the error is a lack of capacity, rather than an exceeded quota."""
     return isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded)
 
 
 def _has_ended(request: Request) -> bool:
-    """It has its answer, even if that still waits for the answers of those before it."""
+    """Whether the request has its answer, even if the sequencer still holds it back."""
     return request.is_done or request.timings.completed > 0.0
 
 

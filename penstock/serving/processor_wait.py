@@ -1,8 +1,8 @@
-"""How long a thread has waited for a processor, as the kernel counts it.
+"""How long a thread has waited for a CPU, as counted by the kernel.
 
-An event loop that waits for a processor cannot see that requests wait for it: they are in the
-kernel's buffers and have no time of arrival yet. `model` tells the SLO batcher, which refuses
-earlier. 0 where the kernel does not count.
+While an event loop waits for a CPU, requests wait in the kernel's socket buffers, without an
+arrival time yet. `model` passes this wait to the SLO batcher, which then refuses earlier. 0 if the
+kernel does not count it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class ProcessorWait:
-    """Counts for the thread that creates it."""
+    """The CPU wait of the thread that creates it."""
 
     def __init__(self, path: str = SCHEDSTAT) -> None:
         self._fd: int | None = None
@@ -22,7 +22,7 @@ class ProcessorWait:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def total_s(self) -> float:
-        """Since the thread began."""
+        """Return the total wait since the thread started."""
         if self._fd is None:
             return 0.0
         try:

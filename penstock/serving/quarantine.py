@@ -1,4 +1,5 @@
-"""Which requests and API keys a model refuses because they killed its workers.
+"""Quarantine of poison requests: which requests and API keys a model refuses because they killed
+its workers.
 
 A death is *pinned* on a request when the worker that died ran nothing else. One `Quarantine` per
 model counts pinned deaths by request body and by API key. Knows neither workers nor clocks. Pure.
@@ -15,13 +16,13 @@ from penstock.types import Buffer, Parameter
 
 MAX_BODY_DEATHS = 2
 MAX_KEY_DEATHS = 5
-# Bodies that may kill without a single answer in between before the model itself is at fault.
+# After more than this many killer bodies without an answer in between, the model is at fault.
 MAX_SUSPECTS = 3
 # How long a quarantine lasts, and how long a death counts towards one.
 QUARANTINE_S = 600.0
-# Bodies and keys that are remembered; the one that killed least recently is forgotten first.
+# Limit on remembered bodies and on keys; the least recent killer is forgotten first.
 MAX_REMEMBERED = 4096
-# A fingerprint is the number of bytes of all inputs, and a digest.
+# A fingerprint is the total size of the inputs followed by a digest.
 SIZE_BYTES, DIGEST_BYTES = 8, 16
 
 
@@ -35,8 +36,8 @@ class Part:
 
 
 def fingerprint(parts: Iterable[Part], parameters: Mapping[str, Parameter] | None = None) -> bytes:
-    """Digest of everything that a model sees of a request, whatever protocol carried it. The
-    request's id is left out: clients change it with every attempt."""
+    """Return a digest of all that a model sees of a request, whatever the protocol. The request's
+    id is left out: clients change it with every attempt."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_bytes = 0
     for part in parts:
@@ -54,7 +55,7 @@ def _size(num_bytes: int) -> bytes:
 
 @dataclass(slots=True)
 class Offender:
-    """A body or a key that killed. `until` is when its quarantine ends; 0: it has none."""
+    """A body or key that killed workers. `until`: end of its quarantine; 0: not quarantined."""
 
     num_deaths: int
     last_death: float
@@ -62,17 +63,18 @@ class Offender:
 
 
 class Offenders:
-    """Bodies, or keys: quarantined when they reach `max_deaths`. In order of the last death."""
+    """Bodies or keys that killed workers, in order of the last death; quarantined when they reach
+    `max_deaths`."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
         self._known: dict[bytes, Offender] = {}
         self.num_quarantined = 0
-        # The same by the beginning of their names.
+        # Quarantined ones by the start of their names: the body size in a fingerprint.
         self._starts: Counter[bytes] = Counter()
 
     def died(self, name: bytes, now: float) -> bool:
-        """Count a death; True when it begins a quarantine."""
+        """Count a death; True if it starts a quarantine."""
         self.expire(now)
         known = self._known.pop(name, None) or Offender(0, now)
         self._known[name] = known
@@ -88,11 +90,11 @@ class Offenders:
         return True
 
     def has_like(self, start: bytes) -> bool:
-        """Whether a quarantined name begins like this."""
+        """Whether a quarantined name has this start."""
         return start in self._starts
 
     def left_s(self, name: bytes, now: float) -> float:
-        """How much longer it is quarantined; 0: it is not."""
+        """Return how much longer it is quarantined; 0 if it is not."""
         known = self._known.get(name)
         return 0.0 if known is None else max(0.0, known.until - now)
 
@@ -103,7 +105,7 @@ class Offenders:
             self._starts -= Counter([name[:SIZE_BYTES]])  # Keeps no zeros.
 
     def expire(self, now: float) -> None:
-        """Forget those whose quarantine, or last death, is long ago."""
+        """Forget those whose quarantine, or last death plus QUARANTINE_S, has passed."""
         while self._known:
             name, known = next(iter(self._known.items()))
             if max(known.until, known.last_death + QUARANTINE_S) > now:
@@ -112,18 +114,19 @@ class Offenders:
 
 
 class Quarantine:
-    """Bodies need a fingerprint only while `has_bodies`, or once a death is pinned.
+    """Pinned deaths of one model. Bodies need a fingerprint only while `has_bodies`, or once a
+    death is pinned.
 
-    A model that dies on any request is at fault itself: once several bodies killed without a single
-    answer in between, their deaths are not held against them and count as a crash loop instead.
-    They still count against API keys: clients that send nothing but poison to a quiet model look
-    the same, and each key may cause a limited number of deaths.
+    A model that crashes on any request is itself at fault: once several bodies killed workers
+    without an answer in between, their deaths no longer count against them but as a crash loop.
+    They still count against API keys: a client that sends only poison to an idle model looks the
+    same, and each key may cause a limited number of deaths.
     """
 
     def __init__(self) -> None:
         self._bodies = Offenders(MAX_BODY_DEATHS)
         self._keys = Offenders(MAX_KEY_DEATHS)
-        # Bodies that killed since a worker last answered, and batches of several that did.
+        # Bodies, and number of multi-request batches, that killed a worker since the last answer.
         self._suspects: set[bytes] = set()
         self._num_batches = 0
 
@@ -132,7 +135,7 @@ class Quarantine:
         return self._bodies.num_quarantined > 0
 
     def has_body_of(self, num_bytes: int) -> bool:
-        """Whether a body of this size is quarantined: only then is a fingerprint worth its time."""
+        """Whether a body of this size is quarantined; if not, no fingerprint is needed."""
         return self._bodies.has_like(_size(num_bytes))
 
     @property
@@ -141,13 +144,13 @@ class Quarantine:
         return self._bodies.num_quarantined > 0 or self._keys.num_quarantined > 0
 
     def answered(self) -> None:
-        """A worker has survived a batch: the model is able to run requests."""
+        """Note that a worker answered a batch: the model can run requests."""
         if self._suspects or self._num_batches:
             self._suspects.clear()
             self._num_batches = 0
 
     def died(self, body: bytes, key: bytes, now: float) -> Verdict:
-        """A death was pinned on this request; `key` is empty where the client needs none."""
+        """Pin a death on this request; no key is counted if `key` is empty."""
         self._suspects.add(body)
         is_key = bool(key) and self._keys.died(key, now)
         if self._is_model_at_fault:
@@ -158,8 +161,8 @@ class Quarantine:
         return Verdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
 
     def died_in_company(self) -> bool:
-        """A worker died while it ran several requests. True when it is likely that one of them is
-        at fault: while bodies are quarantined, more of their kind may come."""
+        """Note that a worker died while it ran several requests. True if one of them is probably at
+        fault: while bodies are quarantined, similar ones may follow."""
         self._num_batches += 1
         return self.has_bodies and not self._is_model_at_fault
 

@@ -1,8 +1,7 @@
-"""How many requests and tokens each API key may send, and how much of a queue it may fill.
+"""Quotas of API keys: request and token rates, and the share of a queue that a key may fill.
 
-One `Quotas` for a server: rates hold for all models together, the share for each model's queue.
-Time is an argument. Pure. What a key may do at all is for the gate to say; whether the server is
-overloaded, for the batchers.
+One `Quotas` per server: rates apply to all models together, the share to each model's queue. Time
+is an argument. Pure. The gate decides what a key may do at all; batchers decide about overload.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from penstock.errors import QuotaExceeded
 
 # A key that was idle may send this many seconds' worth at once.
 BURST_S = 1.0
-# After an overload, the estimate of how much a queue holds doubles in this time without another.
+# The estimate of a queue's capacity doubles if this much time passes without an overload.
 FULL_GROWTH_S = 10.0
 # Weight of the newest overload in that estimate.
 FULL_WEIGHT = 0.25
-# When asking again may make sense while a key's share of a queue is full.
+# Retry time while a key's share of a queue is full.
 SHARE_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one key may take; None: any amount."""
+    """Limits of one key; None: no limit."""
 
     requests_per_s: float | None = None
-    # Of language models, prompts and answers together.
+    # Tokens of language models, prompts and answers together.
     tokens_per_s: float | None = None
     # Largest share of a model's queued and running requests: above 0, at most 1.
     queue_share: float | None = None
@@ -47,7 +46,7 @@ class Bucket:
         self._filled_at = now
 
     def wait_s(self, now: float) -> float:
-        """How long until it holds 1; 0 if it does."""
+        """Return the time until the bucket holds 1; 0 if it does now."""
         self._refill(now)
         return max(0.0, (1.0 - self._level) / self._rate)
 
@@ -61,9 +60,9 @@ class Bucket:
 
 
 class QueueSize:
-    """How many requests a model can hold: as many as it may, or as many as it had when it refused
-    others for lack of capacity. Latency limits refuse requests long before the queue is full, and a
-    share of a size that is never reached limits nobody."""
+    """Estimate of how many requests a model can hold: the configured limit, or as many as it had
+    when it refused others for lack of capacity. Latency limits refuse requests long before the
+    queue is full, and a share of a size that is never reached would limit no key."""
 
     __slots__ = ("_full_at", "_max_pending", "_refused_at")
 
@@ -98,14 +97,14 @@ class Quotas:
         return bool(self._quotas)
 
     def replace(self, quotas: Mapping[bytes, Quota]) -> None:
-        """Keys whose quota stays as it is go on with what they have left."""
+        """Use new quotas. Keys whose quota is unchanged keep their token buckets."""
         same = {key for key, quota in quotas.items() if self._quotas.get(key) == quota}
         self._requests = {key: each for key, each in self._requests.items() if key in same}
         self._tokens = {key: each for key, each in self._tokens.items() if key in same}
         self._quotas = quotas
 
     def check_rate(self, caller: bytes, now: float) -> None:
-        """Count a request; QuotaExceeded when the key sends more than it may."""
+        """Count a request. QuotaExceeded if the key exceeds its rate."""
         quota = self._quotas.get(caller)
         if quota is None or quota.requests_per_s is None:
             return
@@ -122,8 +121,8 @@ class Quotas:
         bucket.take(1, now)
 
     def check_tokens(self, caller: bytes, now: float) -> None:
-        """QuotaExceeded when the key has used more tokens than it may. How long an answer becomes
-        is not known before, so a request may overdraw the quota and later ones wait for it."""
+        """Raise QuotaExceeded if the key has used up its tokens. The length of an answer is unknown
+        in advance, so a request may overdraw the quota; later ones are refused until it refills."""
         bucket = self._token_bucket(caller, now)
         wait_s = 0.0 if bucket is None else bucket.wait_s(now)
         if wait_s > 0:
@@ -149,13 +148,13 @@ class Quotas:
         return bucket
 
     def has_share(self, caller: bytes) -> bool:
-        """Whether the requests of this key must be counted while a model has them."""
+        """Whether this key has a queue share, so that its queued and running requests count."""
         quota = self._quotas.get(caller)
         return quota is not None and quota.queue_share is not None
 
     def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
-        """QuotaExceeded when a model that holds `queue_size` requests at most has enough of this
-        key's already."""
+        """Raise QuotaExceeded if `num_held` requests of this key fill its share of a queue of
+        `queue_size`."""
         quota = self._quotas.get(caller)
         if quota is None or quota.queue_share is None:
             return
@@ -169,22 +168,22 @@ class Quotas:
 
 
 class QueueShares:
-    """How much of one model's queue, of `max_pending` requests, each key has filled. Only requests
-    of keys with a share are in `held`. Levels are those of priorities, 0 the highest: requests of
-    lower levels wait behind a request and do not count against it."""
+    """How much of one model's queue, of `max_pending` requests, each key fills. Only requests of
+    keys with a share are in `held`. Levels are priority levels, 0 the highest: requests of lower
+    levels queue behind a request and do not count against it."""
 
     __slots__ = ("_num_held", "_quotas", "_sizes", "held")
 
     def __init__(self, quotas: Quotas, max_pending: int, num_levels: int = 1) -> None:
         self._quotas = quotas
-        # By level: requests of a low one are refused while there is room for those of a higher one.
+        # By level: low levels may be refused while there is room for higher ones.
         self._sizes = tuple(QueueSize(max_pending) for _ in range(num_levels))
         self._num_held: Counter[tuple[bytes, int]] = Counter()
         # The key and level of each request, and how many it counts as.
         self.held: dict[object, tuple[bytes, int, int]] = {}
 
     def check(self, caller: bytes, now: float, level: int = 0) -> None:
-        """QuotaExceeded when the key's share is full."""
+        """Raise QuotaExceeded if the key's share is full."""
         if self._quotas.has_share(caller):
             num_held = sum(self._num_held[caller, each] for each in range(level + 1))
             self._quotas.check_share(caller, num_held, self._sizes[level].estimate(now))
@@ -199,7 +198,7 @@ class QueueShares:
             self._num_held[caller, level] += amount
 
     def leave(self, request: object) -> None:
-        """However it ended; one that never entered may leave too."""
+        """Remove a request, however it ended; one that never entered is ignored."""
         found = self.held.pop(request, None)
         if found is not None:
             caller, level, amount = found

@@ -1,10 +1,10 @@
-"""Ends the process groups of workers when the core is killed before it can do so.
+"""Kills the process groups of workers when the core dies before it can do so.
 
-A worker leads a process group, which holds whatever its model forks; the core kills the group when
-the worker ends. A core that is itself killed by SIGKILL cannot, and the kernel only ends the worker
-(PR_SET_PDEATHSIG), not its children. So one small process beside the core knows the groups and
-kills them when its pipe from the core closes. Children that leave their group (setsid) escape.
-Run as a script, without the package: it must be small and start fast.
+A worker leads a process group, which contains all processes that its model forks; the core kills
+the group when the worker exits. A core killed by SIGKILL cannot, and the kernel then kills only the
+worker (PR_SET_PDEATHSIG), not its children. So a small process next to the core knows the groups
+and kills them when its pipe from the core closes. Children that leave their group (setsid) escape.
+Runs as a script, without the package: it must be small and start fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 
 
 class Reaper:
-    """The core's side. The process runs while there is a group to look after."""
+    """The core's side. The reaper process runs while there is a group to watch."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
@@ -25,12 +25,12 @@ class Reaper:
 
     @property
     def pid(self) -> int:
-        """0: it does not run."""
+        """Process id; 0 if it is not running."""
         return self._process.pid if self._process is not None else 0
 
     def watch(self, group: int) -> None:
-        """From now on the group ends with this process. Without a reaper it is left alone: a model
-        can be served all the same."""
+        """Kill the group when this process dies. If the reaper cannot be started, do nothing: the
+        model can still be served."""
         self._groups.add(group)
         if self._process is None or not self._send(f"+{group}"):
             self._restart()
@@ -67,7 +67,7 @@ class Reaper:
                 self._send(f"+{group}")
 
     def _stop(self) -> None:
-        """End the reaper process. It kills only groups that are still registered."""
+        """Kill the reaper process, without killing any group."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -77,13 +77,13 @@ class Reaper:
 
 
 def kill_group(group: int) -> None:
-    """End every process of a group that is left."""
+    """Kill all remaining processes of a group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def main() -> None:
-    # A signal to the whole service also ends the core; the reaper must outlive it to clean up.
+    # A signal to the whole service also stops the core; the reaper must outlive it to clean up.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

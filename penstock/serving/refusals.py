@@ -1,17 +1,17 @@
-"""When a model begins to refuse for lack of capacity, and when that is over, for the log: two lines
-for each stretch of overload, however many requests it refuses. Pure: time is an argument."""
+"""Stretches of overload, for the log: one line when a model starts to refuse requests for lack of
+capacity and one when it stops, however many it refuses. Pure: time is an argument."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Overload is over when nobody has been refused for this long.
+# Overload is over when no request has been refused for this long.
 QUIET_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One stretch of overload that is over."""
+    """A finished stretch of overload."""
 
     num_refused: int
     duration_s: float
@@ -24,7 +24,7 @@ class Refusals:
         self._num_refused = 0
 
     def refused(self, now: float) -> bool:
-        """One more was refused. True when that is how overload begins."""
+        """Count a refused request; True if it starts a stretch of overload."""
         begins = self._began is None
         if self._began is None:
             self._began = now
@@ -34,7 +34,7 @@ class Refusals:
         return begins
 
     def ended(self, now: float) -> Stretch | None:
-        """Asked now and then: the stretch that has ended by now, once."""
+        """Return the stretch that has ended by now, once; call it periodically."""
         if self._began is None or now - self._last < QUIET_S:
             return None
         stretch = Stretch(self._num_refused, self._last - self._began)

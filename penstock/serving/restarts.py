@@ -1,6 +1,5 @@
-"""When a process that died is started again, and whether a spare is kept for it.
+"""Restart policy: back-off after consecutive deaths, deaths that do not count, and spare workers.
 
-Back-off after deaths in a row, deaths that do not count, and the memory a spare worker may take.
 Knows no process and no clock. Pure.
 """
 
@@ -14,21 +13,21 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 # An instance that has run this long has recovered; its next death restarts it at once.
 HEALTHY_S = 10.0
-# Deaths in a row that count for back-off, at most, of processes that were worth their start.
+# Limit on the counted deaths of processes that ran longer than they took to start.
 MAX_USEFUL_DEATHS = 3
 # How long a spare is kept after the last death that a request caused.
 SPARE_S = 600.0
 MAX_SPARES = 4
-# Deaths per second are counted over this long.
+# Window over which deaths per second are counted.
 RATE_WINDOW_S = 10.0
-# The share of the machine's memory that a spare leaves free.
+# The share of the machine's memory that must stay free beside a new spare.
 SPARE_RESERVE = 0.1
 
 
 def deaths_in_a_row(before: int, well_s: float, start_s: float = math.inf) -> int:
-    """Return the number of deaths in a row, with that of a process that just died after `well_s`.
-    One that was well for longer than it took to start (`start_s`) was worth its start: however
-    often such processes die, back-off stays short."""
+    """Return the number of consecutive deaths, including that of a process that just died after it
+    ran for `well_s`. If it ran longer than it took to start (`start_s`), the count is limited, so
+    that back-off stays short."""
     if well_s >= HEALTHY_S:
         return 1
     return min(before + 1, MAX_USEFUL_DEATHS) if well_s > start_s else before + 1
@@ -38,13 +37,13 @@ def backoff_s(num_deaths: int) -> float:
     """Return the delay before a restart after this many deaths in a row; none after the first."""
     if num_deaths <= 1:
         return 0.0
-    # Far beyond the limit, a float must still not overflow.
+    # The exponent is limited because a float overflows at 2**1024.
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
 
 
 @dataclass(slots=True)
 class CrashLoop:
-    """The deaths in a row of one instance."""
+    """Consecutive deaths of one instance."""
 
     num_deaths: int = 0
 
@@ -56,7 +55,7 @@ class CrashLoop:
         self.num_deaths = deaths_in_a_row(self.num_deaths, well_s, start_s)
 
     def excuse(self) -> None:
-        """One of the deaths turned out to be the fault of a request."""
+        """Take back one death: a request caused it."""
         self.num_deaths = max(0, self.num_deaths - 1)
 
     def recovered(self) -> None:
@@ -69,8 +68,8 @@ def spare_fits(worker_bytes: int, available_bytes: int, total_bytes: int) -> boo
 
 
 class SparePlan:
-    """How many spares are worth their memory: for a while after a request killed a worker, one, and
-    as many more as die while a worker starts (Little's law)."""
+    """How many spare workers to keep: for SPARE_S after a request killed a worker, one, plus as
+    many as die while a worker starts (Little's law)."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -78,13 +77,13 @@ class SparePlan:
         self._most = 0
 
     def killed(self, now: float) -> None:
-        """A request killed a worker; more may follow."""
+        """Note that a request killed a worker; more may follow."""
         self._until = now + SPARE_S
         self._deaths.append(now)
 
     def num_wanted(self, now: float, start_s: float) -> int:
-        """`start_s` is how long a worker takes to get ready. The number does not fall before the
-        last spare goes, so that one quiet moment does not waste what was loaded."""
+        """Return the number of spares to keep; `start_s` is a worker's start time. It never falls
+        except to 0, so that a short pause does not waste loaded spares."""
         while self._deaths and self._deaths[0] <= now - RATE_WINDOW_S:
             self._deaths.popleft()
         if now >= self._until:

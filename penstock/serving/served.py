@@ -1,4 +1,4 @@
-"""What the catalog and the protocols know of a loaded version, whatever computes its answers."""
+"""Interface of a loaded version for the catalog and the protocols, whatever its backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.types import Servable
 
 
 class Place(Protocol):
-    """A process that computes."""
+    """A process that runs the model."""
 
     @property
     def index(self) -> int: ...
@@ -21,21 +21,21 @@ class Place(Protocol):
     def device(self) -> str: ...
     @property
     def pid(self) -> int:
-        """0: there is none now."""
+        """Process id; 0 while no process runs."""
 
     @property
     def is_ready(self) -> bool: ...
     @property
     def gpu_memory_bytes(self) -> int:
-        """0: nothing is known."""
+        """GPU memory in use; 0 if unknown."""
 
     @property
     def built(self) -> str:
-        """What it was built with, for the log."""
+        """Build details, for the log."""
 
 
 class Served(Servable, Protocol):
-    """Started once, then asked until it is closed. On the core's event loop."""
+    """A loaded version: started once, serves until closed. Runs on the core's event loop."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -45,7 +45,7 @@ class Served(Servable, Protocol):
     def is_ready(self) -> bool: ...
     @property
     def shown_state(self) -> str:
-        """As the repository index shows it."""
+        """State in the repository index."""
 
     @property
     def reason(self) -> str:
@@ -53,7 +53,7 @@ class Served(Servable, Protocol):
 
     @property
     def mode(self) -> str:
-        """How requests share batches, in a word."""
+        """How requests are batched, in one word."""
 
     @property
     def instances(self) -> Sequence[Place]: ...
@@ -61,13 +61,13 @@ class Served(Servable, Protocol):
     def num_waiting(self) -> int: ...
     @property
     def labels(self) -> dict[str, str]:
-        """What a line of the log says about whom it concerns."""
+        """Labels of this version in log lines."""
 
     async def start(self) -> None:
-        """Until it is ready. ConfigError where it cannot be."""
+        """Load and wait until it is ready. ConfigError if it cannot be loaded."""
 
     async def drain(self) -> None:
-        """Until everything admitted has been answered."""
+        """Wait until everything admitted has been answered."""
 
     async def close(self) -> None: ...
 

@@ -34,9 +34,9 @@ SPREADS = 1.5
 MAX_COST = 0.3
 # A request waits unseen while the event loop is busy with others or not scheduled by the OS: the
 # longest such time of the last seconds, up to this share of the SLO, is kept free as well. On two
-# cores with ten other busy processes the loop ran for 1.2 s of 8 s and waited for a processor for 1
-# s to 3 s (2026-11-16); the longest waits were 20 ms to 200 ms. Keeping all of that free would
-# refuse everything.
+# cores with ten other busy processes the loop ran for 1.2 s of 8 s and waited for a CPU for 1 s to
+# 3 s (2026-11-16); the longest waits were 20 ms to 200 ms. Keeping all of that free would refuse
+# everything.
 MAX_LAG = 0.2
 # Share of the SLO kept free when choosing the size of a batch.
 AIM_MARGIN = 0.05
@@ -50,7 +50,7 @@ MAX_PACES = 512
 
 
 class Pace:
-    """What is known about one geometry: T(b), target size, arrival rate in rows (or tokens)."""
+    """Statistics of one geometry: T(b), target size, arrival rate in rows (or tokens)."""
 
     __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
 
@@ -224,7 +224,7 @@ class SloBatcher:
         return self._lanes.remove(request)
 
     def note_wait(self, waited_s: float) -> None:
-        """Record that the event loop, and so its requests, waited this long for a processor."""
+        """Record that the event loop, and so its requests, waited this long for a CPU."""
         self._lag_s = max(self._lag_s, min(waited_s, MAX_LAG * self._slo_s))
 
     def take_dropped(self) -> list[Request]:
@@ -249,7 +249,7 @@ class SloBatcher:
         return dropped + self._lanes.drain()
 
     def next(self, now: float) -> list[Request] | None:
-        """Return the batch to run now on a free instance; None if there is none (see `wake_at`)."""
+        """Return the batch to run now on a free instance; None: not yet (see `wake_at`)."""
         if now >= self._refresh_at:
             self._refresh(now)
         batch = self._next_batch(now)

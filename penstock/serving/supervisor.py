@@ -1,9 +1,8 @@
-"""Keeps the workers of one model alive: starts them, notices deaths and hangs, starts them again.
+"""Supervises the workers of one model: starts them, detects crashes and hangs, restarts them.
 
-It knows processes, sockets and back-off, and nothing of requests: what a death means for a batch,
-and whether a request is to blame for it, is the model's business (`Listener`). While requests kill
-workers, one more worker is kept loaded as a spare where memory allows. Everything runs on the
-core's event loop.
+Knows processes, sockets and back-off but no requests: the model (`Listener`) decides what a death
+means for a batch and whether a request caused it. While requests kill workers, spare workers are
+kept loaded if memory allows. Everything runs on the core's event loop.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ log = logging.getLogger("penstock.supervisor")
 
 SOCKET_BUFFER_BYTES = 4 << 20
 TICK_S = 0.5
-# For a worker that leaves, to close its model.
+# Time for a leaving worker to close its model.
 LEAVE_S = 5.0
-# For a process that closed its socket to end by itself: its exit status tells why it ends.
+# Time for a process that closed its socket to exit by itself, so that its status gives the reason.
 END_S = 2.0
-# Deaths before the first Ready that make the load fail.
+# The load fails after this many deaths before the first Ready.
 MAX_LOAD_DEATHS = 3
 
 
 class ProcessLife:
-    """A worker in a process of its own: exec'd, never forked; it dies with the core. Fronts live
-    the same way, in another `module`. It leads a process group, which ends with it."""
+    """A worker in its own process: spawned by exec, never only forked; dies with the core. Fronts
+    run the same way, with another `module`. It leads a process group, which is killed with it."""
 
     _reaper: ClassVar[Reaper] = Reaper()
-    # Processes that the kernel had killed for lack of memory when this was last looked at.
+    # The kernel's count of OOM kills at the last reading.
     _num_oom_kills: ClassVar[int | None] = None
 
     def __init__(
@@ -63,7 +62,7 @@ class ProcessLife:
         module: str = "penstock.serving.worker",
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`environment` is set beside what every worker gets."""
+        """`environment` is added to the variables that every worker gets."""
         with contextlib.ExitStack() as undo:
             self.sock, theirs = socket_pair()
             undo.callback(self.sock.close)
@@ -83,14 +82,15 @@ class ProcessLife:
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
-            # While it starts it does not interrupt those that serve; it ends that when it is ready.
+            # SCHED_BATCH: while starting, it does not preempt processes that serve. It resets this
+            # when it is ready (`take_part`).
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(self._process.pid, os.SCHED_BATCH, os.sched_param(0))
             self._pidfd = os.pidfd_open(self._process.pid)
             undo.pop_all()
         self.pid = self._process.pid
         self.was_killed_outside = False
-        # Whether the core killed it, and the timer until it does.
+        # Whether the core killed it, and the timer for doing so.
         self._is_killed = False
         self._ending: asyncio.TimerHandle | None = None
         if ProcessLife._num_oom_kills is None:
@@ -105,7 +105,7 @@ class ProcessLife:
         kill_group(self.pid)
 
     def socket_closed(self) -> None:
-        """A worker without its socket is of no use: it ends by itself soon, or is killed."""
+        """Kill the worker in END_S unless it exits by itself; it is useless without its socket."""
         if self._ending is None:
             self._ending = self._loop.call_later(END_S, self.kill)
 
@@ -118,7 +118,7 @@ class ProcessLife:
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # Before it is waited for: until then no other group can have its number.
+        # Before `wait`: until then the kernel does not reuse its process group id.
         kill_group(self.pid)
         self._reaper.forget(self.pid)
         if self._ending is not None:
@@ -144,7 +144,7 @@ class ProcessLife:
 
 class ThreadLife:
     """A worker in a thread of this process, for `penstock.load` and tests: the same loop and
-    frames, without the isolation. It cannot be killed, only told to stop."""
+    frames, without isolation. It cannot be killed, only asked to stop."""
 
     pid = 0
     was_killed_outside = False
@@ -168,7 +168,7 @@ class ThreadLife:
             self._loop.call_soon(self._on_death, "its thread ended")
 
     def has_room_for_another(self) -> bool:
-        """A request that crashes a thread takes the process along: a spare would not help."""
+        """Always False: a request that crashes a thread crashes the process, spares included."""
         return False
 
     def _serve(self, sock: socket.socket) -> None:
@@ -184,7 +184,7 @@ class ThreadLife:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """The core's end, which never blocks, and the worker's, which does."""
+    """Return the core's end, which never blocks, and the worker's end, which does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for sock in (ours, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -197,8 +197,8 @@ def load_timeout_text(limit_s: float) -> str:
 
 
 class Sender:
-    """Datagrams leave in order; those that the socket has no room for wait. What is sent to the
-    dead is dropped: their death is about to be noticed by reading."""
+    """Sends datagrams in order; queues them while the socket is full. Datagrams to a dead worker
+    are dropped: the reader is about to notice its death."""
 
     __slots__ = ("_loop", "_sock", "_unsent")
 
@@ -209,11 +209,11 @@ class Sender:
 
     @property
     def num_waiting(self) -> int:
-        """Datagrams that the socket has no room for."""
+        """Datagrams that are queued because the socket is full."""
         return len(self._unsent)
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Now, or when there is room again. The descriptors may be closed once this returns."""
+        """Send now, or when the socket has room. The caller may close `fds` afterwards."""
         if self._unsent:
             self._unsent.append((data, _duplicate(fds)))
         elif not self._try(data, fds):
@@ -221,7 +221,7 @@ class Sender:
             self._loop.add_writer(self._sock.fileno(), self._flush)
 
     def close(self) -> None:
-        """Drop what waits; before the socket is closed."""
+        """Drop queued datagrams. Call it before the socket is closed."""
         for _, fds in self._unsent:
             _close_all(fds)
         self._unsent.clear()
@@ -261,7 +261,7 @@ class Life(Protocol):
 
     sock: socket.socket
     pid: int
-    # Once it is dead: whether somebody else killed it, and not the kernel for lack of memory.
+    # Once it is dead: whether it was SIGKILLed by neither the core nor the kernel's OOM killer.
     was_killed_outside: bool
 
     def kill(self) -> None: ...
@@ -269,7 +269,7 @@ class Life(Protocol):
     def has_room_for_another(self) -> bool: ...
 
 
-# OSError if it gets no process, and then nothing is left of it.
+# Raises OSError if the process cannot be started, and then leaves nothing behind.
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
@@ -285,8 +285,8 @@ async def await_death(life: Life, is_dead: asyncio.Event, seconds: float) -> Non
 
 
 def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
-    """Limit the private memory of each process (None: no limit). Allocations beyond it fail, in
-    Python with MemoryError."""
+    """Limit the private memory of each process (None: no limit). Allocations over the limit fail,
+    in Python with MemoryError."""
     if memory_bytes is None:
         return start_life
 
@@ -301,24 +301,24 @@ def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
 
 
 class Listener(Protocol):
-    """What the model hears from its supervisor."""
+    """The supervisor's callbacks into the model."""
 
     def instance_ready(self, instance: Instance) -> None: ...
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
     def instance_died(self, instance: Instance, reason: str) -> bool:
-        """Returns whether a request is to blame: then the death counts towards no crash loop."""
+        """Return whether a request is to blame; the death then counts towards no crash loop."""
 
     def load_failed(self, problems: Sequence[str]) -> None: ...
     def tick(self) -> None:
-        """Every half second."""
+        """Called every TICK_S."""
 
     def hang_limit_s(self, instance: Instance) -> float | None:
-        """How long the batch of this instance may still take; None if it has none."""
+        """Return how long the instance's oldest batch may still take; None if it has no batch."""
 
 
 class Instance:
-    """One place for a worker, on a device. `batches` are what it has now, in the order they were
-    sent (set by the model); at most `num_slots`, one for each instance of the model that it is."""
+    """A slot for one worker, on a device. `batches` are in flight, in the order they were sent (the
+    model sets them); at most `num_slots`, one for each model instance that the worker runs."""
 
     def __init__(self, index: int, device: str, num_slots: int = 1) -> None:
         self.index = index
@@ -327,11 +327,11 @@ class Instance:
         self.life: Life | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
-        # Its present worker is being killed because it took too long.
+        # Its current worker is being killed because it hung.
         self.is_hung = False
-        # Its last worker was killed by somebody else: nothing says that a request caused it.
+        # Its last worker was killed from outside, so a request may not have caused it.
         self.was_killed_outside = False
-        # It has asked to be replaced: it gets no more batches, and goes when it has answered.
+        # It is to be replaced: it gets no more batches and stops after its last answer.
         self.is_leaving = False
         self.batches: list[Any] = []
         self.ready: frames.Ready | None = None
@@ -339,12 +339,12 @@ class Instance:
         self.started_at = 0.0
         # When it last answered a batch, by the model's clock.
         self.answered_at = 0.0
-        # Both belong to the instance, not to the worker: a spare that takes over continues them.
+        # These two belong to the instance, not the worker: a spare that takes over inherits them.
         self.crashes = CrashLoop()
         self.num_restarts = 0
-        # Loaded, and in no place yet.
+        # Loaded in advance; serves no requests yet.
         self.is_spare = False
-        # What the present worker said when it could not load.
+        # Why the current worker could not load.
         self.load_error = ""
         self.sender: Sender | None = None
 
@@ -354,24 +354,24 @@ class Instance:
 
     @property
     def start_s(self) -> float:
-        """How long its present worker took to get ready."""
+        """How long its current worker took to become ready."""
         return self.ready_at - self.started_at
 
     @property
     def gpu_memory_bytes(self) -> int:
-        """What its worker has measured after the warm-up; 0: nothing."""
+        """GPU memory that its worker measured after the warm-up; 0: not measured."""
         text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
         return int(text) if text.isdigit() else 0
 
     @property
     def built(self) -> str:
-        """What its worker was built with, for the log."""
+        """Build details of its worker, for the log."""
         built = self.ready.built if self.ready is not None else {}
         return ", ".join(f"{key}={value}" for key, value in built.items())
 
     @property
     def is_idle(self) -> bool:
-        """Whether it takes a batch."""
+        """Whether it can take another batch."""
         return self.is_ready and not self.is_leaving and len(self.batches) < self.num_slots
 
     def __repr__(self) -> str:
@@ -380,9 +380,9 @@ class Instance:
 
 
 class Supervisor:
-    """The instances of one model. Once stopped it is of no more use, and refers to nothing: a model
-    that is unloaded must be freed without waiting for the garbage collector, which may not look at
-    long-lived objects for hours."""
+    """The instances of one model. Once stopped it cannot be used again, and drops its references:
+    an unloaded model must be freed without the garbage collector, which may not scan long-lived
+    objects for hours."""
 
     def __init__(
         self,
@@ -396,8 +396,8 @@ class Supervisor:
         self._input_spill = input_spill
         self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
-        # Mapped, not allocated: only the pages that frames touch cost memory, and all of them go
-        # back to the system at the end.
+        # Mapped, not allocated: only touched pages cost memory, and closing it returns them all to
+        # the system.
         self._buffer = mmap.mmap(-1, frames.MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
         self._slabs: list[Slab] = []
@@ -406,22 +406,22 @@ class Supervisor:
         self._is_stopping = False
         self._all_dead = asyncio.Event()
         self.last_reason = ""
-        # What workers that start from now on need not try out again.
+        # Result of the first workers' batching and padding checks, which later workers skip.
         self.proof: frames.Proof | None = None
         self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
         self._spares: list[Instance] = []
         self._spare_plan = SparePlan()
-        # Spares that died before they were needed, since the last one that was.
+        # Spares that died unused since one last took over.
         self._num_lost_spares = 0
 
     @property
     def num_spares(self) -> int:
-        """Workers that are loaded, or being loaded, to take the place of others."""
+        """Number of spare workers, loaded or loading."""
         return len(self._spares)
 
     @property
     def has_all_spares(self) -> bool:
-        """Whether as many are ready as are wanted."""
+        """Whether all wanted spares are ready, and at least one is."""
         num_ready = sum(spare.is_ready and not spare.is_leaving for spare in self._spares)
         return num_ready > 0 and num_ready >= self._num_spares_wanted
 
@@ -440,7 +440,7 @@ class Supervisor:
         self._later(TICK_S, self._tick)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Workers finish what they run and go; who does not go in time is killed."""
+        """Stop all workers after their current batches; kill those that take too long."""
         self._is_stopping = True
         for timer in self._timers.values():
             timer.cancel()
@@ -462,15 +462,14 @@ class Supervisor:
         del self._listener
 
     def add_slab(self, slab: Slab) -> None:
-        """All workers of the model map all its slabs."""
+        """Map a slab in all workers, now and after restarts."""
         self._slabs.append(slab)
         for instance in self._all:
             if instance.life is not None:
                 self._send_slab(instance, slab)
 
     def send(self, instance: Instance, frame: frames.ToWorker, fds: tuple[int, ...] = ()) -> None:
-        """Send now, or when the socket has room again. A dead worker's frames are dropped: its
-        death is about to be noticed."""
+        """Send now, or when the socket has room. Frames to a dead worker are dropped."""
         self.send_bytes(instance, frames.encode(frame), fds)
 
     def send_bytes(self, instance: Instance, data: bytes, fds: tuple[int, ...] = ()) -> None:
@@ -478,12 +477,13 @@ class Supervisor:
             instance.sender.send(data, fds)
 
     def excuse(self, index: int) -> None:
-        """A death that counted towards a crash loop turned out to be the fault of a request."""
+        """Take back a death that counted towards a crash loop: a request caused it."""
         self.instances[index].crashes.excuse()
         self._spare_plan.killed(self._loop.time())
 
     def _start(self, instance: Instance) -> None:
-        """A start that fails counts as a death: what was missing may be there the next time."""
+        """Start a worker. A failed start counts as a death and is retried: its cause may be
+        temporary."""
         try:
             self._launch(instance)
         except OSError as error:
@@ -514,7 +514,8 @@ class Supervisor:
             self._send_slab(instance, slab)
 
     def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
-        """Labels, parameters and tensors of a configuration may take megabytes."""
+        """Send the Load frame, in shared memory if it is large: a configuration may take
+        megabytes."""
         if len(data) <= frames.MAX_LOAD_BYTES:
             self.send_bytes(instance, data, fds)
             return
@@ -529,7 +530,7 @@ class Supervisor:
         self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))
 
     def _receive(self, instance: Instance, is_last: bool = False) -> None:
-        """Read what there is: usually one frame. The last time, all there will ever be."""
+        """Read pending frames, usually one. `is_last`: read all, because the worker is dead."""
         while instance.life is not None:
             try:
                 size = instance.life.sock.recv_into(self._buffer)
@@ -547,7 +548,7 @@ class Supervisor:
                 self._let_go(instance)
                 if is_last:
                     continue
-                # Mostly nothing else is waiting; what is, is read in the next turn.
+                # Usually nothing else is pending; the next loop iteration reads what is.
                 return
             self._handle(instance, frame)
 
@@ -590,20 +591,20 @@ class Supervisor:
                 self._let_go(instance)
 
     def _let_go(self, instance: Instance) -> None:
-        """A worker that wants to leave does so once nothing waits for it."""
+        """Stop a leaving worker once it has no batches."""
         if instance.is_leaving and not instance.batches and instance.life is not None:
             self.send(instance, frames.Stop())
             self._later(LEAVE_S, self._end, instance, instance.life)
 
     def _end(self, instance: Instance, life: Life) -> None:
-        """It was told to go long ago."""
+        """Kill a worker that has not stopped in time."""
         if instance.life is life:
             life.kill()
 
     def _died(self, instance: Instance, reason: str) -> None:
         life, sender = instance.life, instance.sender
         assert life is not None and sender is not None
-        # Answers sent before the death count.
+        # Answers that it sent before its death still count.
         self._receive(instance, is_last=True)
         self._loop.remove_reader(life.sock.fileno())
         sender.close()
@@ -611,7 +612,7 @@ class Supervisor:
         instance.life = instance.sender = None
         instance.was_killed_outside = life.was_killed_outside
         was_ready, instance.is_ready = instance.is_ready, False
-        # Its answers are read: the spill goes only after the model has seen the death.
+        # The spill is closed only after the model has handled the death: it holds answers.
         is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
         self._close_spill(instance)
         if self._is_stopping:
@@ -621,7 +622,7 @@ class Supervisor:
         self._go_on(instance, was_ready, is_excused, reason)
 
     def _go_on(self, instance: Instance, was_ready: bool, is_excused: bool, reason: str) -> None:
-        """After a death."""
+        """Restart the instance after a death, or drop a spare."""
         if instance.is_spare:
             self._lose_spare(instance, reason)
             return
@@ -633,7 +634,7 @@ class Supervisor:
 
     def _count(self, instance: Instance, was_ready: bool) -> None:
         well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
-        # One that wants to leave as soon as it has come is as good as dead.
+        # A worker that asks to be replaced soon after its start counts as crashed.
         if instance.is_leaving and well_s >= HEALTHY_S:
             instance.crashes.recovered()
         else:
@@ -673,18 +674,18 @@ class Supervisor:
             self._later(delay_s, self._start, instance)
 
     def _pick_spare(self) -> Instance | None:
-        """One that is ready, or else the one that has been loading for longest: it is ready sooner
-        than a worker that has not begun."""
+        """Return a ready spare, else the one that has been loading longest: it is ready sooner than
+        a new worker."""
         able = [each for each in self._spares if each.life is not None and not each.is_leaving]
         return min(able, key=lambda each: (not each.is_ready, each.started_at), default=None)
 
     def _adopt(self, dead: Instance, spare: Instance) -> None:
-        """Put the spare in the place of a dead worker, and start the next spare."""
+        """Replace a dead worker by a spare, and start the next spare."""
         self._spares.remove(spare)
         spare.is_spare = False
         spare.index = dead.index
         spare.crashes, spare.num_restarts = dead.crashes, dead.num_restarts
-        # It loaded before: what happens to it now is no failure of the model's load.
+        # The model has loaded before, so a failure of this spare does not fail the load.
         spare.ready = spare.ready or dead.ready
         self.instances[dead.index] = spare
         self._num_lost_spares = 0
@@ -693,9 +694,9 @@ class Supervisor:
         self._prepare_spares()
 
     def _prepare_spares(self) -> None:
-        """Start the next spare that is wanted, if there is memory for it and nothing else loads: a
-        worker that is needed now must not share the processor with one that is needed later. Only
-        on CPUs: the plan for GPU memory knows of no spare."""
+        """Start the next wanted spare, if memory allows and no worker is loading: a spare must not
+        slow down a worker that is needed now. Only on CPUs: the GPU memory plan has no room for
+        spares."""
         if self._is_stopping or self._config.uses_gpu or not all(e.is_ready for e in self._all):
             return
         life = self.instances[0].life
@@ -717,14 +718,14 @@ class Supervisor:
         log.warning("%s/%s lost its spare worker: %s", name, version, why)
 
     def _dismiss_spares(self) -> None:
-        """Give their memory back once no request has killed a worker for a while."""
+        """Stop spares, once no request has killed a worker for a while."""
         for spare in self._spares:
             if spare.is_ready and not spare.is_leaving:
                 spare.is_leaving = True
                 self._let_go(spare)
 
     def _tick(self) -> None:
-        """Look for hangs; SIGKILL turns one into a death."""
+        """Kill hung and slow-loading workers, and adjust the number of spares."""
         self._listener.tick()
         for instance in self.instances:
             left_s = self._listener.hang_limit_s(instance)
@@ -759,7 +760,7 @@ class Supervisor:
         instance.life.kill()
 
     def _labels(self, instance: Instance) -> dict[str, object]:
-        """What a line of the log says about whom it concerns."""
+        """Return the instance's labels for log lines."""
         return {
             "model": self._config.name,
             "version": self._config.version,

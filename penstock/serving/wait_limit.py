@@ -17,8 +17,8 @@ MIN_WAIT_S = 1.0
 MAX_BATCHES = 10
 # Batches are timed at most this often: in fixed mode nothing else needs T(b).
 LEARN_EVERY_S = 0.001
-# Time without an instance is added to the limit. It is taken back at this rate afterwards: at up to
-# 80 % load the backlog of a restart is worked off in time, and nothing of it is refused.
+# Time without an instance is added to the limit and taken back at this rate afterwards: at up to
+# 80 % load the backlog of a restart is worked off in time, and no request of it is refused.
 RECOVERY = 0.25
 
 
@@ -28,7 +28,7 @@ class WaitLimit:
     def __init__(self, policy: BatchPolicy, batch_size: int) -> None:
         """`batch_size` is the size of a batch when many requests wait, in rows or tokens."""
         self._max_wait_s = policy.max_wait_s
-        # Waiting on purpose is no overload.
+        # The configured batching delay does not count as overload.
         self._delay_s = policy.max_queue_delay_s if policy.is_dynamic else 0.0
         self._batch_size = batch_size
         self._times = BatchTimes(policy.max_tokens or policy.max_batch_size)
@@ -43,18 +43,18 @@ class WaitLimit:
         self.ended_at = -math.inf
 
     def applies(self, queue: QueuePolicy) -> bool:
-        """Whether requests of this queue have a limit. The default leaves a queue alone that has a
-        limit of its own."""
+        """Whether requests of this queue have a limit. The default does not apply to queues with
+        their own time-out or size limit."""
         if self._max_wait_s is not None:
             return self._max_wait_s > 0
         return queue.default_timeout_s == 0 and queue.max_queue_size == 0
 
     def seed(self, timings: Mapping[int, float]) -> None:
-        """Times from warm-up, in seconds by size."""
+        """Seed T(b) with times from warm-up, in seconds by size."""
         self._times.seed_between(timings)
 
     def observe(self, size: int, started: float, now: float) -> None:
-        """A batch of this size was answered."""
+        """Note that a batch of this size was answered."""
         self.ended_at = now
         if now >= self._learn_at:
             self._learn_at = now + LEARN_EVERY_S
@@ -68,14 +68,15 @@ class WaitLimit:
         self._num_executors = max(1, num_ready)
 
     def extra_s(self, now: float) -> float:
-        """Time that requests get on top because no instance was running."""
+        """Return the extra time that requests get because no instance was running."""
         elapsed_s = now - self._since
         if not self._is_available:
             return self._extra_s + elapsed_s
         return max(0.0, self._extra_s - RECOVERY * elapsed_s)
 
     def allowed_s(self, now: float) -> float:
-        """Infinite without an instance; the default also before the first batch was timed."""
+        """Return how long requests may wait. Infinite without an instance, and with the default
+        limit before the first batch was timed."""
         if not self._is_available:
             return math.inf
         limit_s = self._max_wait_s
@@ -86,7 +87,8 @@ class WaitLimit:
         return limit_s + self._delay_s + self.extra_s(now)
 
     def predicted_s(self, size_ahead: int, num_ahead: int) -> float:
-        """How long a new request waits for `num_ahead` requests of `size_ahead` rows or tokens."""
+        """Return how long a new request waits for `num_ahead` requests of `size_ahead` rows or
+        tokens."""
         if not num_ahead:
             return 0.0
         size = max(self._batch_size, size_ahead / num_ahead)

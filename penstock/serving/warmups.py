@@ -1,4 +1,4 @@
-"""Batches for the requests that `model_warmup` asks for; the worker runs them before it is ready.
+"""Batches for the `model_warmup` requests; the worker runs them before it is ready.
 
 Random numbers are small, so that they are valid indices into most tables: integers below 100,
 floats from 0 to 1. They are the same at every load.
@@ -21,7 +21,7 @@ MAX_INTEGER = 100
 
 
 def make_batch(config: ModelConfig, warmup: Warmup) -> Batch:
-    """ConfigError where a file does not hold the tensor."""
+    """Make the batch of one warm-up request. ConfigError if a file does not hold its tensor."""
     chance = np.random.default_rng(SEED)
     inputs: dict[str, Array] = {}
     for tensor in warmup.inputs:
@@ -54,7 +54,7 @@ def _random(datatype: str, shape: tuple[int, ...], chance: np.random.Generator) 
         return values.reshape(shape)
     dtype = DATATYPES[datatype].numpy
     if datatype == "BF16":
-        # The upper half of a float's bits.
+        # bfloat16 is the upper half of a float32.
         return (chance.random(shape, np.float32).view(np.uint32) >> 16).astype(dtype)
     if dtype.kind == "f":
         return chance.random(shape).astype(dtype)
@@ -62,7 +62,8 @@ def _random(datatype: str, shape: tuple[int, ...], chance: np.random.Generator) 
 
 
 def _from_file(path: Path, tensor: WarmupInput, shape: tuple[int, ...]) -> Array:
-    """The bytes of all rows, or of one that all rows are like, as a request would send them."""
+    """Read a tensor from a file with its bytes as in a request: all rows, or one that is
+    repeated."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,8 +1,8 @@
 """The worker process: owns the device and one loaded Runner, and nothing else.
 
 Started by the supervisor as `python -m penstock.serving.worker FD PARENT`; reads frames from that
-socket, runs batches where they lie in shared memory, answers with frames, and leaves when the
-socket closes. It knows no protocol and no queue. In-process use runs the same loop in a thread.
+socket, runs batches in place in shared memory, answers with frames, and exits when the socket
+closes. Knows no protocol and no queue. In-process use runs the same loop in a thread.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from penstock.wire import frames
 
 PR_SET_PDEATHSIG = 1
 MAX_VIEWS = 256
-# Descriptors that come with one frame.
+# Limit on the descriptors of one frame.
 MAX_FDS = 3
-# Problems that a failed load tells, and characters of all of them; they travel in a frame.
+# Limits on the problems that a failed load reports, and on their total length, to fit a frame.
 MAX_PROBLEMS, MAX_PROBLEM_CHARS = 100, 65536
 LONG_WARM_UP_S = 0.25
-# Of one error's text; it travels in a frame.
+# Limit on the text of one error, to fit a frame.
 MAX_ERROR_CHARS = 4096
 Values = Sequence[tuple[TensorSpec, Array]]
 Spilled = tuple[tuple[frames.Extent, ...], ...]
@@ -74,7 +74,7 @@ log = logging.getLogger("penstock.worker")
 
 
 class Channel:
-    """The worker's end of the socket: blocking, one frame a datagram."""
+    """The worker's end of the socket: blocking, one frame per datagram."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -83,7 +83,7 @@ class Channel:
         self._fd_space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
     def receive(self) -> tuple[frames.ToWorker, list[int]] | None:
-        """The next frame and its descriptors; None when the core has gone."""
+        """Return the next frame and its descriptors; None when the core has exited."""
         size, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], self._fd_space)
         if size == 0:
             return None
@@ -99,7 +99,7 @@ class Channel:
         return frame, fds
 
     def send(self, frame: frames.FromWorker) -> None:
-        """OSError if the frame is too large."""
+        """Send a frame; OSError if it is too large."""
         data = frames.encode(frame)
         if len(data) > frames.MAX_FRAME_BYTES:
             raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
@@ -117,14 +117,14 @@ def _read_enclosed(frame: frames.Enclosed, fd: int) -> bytes:
 
 
 class Memory:
-    """The shared memory as the worker sees it: views of slab columns, and its output spill."""
+    """The worker's view of shared memory: slab columns, and the input and output spills."""
 
     def __init__(self, config: ModelConfig, spill_bytes: int, fds: Sequence[int]) -> None:
         self._config = config
         self._input_spill = Segment(spill_bytes, fds[0])
         self._output_spill = Segment(spill_bytes, fds[1])
         self._extents = Extents(spill_bytes)
-        # Answers are written by one thread, and released by another, where batches run ahead.
+        # If the runner runs ahead, one thread writes answers and another releases them.
         self._extents_lock = threading.Lock()
         self._slabs: dict[int, Segment] = {}
         self._views: dict[object, list[Array]] = {}
@@ -139,7 +139,8 @@ class Memory:
         return segment.view
 
     def columns(self, slab: int, frame: frames.Dispatch) -> list[Array]:
-        """Each column of a slab as an array of all its rows; inputs first, then fixed outputs."""
+        """Return each column of a slab as an array of all its rows; inputs first, then fixed
+        outputs."""
         key = (slab, frame.row_shapes, frame.capacity)
         views = self._views.get(key)
         if views is None:
@@ -159,7 +160,7 @@ class Memory:
             view = np.frombuffer(raw, dtype=DATATYPES[spec.datatype].numpy)
             view = view.reshape(frame.capacity, *shape)
             if index < num_inputs:
-                # A batch may have to run again after a crash: nobody writes to its inputs.
+                # Inputs are read-only: the batch may have to run again after a crash.
                 view.flags.writeable = False
             views.append(view)
         return views
@@ -197,19 +198,19 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A batch that the runner has been given."""
+    """A batch that the runner has started."""
 
     frame: frames.Dispatch
     batch: Batch
     execution: Execution
-    # When it came, and when its inputs were together.
+    # When the frame was received, and when the inputs were gathered.
     began: float
     gathered: float
 
 
 class Worker:
-    """One model on one device. Single thread: receive, run, answer. With a runner that runs ahead,
-    answers are waited for and sent by a thread of their own, in the order of the batches."""
+    """One model on one device. One thread receives, runs and answers. If the runner runs ahead, a
+    second thread waits for results and sends the answers, in the order of the batches."""
 
     def __init__(
         self,
@@ -221,21 +222,21 @@ class Worker:
         self._channel = channel
         self._on_load = on_load
         self._on_ready = on_ready
-        # Ends the process, where it is the worker's own.
+        # Exits the process; None if the worker runs in a thread.
         self._die = die
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
         self._memory: Memory | None = None
         self._proof = frames.Proof()
-        # The runner, if it looks after its device's memory.
+        # The runner, if it monitors its device's memory.
         self._watched: WatchesMemory | None = None
-        # Of a process of its own that has one, until the worker asks to be replaced.
+        # None without a limit, in a thread, or once the worker has asked to be replaced.
         self._memory_limit: MemoryLimit | None = None
         self._begun: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
         self._answerer: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Until the core closes the socket or says Stop."""
+        """Handle frames until the core closes the socket or sends Stop."""
         while self.step():
             pass
 
@@ -263,7 +264,7 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """Give up the shared memory; for workers that are not a process of their own."""
+        """Unmap the shared memory; only needed for workers in a thread."""
         self._end_answers()
         if self._memory is not None:
             self._memory.close()
@@ -284,7 +285,7 @@ class Worker:
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
             warm_up_as_asked(config, runner)
-        except BaseException as error:  # Whatever a model's code raises is the answer to Load.
+        except BaseException as error:  # Any exception of the model's code is the answer to Load.
             self._channel.send(frames.LoadFailed(_load_problems(error, frame.model)))
             return False
         if self._on_ready is not None:
@@ -312,15 +313,15 @@ class Worker:
         return True
 
     def _pin(self, memory: memoryview) -> None:
-        """Only in a process of its own: in others the memory is given back before they end, and a
-        GPU would go on reading what was there."""
+        """Pin shared memory for the GPU. Only in the worker's own process: a thread unmaps the
+        memory while the process lives, and the GPU could still read it."""
         runner: object = self._runner
         if self._die is not None and isinstance(runner, PinsMemory):
             runner.pin(memory)
 
     def _failed(self, batch: int, error: BaseException) -> frames.Failed:
-        """Or no answer at all, where the device has gone with the error: the next worker finds out
-        which request it was."""
+        """Return the answer for a batch that failed. If the error lost the GPU, exit instead: the
+        core then finds the culprit by running the requests again, each alone."""
         answer = frames.Failed(batch, _explain(error))
         assert self._runner is not None
         model: object = model_in(self._runner)
@@ -332,7 +333,7 @@ class Worker:
     def _run(self, frame: frames.Dispatch) -> None:
         try:
             begun = self._begin(frame)
-        except BaseException as error:  # The instance loop: a model's error is an answer.
+        except BaseException as error:  # Any exception of the model is answered.
             failed = self._failed(frame.batch, error)
         else:
             if self._answerer is None:
@@ -345,15 +346,16 @@ class Worker:
         self._send(failed)
 
     def _leave_if_asked(self) -> None:
-        """Once: the core stops sending batches, and then the worker."""
+        """Ask once to be replaced, if the runner wants it: the core then sends no more batches and
+        stops this worker."""
         reason = "" if self._watched is None else self._watched.restart_reason
         if reason:
             self._watched = None
             self._channel.send(frames.Leaving(reason))
 
     def _leave_if_full(self, answer: frames.Done | frames.Failed) -> None:
-        """Before the answer is sent, so that no batch follows it. Invariant: the exceptions of the
-        batch are gone."""
+        """Ask to be replaced if memory is exhausted; before the answer is sent, so that no batch
+        follows it. Invariant: the exceptions of the batch are gone."""
         if self._memory_limit is None:
             return
         errors = (answer.error,) if isinstance(answer, frames.Failed) else answer.errors.values()
@@ -367,10 +369,10 @@ class Worker:
             try:
                 self._answer(begun)
             except OSError:
-                return  # The core has gone; the other thread notices too.
+                return  # The core has exited; the other thread notices too.
 
     def _end_answers(self) -> None:
-        """Those that were begun are answered first."""
+        """Stop the answering thread after it has answered all started batches."""
         if self._answerer is not None:
             self._begun.put(None)
             self._answerer.join()
@@ -379,7 +381,7 @@ class Worker:
     def _answer(self, begun: Begun) -> None:
         try:
             answer: frames.Done | frames.Failed = self._finish(begun)
-        except BaseException as error:  # The instance loop: a model's error is an answer.
+        except BaseException as error:  # Any exception of the model is answered.
             answer = self._failed(begun.frame.batch, error)
         self._leave_if_full(answer)
         self._send(answer)
@@ -452,7 +454,7 @@ class Worker:
         return Batch(inputs, num_rows, frame.requests)
 
     def _store(self, frame: frames.Dispatch, batch: Batch, outputs: Outputs) -> Spilled:
-        """Fixed outputs of row batches into the slab, everything else into the spill."""
+        """Store fixed outputs of row batches in the slab, all others in the spill."""
         assert self._config is not None and self._memory is not None
         in_spill: list[tuple[TensorSpec, Array]] = []
         column = len(self._config.inputs)
@@ -470,7 +472,7 @@ class Worker:
         return self._spill(self._split(frame, in_spill)) if in_spill else ()
 
     def _split(self, frame: frames.Dispatch, values: Values) -> list[Values]:
-        """Stacked outputs, request by request."""
+        """Split batched outputs by request."""
         assert self._config is not None
         if self._config.max_batch_size == 0:
             return [values] * len(frame.requests)
@@ -485,7 +487,7 @@ class Worker:
         return parts
 
     def _own(self, spec: TensorSpec, part: frames.RequestPart, values: Array) -> Array:
-        """Without what padding added."""
+        """Return a request's output without padding."""
         if not part.length:
             return values
         return cropped(spec.name, values, self._proof.crops, part.length)
@@ -493,8 +495,8 @@ class Worker:
     def _store_each(
         self, frame: frames.Dispatch, answer: PerRequest, errors: dict[int, str]
     ) -> Spilled:
-        """Like `_store`, for answers that came apart. What is wrong with one request goes to
-        `errors` under its number and is no other's business."""
+        """Like `_store`, for models that answer each request separately. A request's error goes to
+        `errors` under its index and does not affect the others."""
         if len(answer.answers) != len(frame.requests):
             raise BackendFailed(
                 f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
@@ -506,7 +508,7 @@ class Worker:
                 if isinstance(outputs, Exception):
                     raise outputs
                 in_spill.append(self._store_rows(frame, part, place, outputs))
-            except BaseException as error:  # The instance loop: a model's error is an answer.
+            except BaseException as error:  # Any exception of the model is answered.
                 errors[index] = _explain(error)
                 in_spill.append(())
         return self._spill(in_spill) if any(in_spill) else ()
@@ -518,7 +520,7 @@ class Worker:
         place: frames.Run | None,
         outputs: Outputs,
     ) -> Values:
-        """One request's answer into its slab rows; what has no place there is returned."""
+        """Store one request's outputs in its slab rows; return those without a column there."""
         assert self._config is not None and self._memory is not None
         left: list[tuple[TensorSpec, Array]] = []
         column = len(self._config.inputs)
@@ -536,8 +538,8 @@ class Worker:
         return left
 
     def _spill(self, answers: Sequence[Values]) -> Spilled:
-        """Each request's outputs as extents. All of them or none: without room for the whole
-        batch, each of its requests is run again alone."""
+        """Write each request's outputs to the spill; all or none. If the batch does not fit, it
+        fails and each of its requests runs again alone."""
         assert self._memory is not None
         spilled: list[list[frames.Extent]] = []
         try:
@@ -557,7 +559,7 @@ def _watched(runner: Runner) -> WatchesMemory | None:
 
 
 def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:
-    """The output as configured, or BackendFailed with what is wrong with it."""
+    """Return an output that matches its configuration; BackendFailed says what is wrong."""
     values = outputs.get(spec.name)
     if values is None:
         raise BackendFailed(f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}")
@@ -575,14 +577,15 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """-1 is any size."""
+    """Whether a shape matches; -1 matches any size."""
     return len(shape) == len(expected) and all(
         limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
     )
 
 
 def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
-    """The rows of each request; a request never lies in two runs. None: the batch has no rows."""
+    """Yield the slab rows of each request, which are always in one run; None if the batch is not in
+    slabs."""
     runs = iter(frame.runs)
     slab = row = left = 0
     for part in frame.requests:
@@ -598,8 +601,8 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
 
 
 def _checked_backend(config: ModelConfig) -> LoadRunner:
-    """Files are compared with their digests while the library is imported; both take seconds, and
-    both come before anything of the version is run."""
+    """Import the backend while a thread checks the version's files against their digests; both take
+    seconds. No code of the version runs before the check passes."""
     with ThreadPoolExecutor(1) as pool:
         checked: Future[None] | None = None
         if config.manifest:
@@ -613,8 +616,8 @@ def _checked_backend(config: ModelConfig) -> LoadRunner:
 def warm_up_all(
     config: ModelConfig, runner: Runner, proof: frames.Proof
 ) -> tuple[dict[int, float], dict[int, dict[int, float]]]:
-    """By rung, and by bucket and rung. Of a model with functions around it the model alone: zeros
-    would mean nothing to them."""
+    """Warm up; return the times by batch size, and by bucket and batch size. Pre- and
+    postprocessing functions are skipped: zeros mean nothing to them."""
     if isinstance(runner, Processed):
         config, runner = config.model, runner.inner
     timings = warm_up(config, runner)
@@ -623,7 +626,7 @@ def warm_up_all(
 
 
 def warm_up_as_asked(config: ModelConfig, runner: Runner) -> None:
-    """Run the requests of `model_warmup`. What would be an error for a request is one here."""
+    """Run the requests of `model_warmup`; their errors are raised."""
     for warmup in config.warmups:
         batch = warmups.make_batch(config, warmup)
         for _ in range(warmup.count):
@@ -635,9 +638,9 @@ def warm_up_as_asked(config: ModelConfig, runner: Runner) -> None:
 
 
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
-    """Run zeros on every rung of the batch ladder; the second run of each is its time. What would
-    be an error for a request is one here. Models with variable shapes have no shape to warm up
-    with; those that see requests see only real ones."""
+    """Run zeros at every size of the batch ladder, twice; return the time of each second run.
+    Errors of the model are raised. Empty for models with variable shapes, which have no shape to
+    warm up with, and for models that see single requests, which only get real ones."""
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
     shapes = [spec.shape for spec in config.inputs]
@@ -646,7 +649,7 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
 
 
 def warm_up_buckets(config: ModelConfig, runner: Runner) -> dict[int, dict[int, float]]:
-    """The same for every bucket of a padded model, unless other axes are free too."""
+    """Like `warm_up`, for every bucket of a padded model; empty if other axes vary too."""
     pads = Pads(config)
     timings: dict[int, dict[int, float]] = {}
     for bucket in pads.buckets:
@@ -680,7 +683,7 @@ def _warm_up_rungs(
 
 
 def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
-    """Twice; the seconds of the second time."""
+    """Run a batch twice; return the seconds of the second run."""
     took_s = 0.0
     for _ in range(2):
         began = time.perf_counter()
@@ -689,7 +692,8 @@ def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
                 for spec in config.outputs:
                     checked(config, spec, answer, batch.num_rows)
         took_s = time.perf_counter() - began
-        # So long that what comes first only hardly counts; on a GPU that may be nearly all of it.
+        # In so long a run, one-time work hardly counts, so one run will do; not on a GPU, where it
+        # may be nearly all of the time.
         if took_s > LONG_WARM_UP_S and not runner.runs_ahead:
             break
     return took_s
@@ -723,25 +727,25 @@ def _explain(error: BaseException) -> str:
 
 
 def take_part() -> None:
-    """From now on this process, with its threads, is scheduled as any other (see `ProcessLife`)."""
+    """Return all threads of this process to normal scheduling (see `ProcessLife`)."""
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the core dies, however that happens."""
+    """Have the kernel kill this process when the core dies, for whatever reason."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def begin_life() -> socket.socket | None:
-    """Of a process that was started as `python -m MODULE FD PARENT`: its socket; None where whoever
-    started it has gone already."""
+    """Set up a process started as `python -m MODULE FD PARENT` and return its socket; None if its
+    parent has exited already."""
     parent = int(sys.argv[2])
     die_with_parent()
     if os.getppid() != parent:
         return None
-    # Ctrl-C in a terminal reaches the whole group; whoever started it decides when it stops.
+    # Ctrl-C in a terminal signals the whole group; the parent decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure(logs.from_environment())
     fd = int(sys.argv[1])
@@ -750,7 +754,7 @@ def begin_life() -> socket.socket | None:
 
 
 def _prepare(load: frames.Load) -> None:
-    """Make the process the model's own, before any of its code runs."""
+    """Set up logging and environment for the model, before any of its code runs."""
     logs.describe(load.model.name, load.model.version)
     os.environ.update(load.environment)
 
@@ -761,14 +765,14 @@ def main() -> None:
         return
     logging.getLogger("penstock.model_code").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a model prints is seen when it prints it, also where stdout is a pipe.
+        # A model's prints appear at once, also if stdout is a pipe.
         sys.stdout.reconfigure(line_buffering=True)
-    # A model's folder is read, never written to.
+    # Never write to a model's folder.
     sys.dont_write_bytecode = True
     channel = Channel(sock)
     try:
         Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()
-    except BaseException as error:  # What is no answer to a batch ends the worker, with its reason.
+    except BaseException as error:  # Errors outside of batches end the worker.
         log.error("the worker failed", exc_info=error)
         with contextlib.suppress(OSError):
             channel.send(frames.LoadFailed((f"the worker failed: {describe_error(error)}",)))

@@ -10,14 +10,14 @@ from penstock.types import Buffer
 # zlib's window bits by encoding.
 ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 LEVEL = 1
-# Of a gzip body. Empty ones are no larger for the limit on the size, and each costs a copy of the
-# rest.
+# Limit on the members of a gzip body: empty ones do not count towards the size limit, and each
+# costs a copy of the remaining data.
 MAX_MEMBERS = 1024
 
 
 def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
-    """The body as it was before; refused when it is broken, cut off or grows past the limit, which
-    is for all members of a gzip body together (RFC 1952, section 2.2)."""
+    """Decompress a body. Refused if it is broken, truncated or exceeds `max_bytes`, which applies
+    to all members of a gzip body together (RFC 1952, section 2.2)."""
     parts: list[bytes] = []
     left, rest = max_bytes, bytes(data)
     while True:

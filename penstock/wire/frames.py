@@ -333,7 +333,7 @@ AskKind = Literal[
     "repository_index",
     "model_load",
     "model_unload",
-    # An inference request that the front could not decode, to be counted all the same.
+    # Count an inference request that the front could not decode.
     "count_request",
 ]
 
@@ -347,7 +347,7 @@ class Ask(Frame, tag="ask"):
     model_version: str = ""
     # `ready` for the index; for a load only the names of the given parameters.
     parameters: dict[str, Parameter] = {}
-    # The digest of the API key that came with a change or an inference; empty where there was none.
+    # Digest of the API key of a change or an inference; empty if it came without one.
     key: bytes = b""
 
 

@@ -1,7 +1,7 @@
-"""Why a text is not JSON, where the decoder's own words mislead. Pure.
+"""Explains why a text is not JSON, where the decoder's own message misleads. Pure.
 
-The decoder calls three different mistakes "truncated": nothing at all, half a text, and a whole one
-with half a surrogate pair.
+The decoder calls three different mistakes "truncated": an empty text, an incomplete text, and a
+complete one with half a surrogate pair.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 from penstock.types import Buffer
 
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-# Backslashes that stand for themselves, whole pairs, or a half that is alone.
+# Escaped backslashes, surrogate pairs, or (the group) a lone surrogate.
 _ESCAPES = re.compile(rb"\\\\|%b%b|(%b|%b)" % (_HIGH, _LOW, _HIGH, _LOW))
 
 
 def explain(data: Buffer, error: msgspec.DecodeError) -> str:
-    """What is wrong with a text that the decoder refused with this error."""
+    """Return what is wrong with a text that the decoder refused with this error."""
     text = bytes(data)
     if not text.strip():
         return "the body is empty; expected JSON"

@@ -617,7 +617,7 @@ def detokenized(text: str) -> bytes:
 
 
 def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
-    """Encode the special tokens' names and the chat template; null where there is none."""
+    """Encode the special tokens' names and the chat template; null for missing ones."""
     return _encode(
         {"eos_token": None, "bos_token": None, **names, "chat_template": template or None}
     )

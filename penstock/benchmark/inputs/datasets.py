@@ -112,7 +112,7 @@ def label_name(form: RequestForm, names: Set[str]) -> str:
 
 
 def _without_labels(form: RequestForm, table: Rows) -> tuple[Rows, str]:
-    """Return the rows without their labels, and the labels' name; empty if there are none."""
+    """Return the rows without their labels, and the labels' name; empty without labels."""
     label = label_name(form, {key for row in table.rows for key in row})
     rows = [{key: value for key, value in row.items() if key != label} for row in table.rows]
     return Rows(rows, table.numbers, table.word), label
