@@ -229,6 +229,7 @@ class SimulatedLab:
         self.examples = None
         self.notes: list[str] = []
         self.unchecked: list[str] = []
+        self.rows: list[object] = []
         self.data_text = ""
         self.forgotten: list[str] = []
         self.journal = SimpleNamespace(
