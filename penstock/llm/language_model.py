@@ -284,10 +284,10 @@ class LlmModel:
         """Check what the engine relies on."""
         if not generation.tokens:
             raise InvalidRequest("the prompt is empty; expected at least one token")
-        if len(generation.tokens) > min(ready.max_length, messages.MAX_PROMPT_TOKENS):
+        most = min(ready.max_length, messages.MAX_PROMPT_TOKENS)
+        if len(generation.tokens) > most:
             raise InvalidRequest(
-                f"the prompt has {len(generation.tokens)} tokens; expected at most "
-                f"{ready.max_length - 1}"
+                f"the prompt has {len(generation.tokens)} tokens; expected at most {most}"
             )
         # The model's own stop tokens are not checked: they may lie beyond its vocabulary.
         stops = generation.ending.stop_tokens - self.vocabulary.stop_tokens

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
 from penstock.protocols import access_log
-from penstock.protocols.gate import caller_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import kind_of, reply_error
 from penstock.protocols.text_answers import counted
@@ -171,7 +170,7 @@ class EmbeddingsAnswer:
 
     def begin(self, texts: Sequence[str]) -> None:
         outputs = [RequestedOutput(self._embedder.vector)]
-        received, caller = self._exchange.received, caller_of(self._exchange.head.headers)
+        received, caller = self._exchange.received, self._exchange.caller
         for text in texts:
             inputs = [self._embedder.input(text)]
             request = Request(self, inputs, received, outputs=outputs)

@@ -137,6 +137,7 @@ class Exchange:
     __slots__ = (
         "_connection",
         "body",
+        "caller",
         "head",
         "is_finished",
         "is_streaming",
@@ -149,6 +150,8 @@ class Exchange:
         self.received = connection.received
         self.head = head
         self.body = body
+        # As `Request.caller`, where the handler sets it.
+        self.caller = b""
         self.is_finished = False
         self.is_streaming = False
         self.waiter: Waiter | None = None

@@ -21,7 +21,7 @@ from penstock.llm.asking import generation_of
 from penstock.llm.generation import Generation, Part, Totals
 from penstock.llm.params import Likelihood
 from penstock.protocols import access_log
-from penstock.protocols.gate import caller_of, secret_of
+from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.v2_http import reply_error, status_at
 from penstock.serving.served import Served
@@ -163,15 +163,14 @@ def begin(answer: Answer) -> None:
         text = f"n x prompts is {num_asked}; expected at most {job.model.max_waiting} in a request"
         raise Invalid(text, "n")
     wishes = job.wishes
-    headers = job.exchange.head.headers
-    salt, caller = salt_of(headers, wishes.cache_salt), caller_of(headers)
+    salt = salt_of(job.exchange.head.headers, wishes.cache_salt)
     for number, prompt in enumerate(job.prompts):
         sink = PromptSink(answer, number, prompt.echo)
         generation = generation_of(job.model, wishes, prompt.tokens, sink, salt)
         if job.tells_prompts:
             num = wishes.num_logprobs
             generation.sampling = replace(generation.sampling, num_prompt_logprobs=num)
-        generation.arrived, generation.caller = job.exchange.received, caller
+        generation.arrived, generation.caller = job.exchange.received, job.exchange.caller
         answer.generations.append(generation)
     first, *others = answer.generations
     first.num_following = sum(len(each.tokens) for each in others)

@@ -217,6 +217,7 @@ class Models:
                 handler = audited(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct[name]) is not None:
+            exchange.caller = self._gate.caller(exchange.head.headers)
             self._check_rate(exchange)
             direct(exchange)
         else:
@@ -226,8 +227,7 @@ class Models:
         """Apply the rate quota to text and embeddings requests; `count` does so for inference."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
-            caller = self._gate.caller(exchange.head.headers)
-            quotas.check_rate(caller, exchange.received)
+            quotas.check_rate(exchange.caller, exchange.received)
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
         self._catalog.count_request(

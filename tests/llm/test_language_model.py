@@ -197,7 +197,7 @@ def test_nobody_hears_of_what_was_given_up(tmp_path):
     [
         (dict(prompt=[]), "the prompt is empty"),
         (dict(prompt=[5, 100_000]), "token 100000; expected 0 to"),
-        (dict(prompt=[1] * 201), "the prompt has 201 tokens; expected at most 199"),
+        (dict(prompt=[1] * 201), "the prompt has 201 tokens; expected at most 200"),
         (dict(max_tokens=500), "expected at most 200 together"),
         (dict(sampling=Sampling(bias={-1: 1.0})), "token -1; expected 0 to"),
         (dict(sampling=Sampling(seed=1 << 70)), "a number has more than 64 bits"),
