@@ -148,9 +148,10 @@ class Quotas:
         return bucket
 
     def has_share(self, caller: bytes) -> bool:
-        """Whether this key has a queue share, so that its queued and running requests count."""
+        """Whether requests of this key must be counted while a model has them. A share of the whole
+        queue is none: how much the queue holds is an estimate."""
         quota = self._quotas.get(caller)
-        return quota is not None and quota.queue_share is not None
+        return quota is not None and quota.queue_share is not None and quota.queue_share < 1
 
     def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
         """Raise QuotaExceeded if `num_held` requests of this key fill its share of a queue of

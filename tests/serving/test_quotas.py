@@ -55,6 +55,7 @@ def test_a_refusal_says_when_to_come_back_and_then_it_passes(rate: float, wait_s
 def test_a_key_fills_only_its_share_of_a_queue():
     quotas = Quotas({A: Quota(queue_share=0.25), B: Quota(requests_per_s=1)})
     assert quotas.has_share(A) and not quotas.has_share(B) and not quotas.has_share(b"")
+    assert not Quotas({A: Quota(queue_share=1)}).has_share(A), "the whole queue is no limit"
     quotas.check_share(A, 24, 100)
     with pytest.raises(QuotaExceeded, match="its share is 25 of 100"):
         quotas.check_share(A, 25, 100)
