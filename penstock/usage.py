@@ -69,13 +69,15 @@ def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
     used = _read_number(cgroups / "memory.current")
     if limit is None or used is None or limit >= machine.total:
         return Memory(machine.available, machine.total)
-    used -= _read_field(cgroups / "memory.stat", "inactive_file")
+    used -= _read_field(cgroups / "memory.stat", "inactive_file") or 0
     return Memory(min(machine.available, max(0, limit - used)), limit)
 
 
-def read_oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
+def read_oom_kills(
+    cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
+) -> int | None:
     """Count the kernel's OOM kills in this process's control group, or on the whole machine if the
-    group does not report them."""
+    group does not report them. None if that cannot be read, for want of descriptors for example."""
     group = ""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
@@ -94,12 +96,12 @@ def _read_number(path: Path) -> int | None:
     return None
 
 
-def _read_field(path: Path, name: str) -> int:
+def _read_field(path: Path, name: str) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.startswith(f"{name} "):
                 return int(line.split()[1])
-    return 0
+    return None
 
 
 def resident_bytes(pid: int) -> int:

@@ -138,6 +138,8 @@ class ProcessLife:
     def _was_out_of_memory() -> bool:
         """Whether the kernel killed a process for lack of memory since the last death."""
         before, now = ProcessLife._num_oom_kills, usage.read_oom_kills()
+        if now is None:
+            return False
         ProcessLife._num_oom_kills = now
         return before is not None and now > before
 

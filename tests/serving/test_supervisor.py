@@ -389,7 +389,7 @@ def test_why_a_process_died_is_told(tmp_path, monkeypatch, code, num_oom, text, 
     module.write_text(f"import os, signal, socket, sys, time\n{code}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("penstock.serving.supervisor.END_S", 1.0)
-    total = usage.read_oom_kills()
+    total = usage.read_oom_kills() or 0
 
     async def main() -> None:
         # The first process knows how many there were before; this one dies after `num_oom` more.
