@@ -72,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._buffer = b""
         self._transport: asyncio.WriteTransport | None = None
         self.intended = 0.0
+        self._is_waiting = False
 
     def connection_made(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
@@ -79,6 +80,7 @@ class Connection(asyncio.Protocol):
     def send(self, message: bytes, intended: float) -> None:
         assert self._transport is not None
         self.intended = intended
+        self._is_waiting = True
         self._transport.write(message)
 
     def data_received(self, data: bytes) -> None:
@@ -89,10 +91,11 @@ class Connection(asyncio.Protocol):
             return
         status = int(self._buffer[9:12])
         self._buffer = b""
+        self._is_waiting = False
         self._client.answered(self, status)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._client.lost()
+        self._client.lost(self, self._is_waiting)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -172,5 +175,9 @@ class OpenLoop:
         else:
             self._free.append(connection)
 
-    def lost(self) -> None:
-        self.tally.num_cut += not self._is_over
+    def lost(self, connection: Connection, is_waiting: bool) -> None:
+        """A connection that was idle for too long may be closed; no request is lost with it."""
+        if is_waiting:
+            self.tally.num_cut += not self._is_over
+        elif connection in self._free:
+            self._free.remove(connection)
