@@ -81,7 +81,8 @@ def test_the_high_class_keeps_its_slo(served: Served):
         f"p99 {percentile(low.answered_s, 0.99) * 1e3:.0f} ms"
     )
     assert p99_s <= SLO_S
-    assert len(high.answered_s) >= 0.99 * high.num_due
+    # A burst behind a running batch may be refused; refusing many would be no promise kept.
+    assert len(high.answered_s) >= 0.95 * high.num_due
     assert low.refused_s, "there is more than it can serve"
 
 
