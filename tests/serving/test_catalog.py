@@ -451,3 +451,17 @@ def test_requests_count_whether_or_not_there_is_such_a_model(caplog):
 
     run(scenario)
     assert "overloaded" not in caplog.text
+
+
+def test_a_closed_catalog_says_that_the_server_shuts_down():
+    """A request at the end of a drain is refused; its model was not unknown."""
+
+    async def scenario():
+        catalog = Catalog()
+        with pytest.raises(NotFound):
+            catalog.find("echo")
+        await catalog.close()
+        with pytest.raises(NotReady, match="the server is shutting down"):
+            catalog.find("echo")
+
+    asyncio.run(scenario())
