@@ -77,7 +77,7 @@ def read_oom_kills(
     cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 ) -> int | None:
     """Count the kernel's OOM kills in this process's control group, or on the whole machine if the
-    group does not report them. None if that cannot be read, for want of descriptors for example."""
+    group does not report them. None if the count cannot be read, e.g. without free descriptors."""
     group = ""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():

@@ -166,7 +166,7 @@ VALUES = {
     "max_connections": "8",
     "timeout": "5s",
 }
-# What has no flag, or comes from the argument.
+# Fields without a flag, or given by the argument.
 NO_FLAG = {"address", "timing_every"}
 
 

@@ -66,7 +66,7 @@ def test_a_stuck_loop_is_not_live_and_its_place_is_logged(tmp_path, caplog, has_
         """As a template that never ends: until somebody has seen that the server is not live."""
 
         def ask():
-            if has_tls:  # Whoever speaks no TLS is no obstacle to those who do.
+            if has_tls:  # A client without TLS does not hold up the others.
                 with socket.create_connection(("127.0.0.1", port)) as plain:
                     plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             found.append(get(port, trusts))

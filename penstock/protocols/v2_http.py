@@ -347,8 +347,7 @@ class V2Http:
 
     def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
         if self._door.refuse(exchange, error):
-            status = error.status if isinstance(error, WrongHead) else status_of(error)
-            self._note_refusal(exchange, call, status, type(error).__name__)
+            self._note_refusal(exchange, call, refusal_status(error), type(error).__name__)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
@@ -445,11 +444,14 @@ def check_head(head: Head, match: Match | None, gate: Gate) -> Match:
     return match
 
 
+def refusal_status(error: Refusal) -> int:
+    return error.status if isinstance(error, WrongHead) else status_of(error)
+
+
 def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
     """Write an administrative call that never reached its handler to the audit log."""
     if match.route.scope == "admin":
-        status = error.status if isinstance(error, WrongHead) else status_of(error)
-        audit_log.record(_admin_call(match, caller), status, str(error))
+        audit_log.record(_admin_call(match, caller), refusal_status(error), str(error))
 
 
 def audited(handler: RouteHandler, caller: str) -> RouteHandler:

@@ -148,8 +148,8 @@ class Quotas:
         return bucket
 
     def has_share(self, caller: bytes) -> bool:
-        """Whether requests of this key must be counted while a model has them. A share of the whole
-        queue is none: how much the queue holds is an estimate."""
+        """Whether requests of this key must be counted while a model has them. A share of 1 sets no
+        limit, because the size of the queue is only an estimate."""
         quota = self._quotas.get(caller)
         return quota is not None and quota.queue_share is not None and quota.queue_share < 1
 

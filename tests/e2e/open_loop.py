@@ -66,6 +66,13 @@ def phases(parts: Sequence[tuple[float, float]], seed: int) -> list[float]:
     return times
 
 
+def is_whole(answer: bytes) -> bool:
+    """Whether these bytes are a head with a Content-Length and the body after it."""
+    end = answer.find(b"\r\n\r\n")
+    length = CONTENT_LENGTH.search(answer, 0, max(0, end + 2))
+    return length is not None and len(answer) >= end + 4 + int(length[1])
+
+
 class Connection(asyncio.Protocol):
     def __init__(self, client: "OpenLoop") -> None:
         self._client = client
@@ -85,9 +92,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        end = self._buffer.find(b"\r\n\r\n")
-        length = CONTENT_LENGTH.search(self._buffer, 0, max(0, end + 2))
-        if length is None or len(self._buffer) < end + 4 + int(length[1]):
+        if not is_whole(self._buffer):
             return
         status = int(self._buffer[9:12])
         self._buffer = b""

@@ -4,7 +4,7 @@
 
 `idle` ones send nothing; `head` and `body` ones send a byte of it every few seconds; `stream` ones
 send STREAM and read nothing. Each line of stdin is an order: `{"idle": 10000, "head": 1000}` opens
-so many, and from then on another one for each that the server closes; `{}` opens no more. Each
+that many and replaces each connection that the server closes; `{}` stops replacing them. Each
 order is answered with one line of JSON.
 """
 
@@ -41,8 +41,8 @@ ESTABLISHED = 1
 
 @dataclass
 class Outcomes:
-    """Of one kind of client: connections opened, and how long those lasted that the server closed.
-    `statuses` are of the answers that came before the end."""
+    """Connections of one kind of client, and how long those that the server closed lasted.
+    `statuses` are those of answers that came before the end."""
 
     num_opened: int = 0
     num_refused: int = 0
@@ -180,7 +180,7 @@ class SlowClients:
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
 
     def open(self, **counts: int) -> dict[str, Outcomes]:
-        """Open so many of each kind, or no more; all outcomes so far."""
+        """Send an order and return all outcomes so far."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(counts) + "\n")
         self._process.stdin.flush()

@@ -21,7 +21,7 @@ from subprocess import PIPE, Popen
 
 import uvloop
 from load import Load
-from open_loop import CONTENT_LENGTH, percentile
+from open_loop import is_whole, percentile
 
 NUM_CONNECTIONS = 16
 NUM_CANCELLING = 4
@@ -31,7 +31,7 @@ LEAVES_AFTER_S = 0.003
 
 @dataclass
 class Done:
-    """Of one order."""
+    """The result of one order."""
 
     num_good: int = 0
     num_bad: int = 0
@@ -68,9 +68,7 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        end = self._buffer.find(b"\r\n\r\n")
-        length = CONTENT_LENGTH.search(self._buffer, 0, max(0, end + 2))
-        if length is None or len(self._buffer) < end + 4 + int(length[1]):
+        if not is_whole(self._buffer):
             return
         is_good = self._buffer[9:12] == b"200" and self._buffer.endswith(self._payload)
         self._buffer = b""

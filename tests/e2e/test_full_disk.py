@@ -1,6 +1,6 @@
 """A disk that is full: repository, log and cache lie on a tmpfs of 1 MiB.
 
-Serving needs no room on the disk: it goes on, also where a log line for each request cannot be
+Serving needs no room on the disk, even if the log line of each request cannot be
 written. What has to write (a commit, the load of a model that unpacks its weights) fails with an
 error that says so, and works again when there is room.
 """
@@ -104,7 +104,7 @@ def kill_a_worker(served: Served) -> None:
 
 
 def act_without_room(served: Served, root: Path) -> dict[str, tuple[int, str] | str]:
-    """What each change answers; the rest goes on without the disk."""
+    """Return the answer to each change; inference is not affected."""
     answers: dict[str, tuple[int, str] | str] = {
         "load": post(served, "/v2/repository/models/unpacking/load"),
         "reload": post(served, "/v2/repository/models/model/load"),
@@ -182,7 +182,7 @@ def test_a_full_disk_loses_no_request_and_no_state(small: Path, served: Served):
     assert answers["reload"] == (200, "") and answers["index"] == (200, "")
     assert "version was not committed: No space left on device" in answers["commit"]
     assert "version 1 was not promoted: No space left on device" in answers["promote"]
-    # With room again, each of them works, and the log goes on.
+    # With room again, each of them works, and the log gets new lines.
     assert len(served.logged()) > len(log_before)
     assert try_to_commit(root) == "" and try_to_promote(root, "1") == ""
     changed = list_files(root)

@@ -107,7 +107,7 @@ def test_a_worker_that_stands_still_is_replaced(served: Served):
         f"\nSIGSTOP, time-out {HANG_S:g} s: killed after {killed_s:.2f} s, replaced after "
         f"{replaced_s:.2f} s, {describe(load)}"
     )
-    # What it had runs again elsewhere.
+    # Its batch runs again in another worker.
     check_others(load)
     assert killed_s <= HANG_S + 1
 

@@ -34,7 +34,7 @@ MAX_WAIT_S = 1.0 + 0.016 + 0.1
 NORMAL, NORMAL_S = 0.5, 10.0
 HIGH, HIGH_S = 5.0, 60.0
 RECOVERY_S = 2.0
-# What the server may grow by while 256 connections wait: queues are bounded, so this is too.
+# Limit of memory growth while 256 connections wait: queues are bounded.
 MAX_GROWTH_BYTES = 64 << 20
 MAX_LATE_GROWTH_BYTES = 10 << 20
 

@@ -110,7 +110,7 @@ def wait_for_files(core: psutil.Process, count: int, until: float) -> int:
 def check_closed(
     outcomes: Outcomes, timeout_s: float, status: int | None, late_s: float = LATE_S
 ) -> None:
-    """Every connection that ended lasted as long as its time-out, and was told why."""
+    """Every connection that ended lasted as long as its time-out and got the reason."""
     lasted_s = outcomes.lasted_s
     assert lasted_s and outcomes.num_refused == 0
     assert timeout_s - 1 <= min(lasted_s) and max(lasted_s) <= timeout_s + late_s
@@ -119,7 +119,7 @@ def check_closed(
 
 def test_idle_and_slow_connections_delay_nobody_and_are_closed(served: Served):
     core = psutil.Process(served.process.pid)
-    # What is opened once and stays is open now.
+    # Descriptors that are opened once and stay open are open now.
     assert served.get("/metrics")[0] == 200
     body = {"model": NAME, "prompt": "the cat", "max_tokens": 4}
     assert served.post("/v1/completions", json.dumps(body).encode())[0] == 200

@@ -121,7 +121,7 @@ class TestChecks:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the server has open, and what it has left where others might find it."""
+    """Count the open resources of the server, and files that it left behind."""
 
     num_files: int
     num_threads: int
@@ -149,7 +149,7 @@ class Soak:
         flags += ["--load-model", "model", "--load-model", "slow"]
         self.served = Served(root, *flags, environment={"TMPDIR": str(temporary)})
         self.core = psutil.Process(self.served.process.pid)
-        # Those that stay: workers of `other` come and go.
+        # Processes that stay; workers of `other` come and go.
         self._measured = [self.core, *self.served.workers()]
         self.load = SoakLoad(self.served.port)
         self.samples: list[Sample] = []
@@ -184,7 +184,7 @@ class Soak:
         )
 
     def p99s(self) -> list[float]:
-        """Of each decile: the median of its steps' p99, so that one bad second is no trend."""
+        """Return the median p99 of each decile's steps, so that one bad second is no trend."""
         found = []
         for begin in range(0, len(self.steps), STEPS_PER_DECILE):
             steps = sorted(each.p99_s for each in self.steps[begin : begin + STEPS_PER_DECILE])

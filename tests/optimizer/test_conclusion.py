@@ -132,8 +132,8 @@ def concluded(
     left_s: Sequence[float] = (math.inf,),
     said: list[str] | None = None,
 ) -> Optimization:
-    """`left_s` after each number of proofs; the last one stays. `said`: what an interruption would
-    save, as it was told."""
+    """`left_s` after each number of proofs; the last one stays. `said` collects what an
+    interruption would save."""
     original = finalist("", 0.1)
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served

@@ -607,7 +607,7 @@ def test_what_an_interruption_announces_is_what_is_measured_and_saved(interrupt_
         try:
             return build(candidate)
         except KeyboardInterrupt:
-            # What was told last is what Ctrl-C says.
+            # Ctrl-C announces the last progress message.
             announced.append(told[-1])
             lab.served.clear()
             raise

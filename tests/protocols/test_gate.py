@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config import HttpLimits
 from penstock.errors import ConfigError, InvalidRequest, NotAllowed
 from penstock.protocols.gate import (
     MAX_KEYS,
@@ -14,8 +15,10 @@ from penstock.protocols.gate import (
     read_keys,
     secret_of,
 )
+from penstock.protocols.http import Head
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
+from penstock.protocols.v2_http import V2Http
 from penstock.serving.quotas import Quota
 from penstock.serving.supervisor import socket_pair
 from penstock.wire import frames
@@ -290,3 +293,31 @@ def test_a_key_that_is_given_twice_is_refused_and_counts_as_none(name: bytes) ->
     assert secret_of(headers) is None
     assert secret_of({b"x-api-key": b"another", **headers}) is None
     Gate().check_keys({b"authorization": b"Bearer one", b"x-api-key": b"two"})
+
+
+class NoDoor:
+    """Heads are all that is looked at."""
+
+    def infer(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "passes"),
+    [
+        (b"POST", b"/v2/models/m/infer", {b"x-api-key": SECRET.encode()}, True),
+        (b"POST", b"/v2/models/m/infer", {}, False),
+        (b"POST", b"/v2/models/m/infer", {b"x-api-key": b"another secret!!"}, False),
+        (b"POST", b"/v2/nothing", {b"x-api-key": SECRET.encode()}, False),
+        (b"DELETE", b"/v2/models/m/infer", {b"x-api-key": SECRET.encode()}, False),
+        (b"POST", b"/v2/models/m/infer", {b"x-api-key": SECRET.encode(), b"host": b"evil"}, False),
+    ],
+)
+def test_a_long_body_is_read_only_for_a_message_that_may_pass(
+    tmp_path: Path, method: bytes, path: bytes, headers: dict[bytes, bytes], passes: bool
+):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer"]\n')
+    gate = Gate(read_keys(keys), frozenset({"localhost"}))
+    v2 = V2Http(NoDoor(), HttpLimits(), gate)
+    head = Head(method, path, {b"host": b"localhost", **headers})
+    assert v2.screen(head) is passes

@@ -353,7 +353,7 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
 
 
 async def run_process() -> tuple[ProcessLife, str]:
-    """Run the module `made_up_worker` until it is dead; the reason is what the core was told."""
+    """Run the module `made_up_worker` until it is dead, and return its reason."""
     loop = asyncio.get_running_loop()
     reasons: list[str] = []
     life = ProcessLife(loop, reasons.append, "made_up_worker")
