@@ -1,4 +1,4 @@
-"""The description of the HTTP API, in OpenAPI 3.1, made from the route table. Pure.
+"""The description of the HTTP API, in OpenAPI 3.1, made from the route table.
 
 Every row is one path; its request and answer are the types of its row.
 """
