@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock import devices, repository
+from penstock import devices
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest, NotReady, PenstockError
+from penstock.model_source import resolve
 from penstock.serving.model import Model
 from penstock.serving.placement import place
 from penstock.serving.supervisor import StartLife, ThreadLife
@@ -220,7 +221,7 @@ def _wrong_type(spec: TensorSpec, array: Array) -> InvalidRequest:
 
 
 def _config(path: str, version: str) -> ModelConfig:
-    found = repository.read(path)
+    found = resolve(path).read()
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
     if problems:
         raise ConfigError(problems)
