@@ -24,7 +24,7 @@ SECRET = "a-secret-of-all-scopes"
 KEYS = f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer", "metrics", "admin"]\n'
 MODELS = ("digits", "text_length", NAME)
 MAX_EXAMPLES = 6
-pytestmark = pytest.mark.verify
+pytestmark = pytest.mark.slow
 load_all_checks()
 # What is valid for the description may still not fit a model, so valid requests may be refused.
 CHECKS = [
