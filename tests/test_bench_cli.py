@@ -295,7 +295,7 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["no/such/model"], "no/such/model: there is no such folder"),
+        (["no/such/model"], "no/such/model: no such file or folder"),
         ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
         ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
         ([IN_PROCESS, "--json", str(ROOT)], "is a folder; expected the name of a file"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,10 +15,12 @@ from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets.http_messages import hide_password
 from penstock.errors import CommandLineError, ConfigError
+from penstock.model_source import ModelSource, resolve
+from penstock.repository import ModelKind
 
 ADDRESSES = (
     "http://host:port/v2/models/NAME, grpc://host:port/NAME, openai+http://host:port/v1, "
-    "another http:// URL, or the folder of a model or repository, or a GGUF file"
+    "another http:// URL, or the file or folder of a model"
 )
 # Module and constructor by kind of target.
 CLASSES: Mapping[str, tuple[str, str]] = {
@@ -144,12 +145,9 @@ def open_target(spec: TargetSpec) -> Target:
 
 def kind_of(spec: TargetSpec) -> str:
     """Return one of CLASSES."""
-    scheme, is_url, rest = spec.address.partition("://")
-    if not is_url:
-        if not spec.address or not Path(spec.address).exists():
-            where = hide_password(spec.address)
-            raise ConfigError([f"{where}: there is no such folder; expected {ADDRESSES}"])
+    if _resolve(spec.address).kind is not ModelKind.URL:
         return "in process"
+    scheme, _, rest = spec.address.partition("://")
     if scheme in ("grpc", "grpcs"):
         return "v2 gRPC"
     if scheme in ("openai+http", "openai+https"):
@@ -158,6 +156,14 @@ def kind_of(spec: TargetSpec) -> str:
         return _kind_of_path(spec, "/" + rest.partition("/")[2].partition("?")[0])
     where = hide_password(spec.address)
     raise CommandLineError([f"{where}: unknown protocol '{scheme}'; expected {ADDRESSES}"])
+
+
+def _resolve(address: str) -> ModelSource:
+    try:
+        return resolve(address)
+    except ConfigError as error:
+        hidden = hide_password(address)
+        raise ConfigError([each.replace(address, hidden) for each in error.problems]) from None
 
 
 def _kind_of_path(spec: TargetSpec, path: str) -> str:

@@ -39,10 +39,11 @@ def test_a_folder_is_a_model_in_this_process(tmp_path):
 @pytest.mark.parametrize(
     "address, problem",
     [
-        ("no/such/folder", "there is no such folder; expected http://host:port/v2/models/NAME"),
-        ("localhost:8000/v2/models/m", "there is no such folder; expected http://"),
+        ("no/such/folder", "no such file or folder; expected model.onnx"),
+        ("localhost:8000/v2/models/m", "did you mean http://localhost:8000/v2/models/m"),
+        ("me:secret@localhost/v2", r"^[^s]*\*\*\*"),
         ("redis://a", "unknown protocol 'redis'; expected http://"),
-        ("", "there is no such folder"),
+        ("", "is empty"),
     ],
 )
 def test_anything_else_is_refused_with_what_was_expected(address, problem):
