@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from penstock import bench_cli
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.plan import Decides, Plan
-from penstock.benchmark.targets import CLASSES, TargetSpec, path_target
+from penstock.benchmark.targets import TargetSpec, path_target
+from penstock.benchmark.targets.kinds import CLASSES
 from penstock.errors import CommandLineError, ConfigError
 from penstock.exit_codes import ExitCode
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.benchmark.targets import CLASSES, TargetSpec, kind_of, open_target
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.kinds import CLASSES, kind_of, open_target
 from penstock.benchmark.targets.plain import PlainHttp
 from penstock.benchmark.targets.v2_target import V2Http
 from penstock.errors import ConfigError
