@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: demo demo-llm test test-gpu lint check verify fuzz bench-serving clean
+.PHONY: docs demo demo-llm test test-gpu lint check verify fuzz bench-serving clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -50,6 +51,14 @@ $(FUZZ)/.ready: pyproject.toml
 # Side by side with Triton, MLServer, LitServe and BentoML; each gets a virtual environment under .bench/.
 bench-serving: $(READY)
 	$(BIN)/python benchmarks/serving_overhead.py
+
+# The documentation as a site in build/site, which needs no network; fails on a broken link.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	touch $(DOCS_READY)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
