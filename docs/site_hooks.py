@@ -25,6 +25,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return markdown
 
 
-def on_post_page(output: str, page: Any, config: Any) -> str:
+def without_cdn(output: str) -> str:
     """Load the stand-in for workers from the site itself instead of from a CDN."""
     return output.replace("https://unpkg.com/iframe-worker/shim", "javascripts/file_worker.js")
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    return without_cdn(output)
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    return without_cdn(output_content)

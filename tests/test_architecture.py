@@ -29,7 +29,7 @@ ORDER = [
         "onnx_file",
         "openvino_file",
     }
-    | {"pbtxt_fields", "pbtxt_warmup", "links"}
+    | {"pbtxt_fields", "pbtxt_warmup", "links", "pretrained", "pretrained_message"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},

@@ -162,7 +162,9 @@ def all_options(command: click.Command) -> Iterator[str]:
 
 
 # Flags of other programs that the pages name.
-FOREIGN = re.compile(r"pytest|curl|scorecard|benchmarks/|lm_eval|make |vllm|tritonserver|python |batch_size")
+FOREIGN = re.compile(
+    r"pytest|curl|scorecard|benchmarks/|lm_eval|make |vllm|tritonserver|python |batch_size"
+)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -225,6 +227,7 @@ def test_every_page_has_its_place_on_the_site() -> None:
         assert re.search(rf"\b{re.escape(path.name)}\b", nav), f"{path.name} is not in mkdocs.yml"
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="make docs installs mkdocs-material")
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet"]
