@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import devices, onnx_file, pretrained
-from penstock.config import EMBEDDING, TOKENIZER
+from penstock.config import EMBEDDING, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
 from penstock.errors import ConfigError
 from penstock.pretrained import Pretrained
 from penstock.types import TensorSpec
@@ -43,13 +43,14 @@ def complete(message: Any, found: Pretrained) -> Path:
     message.default_model_filename = file
     taken = _onnx_inputs(found) if file.endswith(".onnx") else _tokens(TOKENS[:2])
     given = _onnx_output(found) if file.endswith(".onnx") else _torch_output(found)
+    if found.head == TOKEN_CLASSIFIER:
+        taken = [*taken, TensorSpec(OFFSETS, "INT64", (-1, 2))]
     message.max_batch_size = message.max_batch_size or MAX_BATCH
     message.dynamic_batching.SetInParent()
     _add(message.input, [TEXT])
     _add(message.output, outputs(found, given))
     longest = pretrained.max_length(found.folder, found.config)
     pad = pretrained.pad_token(found.config)
-    fills = {name: pad if name == TOKENS[0] else 0 for name in TOKENS}
     budget = GPU_TOKENS if message.backend == "pytorch" and devices.read_gpus() else CPU_TOKENS
     buckets = [each for each in BUCKETS if each < longest] + [min(longest, BUCKETS[-1])]
     buckets = sorted(set(buckets))
@@ -58,7 +59,9 @@ def complete(message: Any, found: Pretrained) -> Path:
         "penstock.model_inputs": _listed(taken),
         "penstock.postprocess": found.head,
         "penstock.model_outputs": _listed([given]),
-        "penstock.pad": ", ".join(f"{each.name}[0]={fills[each.name]}" for each in taken),
+        "penstock.pad": ", ".join(
+            f"{each.name}[0]={pad if each.name == TOKENS[0] else 0}" for each in taken
+        ),
         "penstock.pad_buckets": ",".join(map(str, buckets)),
         "penstock.max_tokens": str(max(budget, buckets[-1])),
     }
@@ -73,6 +76,12 @@ def outputs(found: Pretrained, given: TensorSpec) -> list[TensorSpec]:
     if found.head == EMBEDDING:
         return [TensorSpec("EMBEDDING", "FP32", (given.shape[-1],))]
     num_labels = len(pretrained.labels(found.config))
+    if found.head == TOKEN_CLASSIFIER:
+        return [
+            TensorSpec("ENTITIES", "BYTES", (1,)),
+            TensorSpec("SCORES", "FP32", (-1, num_labels)),
+            TensorSpec("OFFSETS", "INT64", (-1, 2)),
+        ]
     return [
         TensorSpec("LABEL", "BYTES", (1,)),
         TensorSpec("SCORE", "FP32", (1,)),
@@ -91,7 +100,8 @@ def _torch_output(found: Pretrained) -> TensorSpec:
     if found.head == EMBEDDING:
         return TensorSpec("last_hidden_state", "FP32", (-1, pretrained.hidden_size(found.config)))
     num_labels = len(pretrained.labels(found.config))
-    return TensorSpec("logits", "FP32", (num_labels,))
+    shape = (-1, num_labels) if found.head == TOKEN_CLASSIFIER else (num_labels,)
+    return TensorSpec("logits", "FP32", shape)
 
 
 def _tokens(names: Sequence[str]) -> list[TensorSpec]:

@@ -1,5 +1,6 @@
 """Hugging Face folders as served: configuration, and answers as transformers gives them."""
 
+import json
 import threading
 
 import numpy as np
@@ -148,3 +149,30 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     path.write_text(path.read_text().replace("BertModel", "BertForSequenceClassification"))
     with pytest.raises(ConfigError, match="no weights for classifier"):
         penstock.load(str(folder))
+
+
+def test_entities_are_those_of_transformers(tmp_path):
+    folder = tiny.write_tagger(tmp_path / "m")
+    ask = transformers.pipeline(
+        "token-classification", model=str(folder), aggregation_strategy="simple"
+    )
+    with penstock.load(str(folder)) as model:
+        futures = [model.submit(rows([text])) for text in TEXTS[:6]]
+        answers = [future.result() for future in futures]
+        together = model.infer(rows(TEXTS[:2]))
+    num_entities = 0
+    for text, answer in zip(TEXTS, answers, strict=False):
+        found = json.loads(answer["ENTITIES"][0, 0])
+        expected = ask(text)
+        num_entities += len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.pop("score") == pytest.approx(other.pop("score"), abs=1e-5)
+            assert one == {key: other[key] for key in one}
+        num_tokens = len(ask.tokenizer(text)["input_ids"])
+        assert answer["SCORES"].shape == (1, num_tokens, 4)
+        assert answer["OFFSETS"].shape == (1, num_tokens, 2)
+    assert num_entities > 5
+    # Rows of one request are as long as its longest text; scores behind a text are zero.
+    assert together["ENTITIES"][0, 0] == answers[0]["ENTITIES"][0, 0]
+    num_tokens = answers[1]["SCORES"].shape[1]
+    assert not together["SCORES"][1, num_tokens:].any()

@@ -70,6 +70,12 @@ def write_classifier(folder, **settings):
     )
 
 
+def write_tagger(folder):
+    names = dict(enumerate(["O", "B-PER", "I-PER", "LOC"]))
+    kind = "BertForTokenClassification"
+    return write_bert(folder, kind, id2label=names, label2id={v: k for k, v in names.items()})
+
+
 def write_modules(folder, pooling="mean", is_normalized=True):
     """Add what sentence-transformers saves beside the network."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if is_normalized else [])]
