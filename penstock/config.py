@@ -299,6 +299,11 @@ class ModelConfig:
         return self.postprocess is not None and self.postprocess.function in HEADS
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, if an output has them."""
+        return next((spec.labels for spec in self.outputs if spec.labels), ())
+
+    @property
     def folder(self) -> Path:
         """The version's folder: the artifact may lie deeper in it."""
         return Path(self.artifact).parents[max(1, len(Path(self.file).parts)) - 1]

@@ -38,6 +38,7 @@ CPU_TOKENS, GPU_TOKENS = 2048, 16384
 ONNX_LOGITS = ("logits",)
 SENTENCE = "sentence_embedding"
 ONNX_VECTORS = (SENTENCE, "last_hidden_state", "token_embeddings")
+ANSWERS = (*ONNX_LOGITS, *ONNX_VECTORS)
 
 
 def complete(message: Any, found: Pretrained) -> Path:
@@ -66,7 +67,7 @@ def complete(message: Any, found: Pretrained) -> Path:
 
 def _text_steps(found: Pretrained, file: str, backend: str) -> dict[str, str]:
     """Return the parameters of a network behind a tokenizer."""
-    if not any((found.folder / each).is_file() for each in TOKENIZER_FILES):
+    if not has_tokenizer(found.folder):
         save = "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) writes one"
         raise ConfigError([f"a {found.task} without a tokenizer; {save}"])
     taken = text_inputs(found, file)
@@ -133,6 +134,10 @@ def outputs(found: Pretrained, given: TensorSpec) -> list[TensorSpec]:
         TensorSpec("SCORE", "FP32", (1,)),
         TensorSpec("SCORES", "FP32", (num_labels,)),
     ]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / each).is_file() for each in TOKENIZER_FILES)
 
 
 def notes(folder: Path, head: str) -> list[str]:
