@@ -110,7 +110,7 @@ def _open(folder: Path) -> Any:
         raise ConfigError(
             [
                 f"preprocess: the tokenizer needs the package '{error.name}', which is not "
-                'installed; pip install "penstock[llm]" brings it'
+                'installed; pip install "penstock[hf]" brings it'
             ]
         ) from error
     except Exception as error:  # Both libraries raise many types for files they cannot read.
