@@ -1,9 +1,97 @@
-"""What a Python model's file says about itself."""
+"""What a Python model's file says about itself: its tensors, and the modules beside it.
+
+Tensors are known only by running the file, which a child process does (`backends.python_reader`),
+with the environment and the limits of a model's code.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+import msgspec
+
+from penstock import environment
+from penstock.errors import ConfigError
+from penstock.types import Signature
+
+# Importing torch and loading weights takes seconds; a file that takes longer should not do it when
+# it is imported.
+TIME_LIMIT_S = 120.0
+READER = "penstock.backends.python_reader"
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureReport:
+    """The answer of the child process: a signature, or problems."""
+
+    signature: Signature | None
+    problems: tuple[str, ...] = ()
+
+
+def read_signature(path: Path) -> Signature:
+    """Read the tensors that the model declares; ConfigError if it declares none. Runs the file in a
+    child process, once as long as neither it nor the modules beside it change."""
+    report = _report(path, tuple(map(_stamp, (path, *local_imports(path)))))
+    if report.signature is None:
+        raise ConfigError(list(report.problems))
+    return report.signature
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size
+    return 0, 0
+
+
+@lru_cache(maxsize=64)
+def _report(path: Path, stamps: tuple[tuple[int, int], ...]) -> SignatureReport:
+    ours, theirs = os.pipe()
+    with os.fdopen(ours, "rb") as answer:
+        with os.fdopen(theirs, "wb"):
+            process = subprocess.Popen(
+                [sys.executable, "-m", READER, str(path), str(theirs)],
+                pass_fds=[theirs],
+                stdin=subprocess.DEVNULL,
+                # What it prints belongs into the log, not into the output of a command.
+                stdout=2,
+                process_group=0,
+                env=environment.allowed(os.environ),
+            )
+        try:
+            code = process.wait(TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                [
+                    f"its tensors are not known after {TIME_LIMIT_S:.0f} s of running it; move "
+                    "slow work into a method load of class Model, or write config.pbtxt"
+                ]
+            ) from None
+        finally:
+            _end(process)
+        text = answer.read()
+    if not text:
+        raise ConfigError([f"running it to learn its tensors failed: {_how(code)}"])
+    return msgspec.json.decode(text, type=SignatureReport)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process with everything that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def local_imports(path: Path) -> list[Path]:

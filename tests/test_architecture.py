@@ -17,7 +17,9 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"} | {"units"},
+    {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"}
+    | {"environment", "python_model"}
+    | {"units"},
     {"wire", "kernels"},
     {
         "repository",
@@ -109,7 +111,7 @@ PURE = [
     "optimizer/profile/work.py",
     "serving/batch_times.py",
     "serving/batcher.py",
-    "serving/environment.py",
+    "environment.py",
     "serving/explain.py",
     "serving/history.py",
     "serving/lanes.py",
@@ -146,6 +148,8 @@ WITHOUT_OWN_TEST = {
     "__init__.py": "tests/test_public_api.py",
     "__main__.py": "tests/test_cli.py starts it",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
+    "backends/python_reader.py": "tests/backends/test_python_signature.py starts it",
+    "python_model.py": "values only; tests/backends/test_python_signature.py reads them",
     "backends/checks.py": "the tests of the backends that use it",
     "backends/torch_weights.py": "tests/backends/test_pytorch.py loads weights through it",
     "benchmark/__init__.py": "empty",
