@@ -31,7 +31,7 @@ ORDER = [
         "onnx_file",
         "openvino_file",
     }
-    | {"pbtxt_fields", "pbtxt_warmup", "links"}
+    | {"pbtxt_fields", "pbtxt_warmup", "links", "pretrained", "pretrained_message"}
     | {"pt2_file", "python_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},
@@ -86,7 +86,10 @@ PURE = [
     "optimizer/wording.py",
     "report/before_after.py",
     "report/bench_figures.py",
+    "report/figures.py",
     "report/optimize_figures.py",
+    "report/plots.py",
+    "report/scales.py",
     "report/profile_figures.py",
     "report/reproduce.py",
     "report/tried.py",

@@ -29,6 +29,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.model_source import resolve
 from penstock.serving.model import Model
+from penstock.serving.pipeline import StagePipeline
 from penstock.serving.supervisor import ProcessLife
 from penstock.types import Request, Response, Tensor, Timings
 
@@ -57,7 +58,7 @@ class InProcess:
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
         self._form: RequestForm | None = None
-        self._model: Model | None = None
+        self._model: Model | StagePipeline | None = None
         self._open: dict[Request, Exchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._num_answered = 0
