@@ -1,16 +1,11 @@
 """What a Python model's file says about itself: its tensors, and the modules beside it.
 
-Tensors are known only by running the file, which a child process does (`backends.python_reader`),
-with the environment and the limits of a model's code.
+Tensors are known only by running the file, which `backends.python_reader` does in a child process.
 """
 
 from __future__ import annotations
 
 import ast
-import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,13 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import environment
+from penstock import model_code
 from penstock.errors import ConfigError
 from penstock.types import Signature
 
-# Importing torch and loading weights takes seconds; a file that takes longer should not do it when
-# it is imported.
-TIME_LIMIT_S = 120.0
 READER = "penstock.backends.python_reader"
 
 
@@ -54,44 +46,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _report(path: Path, stamps: tuple[tuple[int, int], ...]) -> SignatureReport:
-    ours, theirs = os.pipe()
-    with os.fdopen(ours, "rb") as answer:
-        with os.fdopen(theirs, "wb"):
-            process = subprocess.Popen(
-                [sys.executable, "-m", READER, str(path), str(theirs)],
-                pass_fds=[theirs],
-                stdin=subprocess.DEVNULL,
-                # What it prints belongs into the log, not into the output of a command.
-                stdout=2,
-                process_group=0,
-                env=environment.allowed(os.environ),
-            )
-        try:
-            code = process.wait(TIME_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                [
-                    f"its tensors are not known after {TIME_LIMIT_S:.0f} s of running it; move "
-                    "slow work into a method load of class Model, or write config.pbtxt"
-                ]
-            ) from None
-        finally:
-            _end(process)
-        text = answer.read()
-    if not text:
-        raise ConfigError([f"running it to learn its tensors failed: {_how(code)}"])
-    return msgspec.json.decode(text, type=SignatureReport)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process with everything that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _how(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return msgspec.json.decode(model_code.run(READER, str(path)), type=SignatureReport)
 
 
 def local_imports(path: Path) -> list[Path]:

@@ -32,7 +32,16 @@ ORDER = [
         "openvino_file",
     }
     | {"pbtxt_fields", "pbtxt_warmup", "links", "pretrained", "pretrained_message"}
-    | {"pt2_file", "python_file", "metrics", "usage", "kernels", "backends"},
+    | {
+        "pt2_file",
+        "python_file",
+        "model_code",
+        "model_hints",
+        "metrics",
+        "usage",
+        "kernels",
+        "backends",
+    },
     {"serving"},
     {"llm"},
     {"local"},
@@ -151,6 +160,9 @@ WITHOUT_OWN_TEST = {
     "__init__.py": "tests/test_public_api.py",
     "__main__.py": "tests/test_cli.py starts it",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
+    "model_hints.py": "tests/test_model_source.py gets each hint",
+    "model_code.py": "tests/backends/test_python_signature.py runs code through it",
+    "optimizer/factory_folder.py": "tests/test_model_source.py serves a factory through it",
     "backends/python_reader.py": "tests/backends/test_python_signature.py starts it",
     "python_model.py": "values only; tests/backends/test_python_signature.py reads them",
     "backends/checks.py": "the tests of the backends that use it",

@@ -1,8 +1,8 @@
 """A process that runs a Python model's file to learn its tensors: `python -m
-penstock.backends.python_reader FILE FD`.
+penstock.backends.python_reader FD FILE`.
 
-The server never runs a model's code itself. The answer goes to a file descriptor, because the code
-may print anything. `python_file` starts this process and limits its time.
+The answer goes to a file descriptor, because the code may print anything. `python_file` starts this
+process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _read_triton(code: Code, module: ModuleType) -> Signature:
 
 
 def main() -> None:
-    path, fd = Path(sys.argv[1]), int(sys.argv[2])
+    fd, path = int(sys.argv[1]), Path(sys.argv[2])
     try:
         report = SignatureReport(read(path))
     except ConfigError as error:
