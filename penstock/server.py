@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.config import LLM, ModelConfig, ServerConfig
+from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.exit_codes import ExitCode
@@ -211,6 +211,14 @@ class Server:
         if self._config.reloads:
             reloader = Reloader(self.catalog, self.routes.control)
             self._watching.append(asyncio.create_task(reloader.run()))
+
+    @property
+    def needs_key(self) -> bool:
+        return self._gate.keys is not None
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        return self._config.tls
 
     @property
     def scheme(self) -> str:
