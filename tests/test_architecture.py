@@ -29,8 +29,8 @@ ORDER = [
         "onnx_file",
         "openvino_file",
     }
-    | {"pbtxt_fields", "pbtxt_warmup", "links"}
-    | {"pt2_file", "metrics", "usage", "kernels", "backends"},
+    | {"pbtxt_fields", "pbtxt_warmup", "links", "pretrained", "pretrained_message"}
+    | {"pt2_file", "python_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},
     {"local"},
