@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.python_model import TensorType as Tensor
+from penstock.python_model import model
+
 if TYPE_CHECKING:
     from penstock.local import LocalModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["Tensor", "__version__", "load", "model"]
 
 
 def load(path: str, *, version: str = "") -> LocalModel:

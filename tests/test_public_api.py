@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_public_names_are_these_and_no_others() -> None:
-    assert sorted(penstock.__all__) == ["__version__", "load"]
+    assert sorted(penstock.__all__) == ["Tensor", "__version__", "load", "model"]
     assert all(hasattr(penstock, name) for name in penstock.__all__)
 
 
