@@ -3,7 +3,7 @@
     python benchmarks/readme_figures.py            write README.md and docs/pictures/*.svg
     python benchmarks/readme_figures.py --check    exit with 1 if they are not up to date
     python benchmarks/readme_figures.py --live     measure Penstock again, about 20 s; needs wrk
-    python benchmarks/readme_figures.py --page     take docs/pictures/dashboard.png; needs chromium
+    python benchmarks/readme_figures.py --pages    take docs/pictures/*.png; needs chromium
 
 Every other figure of the README is a link to benchmarks/README.md.
 """
@@ -31,6 +31,8 @@ README = ROOT / "README.md"
 PICTURES = ROOT / "docs" / "pictures"
 BEGIN, END = "<!-- figures: benchmarks/readme_figures.py -->\n", "<!-- end of figures -->"
 MODEL, CONNECTIONS = "identity", 64
+# The run whose page is shown.
+REPORTED = "gpu_optimize_resnet50.json"
 PARTS = {"binary": "binary tensors", "json": "JSON"}
 
 
@@ -49,13 +51,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if stale")
     parser.add_argument("--live", action="store_true", help="measure Penstock's bars again")
-    parser.add_argument("--page", action="store_true", help="take the picture of the server's page")
+    parser.add_argument("--pages", action="store_true", help="take pictures of the pages")
     args = parser.parse_args()
     results = Results.load(RESULTS / "serving_overhead.json")
     if args.live:
         return measure_again(bars(results))
-    if args.page:
-        return take_page()
+    if args.pages:
+        return take_report() or asyncio.run(take_dashboard())
     wanted = {
         README: with_figures(README.read_text(), table()),
         PICTURES / "serving.svg": serving_chart(results),
@@ -231,13 +233,20 @@ def measure_again(known: Sequence[Bar]) -> int:
     return 0
 
 
-def take_page() -> int:
-    """The start page of a server with the example models, as a picture for the documentation."""
-    with tempfile.TemporaryDirectory() as profile:
-        return asyncio.run(_take_page(profile))
+# Pictures of pages
 
 
-async def _take_page(profile: str) -> int:
+def take_report() -> int:
+    """The page of `penstock optimize`, of a committed run."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        command = [sys.executable, "-m", "penstock", "report", str(RESULTS / REPORTED)]
+        subprocess.run([*command, "--html", str(page)], check=True, stdout=subprocess.DEVNULL)
+        return shoot(page.as_uri(), "optimize-page", 1040)
+
+
+async def take_dashboard() -> int:
+    """The start page of a server with the example models."""
     ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
     command = [sys.executable, "-m", "penstock", "serve", "examples/repository", *ports]
     server = await asyncio.create_subprocess_exec(
@@ -248,18 +257,20 @@ async def _take_page(profile: str) -> int:
         async with asyncio.timeout(60):
             async for line in server.stdout:
                 if line.startswith(b"Page"):
-                    return _shoot(line.split()[1].decode(), profile)
+                    return shoot(line.split()[1].decode(), "dashboard", 690)
     finally:
         server.terminate()
         await server.wait()
     return 1
 
 
-def _shoot(url: str, profile: str) -> int:
-    flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,690"]
-    flags += [f"--user-data-dir={profile}", "--virtual-time-budget=4000"]
-    picture = PICTURES / "dashboard.png"
-    return subprocess.run(["chromium", *flags, f"--screenshot={picture}", url]).returncode
+def shoot(url: str, name: str, height: int) -> int:
+    flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars"]
+    flags += [f"--window-size=1100,{height}", "--virtual-time-budget=4000"]
+    flags += [f"--screenshot={PICTURES / name}.png"]
+    with tempfile.TemporaryDirectory() as profile:
+        command = ["chromium", *flags, f"--user-data-dir={profile}", url]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode
 
 
 if __name__ == "__main__":
