@@ -310,7 +310,7 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
     """Run the server until it is stopped."""
     import uvloop
 
-    from penstock import repository, server, terminal
+    from penstock import model_source, repository, server, terminal
 
     loading = terminal.LoadingStatus()
 
@@ -321,7 +321,8 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
             raise ConfigError(failures)
         is_json = logs.from_environment().format == "json"
         tell = terminal.log_start if is_json else terminal.print_start
-        names = list(found.folders) if config.has_random_weights else repository.names(path)
+        is_made_up = config.has_random_weights
+        names = list(found.folders) if is_made_up else model_source.resolve(path).names()
         try:
             tell(running, config.host, names)
         except OSError as error:  # stdout is a file on a full disk, or a closed pipe.
@@ -366,20 +367,22 @@ def _found(path: str, config: ServerConfig) -> Found:
     """Return what to load at start."""
     from penstock import repository
     from penstock.errors import NotFound
+    from penstock.model_source import resolve
 
     if config.has_random_weights:
         return repository.read_made_up(path)
     if not config.is_explicit:
         if config.load:
             raise CommandLineError(["--load-model needs --model-control-mode explicit"])
-        return repository.read(path)
+        return resolve(path).read()
+    source = resolve(path)
     if "*" in config.load:
-        return repository.read(path)
-    repository.names(path)
+        return source.read()
+    source.names()
     found = repository.Found()
     for name in config.load:
         try:
-            one = repository.read_one(path, name)
+            one = source.read_one(name)
         except NotFound as error:
             found.problems[name] = [str(error)]
             continue
@@ -394,10 +397,11 @@ def _found(path: str, config: ServerConfig) -> Found:
 def inspect(path: str) -> None:
     """Show what PATH, a repository or a model, resolves to, as config.pbtxt."""
     from penstock import devices, pbtxt, repository
+    from penstock.model_source import resolve
     from penstock.serving import placement
 
     try:
-        found = repository.read(path)
+        found = resolve(path).read()
     except ConfigError as error:
         fail(error)
     for config in found.configs:

@@ -13,10 +13,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from penstock import devices, repository
+from penstock import devices
 from penstock.arrays import Given, to_tensors
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotReady, PenstockError
+from penstock.model_source import resolve
+from penstock.repository import Found
 from penstock.serving.model import Model
 from penstock.serving.placement import place
 from penstock.serving.supervisor import StartLife, ThreadLife
@@ -31,7 +33,7 @@ class LocalModel:
     def __init__(self, model: str | ModelConfig, version: str = "") -> None:
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
-            model = choose(repository.read(model), model, version)
+            model = choose(resolve(model).read(), model, version)
         self.config = model
         # Guards the hand-over to the loop against closing.
         self._lock = threading.Lock()
@@ -165,7 +167,7 @@ def placed(config: ModelConfig) -> ModelConfig:
     return place(config, devices.read_gpus()) if config.uses_gpu else config
 
 
-def choose(found: repository.Found, where: object, version: str = "") -> ModelConfig:
+def choose(found: Found, where: object, version: str = "") -> ModelConfig:
     """Return the one model that was found, placed on its devices; ConfigError if there are several
     or none of this version."""
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]

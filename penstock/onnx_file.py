@@ -36,13 +36,14 @@ def read_signature(path: Path) -> Signature:
     return Signature(tuple(map(_spec, inputs)), tuple(map(_spec, graph.output)))
 
 
-def find_hard_links(path: Path) -> list[str]:
+def find_hard_links(path: Path, is_alone: bool = False) -> list[str]:
     """Return the model's weight files that have several hard links, by the names the model uses. A
     hard link can put any file of the file system into the model's folder. The model is parsed only
-    if its folder has such a file."""
-    linked = [file for file in path.parent.rglob("*") if is_shared(file)]
-    if not linked or linked == [path]:
-        return []
+    if its folder has such a file, or if it is alone: its folder may then be of any size."""
+    if not is_alone:
+        linked = [file for file in path.parent.rglob("*") if is_shared(file)]
+        if not linked or linked == [path]:
+            return []
     return sorted(
         {
             entry.value

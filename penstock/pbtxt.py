@@ -604,7 +604,8 @@ class _Resolver:
             signature = read_signature(artifact)
         except ConfigError as error:
             for problem in error.problems:
-                self._problem(f"{self._folder.name}/{artifact.name}", problem)
+                where = "" if self._named else f"{self._folder.name}/"
+                self._problem(f"{where}{artifact.name}", problem)
             return (), (), 0
         max_batch = self._message.max_batch_size
         if not max_batch and not inputs and not outputs and signature.has_batch:

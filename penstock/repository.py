@@ -14,11 +14,14 @@ A language model needs no version: its Hugging Face folder or its GGUF file is e
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock import links, onnx_file, pbtxt, pbtxt_warmup
 from penstock import manifest as manifests
@@ -31,6 +34,9 @@ MAX_NAMES_TOLD = 10
 # Files of a language model: Hugging Face's configuration, and one of these beside it.
 TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
 GGUF = ".gguf"
+# Hugging Face suffixes of causal language models. They include families that we do not serve, so
+# that the user gets an error that lists those we do.
+GENERATING = ("ForCausalLM", "LMHeadModel")
 RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
 FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"
@@ -45,20 +51,56 @@ class Found:
     folders: dict[str, Path] = field(default_factory=dict)
 
 
-def read(path: str | os.PathLike[str]) -> Found:
-    """Read every model of a repository, or the one model if `path` is its folder."""
-    if (named := _text_model(Path(os.path.abspath(path)))) is not None:
-        return named
+class ModelKind(enum.Enum):
+    """The forms in which a model can be given; the values name them in messages."""
+
+    ONNX_FILE = "an ONNX file"
+    PT2_FILE = "an exported PyTorch program"
+    OPENVINO_FILE = "an OpenVINO model"
+    GGUF_FILE = "a GGUF file"
+    PYTHON_FILE = "a Python file"
+    FACTORY = "a factory of PyTorch modules"
+    HUGGING_FACE = "a Hugging Face folder"
+    MODEL_FOLDER = "a model's folder"
+    VERSION_FOLDER = "a version of a model"
+    REPOSITORY = "a model repository"
+    URL = "a running server"
+
+
+def folder_kind(path: Path) -> ModelKind:
+    """Say what a folder, or a GGUF file, holds. `model_source.resolve` covers all other forms."""
+    if _is_gguf(path):
+        return ModelKind.GGUF_FILE
     root = _root(path)
     if _is_version(root):
-        raise ConfigError(
-            [f"{path}: looks like a version folder; give its model's folder, {root.parent}"]
-        )
+        return ModelKind.VERSION_FOLDER
+    if _is_text_folder(root):
+        return ModelKind.HUGGING_FACE
     if _is_model(root):
-        # The operator may name a link: the repository is where it leads.
-        folders, root = [root], root.resolve()
-    else:
-        folders = _folders(root)
+        return ModelKind.MODEL_FOLDER
+    is_described = (root / TEXT_CONFIG).is_file()
+    if is_described and not any(map(_is_model, _folders(root))):
+        return ModelKind.HUGGING_FACE
+    return ModelKind.REPOSITORY
+
+
+def read(path: str | os.PathLike[str]) -> Found:
+    """Read every model of a repository, or the one model or version if `path` is its folder, or the
+    language model if it is a GGUF file."""
+    root = Path(os.path.abspath(path))
+    match folder_kind(root):
+        case ModelKind.GGUF_FILE:
+            return _read_text_model(root)
+        case ModelKind.HUGGING_FACE:
+            return read_hugging_face(root)
+        case ModelKind.VERSION_FOLDER:
+            # One version, whatever the model's version policy says.
+            folder = root.parent.resolve()
+            return _read_all([folder], folder, only=root.name)
+        case ModelKind.MODEL_FOLDER:
+            # The operator may name a link: the repository is where it leads.
+            return _read_all([root], root.resolve())
+    folders = _folders(root)
     if not any(map(_is_model, folders)):
         raise ConfigError(
             [
@@ -69,7 +111,7 @@ def read(path: str | os.PathLike[str]) -> Found:
     return _read_all(folders, root)
 
 
-def _read_all(folders: Sequence[Path], root: Path) -> Found:
+def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Found:
     found = Found()
     for folder in folders:
         name = _name(folder)
@@ -78,14 +120,15 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
             found.problems[name] = [f"{problem}; expected one of that name"]
             found.configs = [config for config in found.configs if config.name != name]
             continue
-        if (named := _text_model(folder)) is not None:
+        if _is_gguf(folder) or _is_text_folder(folder):
+            named = _read_text_model(folder) if _is_gguf(folder) else read_hugging_face(folder)
             found.configs += named.configs
             found.problems |= named.problems
             found.folders |= named.folders
             continue
         found.folders[folder.name] = folder
         try:
-            found.configs += _read_model(folder, root)
+            found.configs += _read_model(folder, root, only)
         except ConfigError as error:
             found.problems[folder.name] = list(error.problems)
         except OSError as error:
@@ -100,7 +143,10 @@ def refuse_hard_links(found: Found) -> Found:
     a harmless name."""
     problems = {name: list(each) for name, each in found.problems.items()}
     for config in found.configs:
-        linked = _linked_weights(config) + _linked_files(found.folders[config.name], config)
+        folder = found.folders[config.name]
+        is_alone = not has_version_folder(folder, config)
+        linked = _linked_weights(config, is_alone)
+        linked += [] if is_alone else _linked_files(folder, config)
         if linked:
             known = problems.setdefault(config.name, [])
             known += [problem for problem in linked if problem not in known]
@@ -108,23 +154,26 @@ def refuse_hard_links(found: Found) -> Found:
     return Found(configs, problems, found.folders)
 
 
-def _linked_weights(config: ModelConfig) -> list[str]:
+def has_version_folder(folder: Path, config: ModelConfig) -> bool:
+    """Whether the version lies in a folder of its own. A model that is a file by itself does not,
+    nor a language model in a Hugging Face folder, whose files may be links into a cache."""
+    version = folder / config.version
+    return version.is_dir() and Path(config.artifact).is_relative_to(version.resolve())
+
+
+def _linked_weights(config: ModelConfig, is_alone: bool) -> list[str]:
     if not config.artifact.endswith(".onnx"):
         return []
     try:
-        names = onnx_file.find_hard_links(Path(config.artifact))
+        names = onnx_file.find_hard_links(Path(config.artifact), is_alone=is_alone)
     except ConfigError as error:
         return [f"{config.version}/{Path(config.artifact).name}: {error}"]
     return [_hard_link(f"{config.version}/{name}") for name in names]
 
 
 def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
-    """Return problems of hard-linked files that the server reads besides the artifact. A language
-    model in a folder or file by itself has no version folder; its files may be links into Hugging
-    Face's cache."""
+    """Return problems of hard-linked files that the server reads besides the artifact."""
     version = folder / config.version
-    if not version.is_dir():
-        return []
     labels = [each.label_file for each in config.outputs if each.label_file]
     names = [CONFIG, *labels]
     files = [place / name for place in (folder, version) for name in names]
@@ -159,12 +208,43 @@ def read_made_up(path: str | os.PathLike[str]) -> Found:
     return Found([replace(config, version="1")], folders={name: file.parent})
 
 
-def _text_model(path: Path) -> Found | None:
-    """Read a language model from a file or folder by itself; links in it may lead anywhere, as in
-    Hugging Face's cache. None: it is not one."""
+def read_hugging_face(folder: Path) -> Found:
+    """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
+    in Hugging Face's cache."""
+    found = Found(folders={folder.name: folder})
+    try:
+        if not any((folder / each).is_file() for each in WEIGHTS):
+            raise ConfigError([f"{TEXT_CONFIG} is there, but no weights; expected {WEIGHTS[0]}"])
+        names = architectures(folder)
+        if names and not names[0].endswith(GENERATING):
+            raise ConfigError(
+                [
+                    f"{names[0]} is not a language model, and others are not served from this "
+                    f"folder; penstock optimize {folder} makes a model that is served"
+                ]
+            )
+    except ConfigError as error:
+        found.problems[folder.name] = list(error.problems)
+        return found
+    return _read_text_model(folder)
+
+
+def architectures(folder: Path) -> list[str]:
+    """Return the architectures in config.json; empty without such a file."""
+    path = folder / TEXT_CONFIG
+    if not path.is_file():
+        return []
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+    names = found.get("architectures") if isinstance(found, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _read_text_model(path: Path) -> Found:
+    """Read a language model from a GGUF file or a folder by itself."""
     is_file = _is_gguf(path)
-    if not is_file and not _is_text_folder(path):
-        return None
     folder = path.parent if is_file else path
     name = path.stem if is_file else path.name
     found = Found(folders={name: folder})
@@ -201,28 +281,26 @@ def _is_text_folder(folder: Path) -> bool:
 
 def names(path: str | os.PathLike[str]) -> list[str]:
     """Return the models of a repository by name, loadable or not."""
-    if (named := _text_model(Path(os.path.abspath(path)))) is not None:
-        return list(named.folders)
-    root = _root(path)
-    if _is_model(root):
-        return [root.name]
-    return [_name(folder) for folder in _folders(root)]
+    root = Path(os.path.abspath(path))
+    match folder_kind(root):
+        case ModelKind.REPOSITORY:
+            return [_name(folder) for folder in _folders(root)]
+        case ModelKind.VERSION_FOLDER:
+            return [root.resolve().parent.name]
+    return [_name(root)]
 
 
 def read_one(path: str | os.PathLike[str], name: str) -> Found:
     """Read one model of a repository. The name is compared, never used as a path."""
-    named = _text_model(Path(os.path.abspath(path)))
-    if named is not None and name in named.folders:
-        return named
-    root = _root(path)
-    folders = [root] if _is_model(root) else _folders(root)
-    for folder in folders:
-        if _name(folder) == name:
-            return _read_all([folder], root.resolve() if folder is root else root)
-    there = [_name(folder) for folder in folders]
-    raise NotFound(
-        f"no such model: '{name}' is not in the model repository; there: {listed(there)}"
-    )
+    root = Path(os.path.abspath(path))
+    there = names(root)
+    if name not in there:
+        raise NotFound(
+            f"no such model: '{name}' is not in the model repository; there: {listed(there)}"
+        )
+    if folder_kind(root) is not ModelKind.REPOSITORY:
+        return read(root)
+    return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -252,15 +330,15 @@ def _folders(root: Path) -> list[Path]:
         raise ConfigError([f"{root}: cannot be read: {error.strerror}"]) from None
 
 
-def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
-    """Read the versions of one model that its version policy selects."""
+def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
+    """Read the versions of one model that its version policy selects, or `only` that one."""
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError(["folder: a link that leads out of the repository"])
     _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
     _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
     message = read_message(folder)
     problems: list[str] = []
-    versions = chosen(folder, message, problems)
+    versions = [only] if only else chosen(folder, message, problems)
     configs: list[ModelConfig] = []
     for version in versions:
         try:

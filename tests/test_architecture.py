@@ -19,7 +19,16 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 ORDER = [
     {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"},
     {"wire", "kernels"},
-    {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
+    {
+        "repository",
+        "model_source",
+        "manifest",
+        "staging",
+        "versions",
+        "pbtxt",
+        "onnx_file",
+        "openvino_file",
+    }
     | {"pbtxt_fields", "pbtxt_warmup", "links"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},

@@ -139,13 +139,14 @@ def test_models_of_a_repository_that_has_vanished_are_a_config_error(tmp_path: P
             ask(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("has_config", [False, True])
-def test_a_version_folder_is_told_from_a_model(tmp_path: Path, has_config: bool) -> None:
-    folder = add_model(tmp_path, "model")
-    if has_config:
-        (folder / "1" / "config.pbtxt").write_text(NULL)
-    with pytest.raises(ConfigError, match=f"looks like a version folder; .*, {folder}$"):
-        read(folder / "1")
+def test_the_folder_of_a_version_is_read_as_that_version_alone(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL, "1", "2")
+    [config] = read(folder / "1").configs
+    assert (config.name, config.version) == ("model", "1")
+    assert names(folder / "1") == ["model"]
+    assert [each.version for each in read_one(folder / "1", "model").configs] == ["1"]
+    (folder / "1" / "config.pbtxt").write_text(NULL.replace("8", "4", 1))
+    assert read(folder / "1").configs[0].max_batch_size == 4
 
 
 def test_models_and_repositories_may_be_called_by_numbers(tmp_path: Path) -> None:

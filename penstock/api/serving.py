@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock import logs, repository, server
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.model_source import resolve
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
@@ -51,7 +52,8 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
         failures = flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and options.exit_on_error:
             raise ConfigError(failures)
-        names = list(found.folders) if config.has_random_weights else repository.names(model)
+        is_made_up = config.has_random_weights
+        names = list(found.folders) if is_made_up else resolve(model).names()
         listeners.started(running, names)
 
     return uvloop.run(server.serve(model, found, config, started, listeners.progress))
@@ -87,14 +89,15 @@ def _find(path: str, config: ServerConfig) -> Found:
     if not config.is_explicit:
         if config.load:
             raise CommandLineError(["--load-model needs --model-control-mode explicit"])
-        return repository.read(path)
+        return resolve(path).read()
+    source = resolve(path)
     if "*" in config.load:
-        return repository.read(path)
-    repository.names(path)
+        return source.read()
+    source.names()
     found = repository.Found()
     for name in config.load:
         try:
-            one = repository.read_one(path, name)
+            one = source.read_one(name)
         except NotFound as error:
             found.problems[name] = [str(error)]
             continue

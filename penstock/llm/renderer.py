@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -48,6 +48,9 @@ RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_mai
 Lane = Literal["chat", "short", "long"]
 # Concurrent jobs. Short texts and chats each have a slot that long ones cannot take.
 SLOTS: Mapping[Lane, int] = {"chat": 1, "short": 1, "long": 2}
+# A job that runs this long gives its slot up to the next one, so that one slow chat template or
+# tokenizer does not block its model's other clients. At most MAX_SLOW run without a slot.
+SLOW_S, MAX_SLOW = 0.25, 2
 # Characters of the longest job that counts as short: about a millisecond.
 MAX_SHORT = 2000
 # Limit on the characters of all jobs: about those of one request body.
@@ -100,7 +103,15 @@ class Job:
     lane: Lane
     # Processes that died while it ran.
     num_deaths: int = 0
-    timer: asyncio.TimerHandle | None = None
+    # Runs without a slot of its lane.
+    is_slow: bool = False
+    # The time limit, and when it becomes slow.
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
 
     @property
     def what(self) -> str:
@@ -223,7 +234,7 @@ class Renderer:
         if self._suspects:
             return
         for lane, queue in self._queues.items():
-            num_running = sum(job.lane == lane for job in self._sent.values())
+            num_running = sum(job.lane == lane and not job.is_slow for job in self._sent.values())
             while queue and num_running < SLOTS[lane]:
                 num_running += self._run(queue.popleft())
 
@@ -233,9 +244,19 @@ class Renderer:
             self._loop.call_soon(self._tell, job, Cancelled("the client left"))
             return False
         self._sent[job.message.job] = job
-        job.timer = self._loop.call_later(self._limits.of(job.size), self._end_overdue, job)
+        job.is_slow = False
+        job.timers = [
+            self._loop.call_later(self._limits.of(job.size), self._end_overdue, job),
+            self._loop.call_later(SLOW_S, self._give_up_slot, job),
+        ]
         self._send(job.message)
         return True
+
+    def _give_up_slot(self, job: Job) -> None:
+        num_slow = sum(each.is_slow for each in self._sent.values())
+        if job.message.job in self._sent and num_slow < MAX_SLOW:
+            job.is_slow = True
+            self._pump()
 
     def _end_overdue(self, job: Job) -> None:
         # The event loop may be late: the answer may have arrived.
@@ -252,8 +273,7 @@ class Renderer:
     def _finish(self, number: int, outcome: list[list[int]] | PenstockError) -> None:
         job = self._sent.pop(number, None)
         if job is not None:
-            if job.timer is not None:
-                job.timer.cancel()
+            job.stop_timers()
             self._tell(job, outcome)
             self._pump()
 
@@ -275,8 +295,7 @@ class Renderer:
         for queue in self._queues.values():
             queue.clear()
         for job in jobs:
-            if job.timer is not None:
-                job.timer.cancel()
+            job.stop_timers()
             self._tell(job, error)
 
     # The process.
@@ -395,8 +414,7 @@ class Renderer:
         overdue, self._overdue = self._overdue, None
         jobs = list(self._sent.values())
         for job in jobs:
-            if job.timer is not None:
-                job.timer.cancel()
+            job.stop_timers()
         self._sent.clear()
         if overdue is not None and overdue in jobs:
             jobs.remove(overdue)

@@ -32,7 +32,8 @@ from penstock.llm.text import Text, read_text
 from penstock.serving.worker import begin_life, take_part
 
 log = logging.getLogger("penstock.text")
-NUM_THREADS = 4
+# All that the core sends at once: its slots, and the slow jobs that run without one.
+NUM_THREADS = 6
 MAX_ERROR_CHARS = 500
 # Thread switch interval, short so that a long text does not delay short ones.
 SWITCH_S = 0.0005

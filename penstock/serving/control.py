@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from penstock import repository, staging
+from penstock import model_source, repository, staging
 from penstock.errors import InvalidRequest, NotAllowed, StorageFull, Unsupported
 from penstock.serving.catalog import Catalog, IndexEntry
 
@@ -29,7 +29,7 @@ class Control:
         """Return one row per version, without empty fields."""
         if not isinstance(only_ready, bool):
             raise InvalidRequest("'ready' must be true or false")
-        names = await asyncio.to_thread(repository.names, self._path)
+        names = await asyncio.to_thread(lambda: model_source.resolve(self._path).names())
         entries = self._catalog.index(names)
         return [_row(entry) for entry in entries if entry.state == "READY" or not only_ready]
 
@@ -46,7 +46,7 @@ class Control:
             raise StorageFull(text) if staging.says_full(text) else InvalidRequest(text)
 
     def _read(self, name: str) -> repository.Found:
-        found = repository.read_one(self._path, name)
+        found = model_source.resolve(self._path).read_one(name)
         return found if self._allows_hard_links else repository.refuse_hard_links(found)
 
     async def unload(self, name: str) -> None:

@@ -15,25 +15,38 @@ import signal
 import subprocess
 import sys
 
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time that importing typing takes.
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
 
 class Reaper:
-    """The core's side. The reaper process runs while there is a group to watch."""
+    """The core's side. The reaper process runs while there is a group to watch; if it dies, the
+    event loop of the last `watch` replaces it."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
+        self._loop: AbstractEventLoop | None = None
+        # Readable for the loop when the process has died; -1 if no loop waits for that.
+        self._pidfd = -1
 
     @property
     def pid(self) -> int:
         """Process id; 0 if it is not running."""
         return self._process.pid if self._process is not None else 0
 
-    def watch(self, group: int) -> None:
+    def watch(self, group: int, loop: AbstractEventLoop | None = None) -> None:
         """Kill the group when this process dies. If the reaper cannot be started, do nothing: the
         model can still be served."""
         self._groups.add(group)
+        if loop is not self._loop:
+            self._ignore_death()
+            self._loop = loop
         if self._process is None or not self._send(f"+{group}"):
             self._restart()
+        elif self._pidfd < 0:
+            self._await_death()
 
     def forget(self, group: int) -> None:
         self._groups.discard(group)
@@ -65,9 +78,25 @@ class Reaper:
             )
             for group in self._groups:
                 self._send(f"+{group}")
+            self._await_death()
+
+    def _await_death(self) -> None:
+        if self._loop is None or self._process is None:
+            return
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._restart)
+
+    def _ignore_death(self) -> None:
+        if self._pidfd < 0 or self._loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
 
     def _stop(self) -> None:
         """Kill the reaper process, without killing any group."""
+        self._ignore_death()
         process, self._process = self._process, None
         if process is not None:
             process.kill()

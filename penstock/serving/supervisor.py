@@ -95,7 +95,7 @@ class ProcessLife:
         self._ending: asyncio.TimerHandle | None = None
         if ProcessLife._num_oom_kills is None:
             ProcessLife._num_oom_kills = usage.read_oom_kills()
-        self._reaper.watch(self.pid)
+        self._reaper.watch(self.pid, loop)
         self._loop = loop
         self._on_death = on_death
         loop.add_reader(self._pidfd, self._died)

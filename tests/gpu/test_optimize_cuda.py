@@ -67,10 +67,14 @@ def test_a_module_is_optimised_where_it_will_be_served(tmp_path: Path) -> None:
     outcomes = {str(each.candidate): (each.outcome, each.reason) for each in found.tries}
     steps = {step.pass_name for each in found.tries for step in each.candidate.steps}
     assert {"torch-compile", "cuda-graphs", "half"} <= steps, outcomes
-    # Sixteen bits first, and what is compiled has them.
-    assert [step.pass_name for step in found.tries[1].candidate.steps] == ["half"], outcomes
+    # Sixteen bits first; later steps build on them if they were faster, which a network this small
+    # does not always show.
+    half = found.tries[1]
+    assert [step.pass_name for step in half.candidate.steps] == ["half"], outcomes
+    assert half.outcome in ("kept", "equal", "slower"), outcomes
     compiled = [text for text in outcomes if "torch-compile" in text]
-    assert all(text.startswith("half") for text in compiled), outcomes
+    if half.outcome == "kept":
+        assert all(text.startswith("half") for text in compiled), outcomes
     assert any("mode=reduce-overhead" in text for text in compiled), outcomes
     assert "failed" not in {outcome for outcome, _ in outcomes.values()}, outcomes
     reasons = {each.pass_name: each.reason for each in found.skipped}

@@ -133,6 +133,19 @@ class TestHarmfulTemplates:
 
         asyncio.run(scenario())
 
+    def test_others_do_not_wait_for_one_that_is_slow(self, tmp_path):
+        async def scenario():
+            source = write_text(tmp_path, HARMFUL)
+            async with started(source, TextLimits(job_s=90.0)) as (renderer, vocabulary):
+                slow = [chat(renderer, "loop") for _ in range(2)]
+                (tokens,) = await chat(renderer, "hello")
+                assert vocabulary.decode(tokens) == "hello"
+                assert not any(each.done() for each in slow) and renderer.num_restarts == 0
+            for each in slow:
+                await error_of(each)
+
+        asyncio.run(scenario())
+
     def test_one_that_takes_all_memory_fails_alone(self, tmp_path):
         async def scenario():
             limits = TextLimits(job_s=60.0, memory_bytes=256 << 20)

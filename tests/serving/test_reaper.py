@@ -1,5 +1,6 @@
 """Groups of processes that end when the process that watches over them is killed."""
 
+import asyncio
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from penstock.serving.reaper import Reaper, kill_group
 
@@ -88,6 +90,31 @@ def test_it_runs_while_there_is_a_group_and_is_replaced_when_it_dies():
         reaper.forget(sleeper.pid)
     assert reaper.pid == 0
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_event_loop_replaces_it_when_it_dies(new_loop: Callable[[], asyncio.AbstractEventLoop]):
+    reaper = Reaper()
+    loop = new_loop()
+    sleeper = subprocess.Popen(["sleep", "3600"], process_group=0)
+    try:
+        reaper.watch(sleeper.pid, loop)
+        for _ in range(2):
+            first = reaper.pid
+            os.kill(first, signal.SIGKILL)
+
+            async def replaced(first: int = first) -> None:
+                while reaper.pid in (0, first):
+                    await asyncio.sleep(0.01)
+
+            loop.run_until_complete(asyncio.wait_for(replaced(), 20))
+        assert sleeper.poll() is None, "a reaper that is replaced ends nothing"
+    finally:
+        loop.close()
+        sleeper.kill()
+        sleeper.wait()
+        reaper.forget(sleeper.pid)
+    assert reaper.pid == 0
 
 
 def test_a_group_is_killed_with_all_its_members(tmp_path: Path):

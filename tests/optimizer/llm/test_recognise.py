@@ -5,7 +5,8 @@ import json
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.optimizer.llm.recognise import architectures, is_language_model
+from penstock.optimizer.llm.recognise import is_language_model
+from penstock.repository import architectures
 
 
 def folder_of(path, *names):
