@@ -325,7 +325,7 @@ def bench(target: str, **flags: Any) -> None:
       models/NAME                                    a model's folder: in this process
       model.gguf                                     a language model, as are folders of such
     """
-    from penstock.benchmark.report import run_files
+    from penstock.benchmark import run_files
 
     outputs = Outputs(flags["json_path"], flags["html_path"], flags["csv_path"])
     try:
@@ -348,16 +348,12 @@ def report(runs: tuple[str, ...], html_path: str, csv_path: str) -> None:
     """Show saved runs of `penstock bench` again: one as it was, several compared with the first;
     or one of `penstock optimize`."""
     from penstock import terminal
-    from penstock.benchmark.report import show
-    from penstock.optimizer.report import optimization_files, optimize_show
+    from penstock.report import saved
 
     paths = [Path(each) for each in runs]
     outputs = _path(html_path), _path(csv_path), terminal.console()
     try:
-        if len(paths) == 1 and optimization_files.is_optimization(paths[0]):
-            optimize_show.show_saved(paths[0], *outputs)
-        else:
-            show.show(paths, *outputs)
+        saved.show(paths, *outputs)
     except ConfigError as error:
         fail(error)
 
@@ -372,7 +368,7 @@ class Outputs:
 
     def check(self) -> None:
         """Check the files before measuring; ConfigError for those that cannot be written."""
-        from penstock.benchmark.report import run_files
+        from penstock.benchmark import run_files
 
         run_files.check_outputs([self.json_path, self.html_path, self.csv_path])
 
@@ -383,16 +379,16 @@ class Outputs:
             self._write(run)
 
     def _write(self, run: Run) -> None:
-        from penstock.benchmark.report import run_files
+        from penstock.benchmark import run_files
 
         if self.json_path:
             run_files.write_run(run, Path(self.json_path))
 
     def show(self, run: Run) -> None:
         from penstock import terminal
-        from penstock.benchmark.report import show
+        from penstock.report import saved
 
-        show.show_run(run, _path(self.html_path), _path(self.csv_path), terminal.console())
+        saved.show_run(run, _path(self.html_path), _path(self.csv_path), terminal.console())
         self._write(run)
 
 
@@ -401,8 +397,8 @@ def _path(name: str) -> Path | None:
 
 
 async def _measure(plan: Plan, outputs: Outputs) -> Run:
-    from penstock.benchmark.report.live import Live
     from penstock.benchmark.run import Conductor
+    from penstock.report.live import Live
 
     with Live() as live:
         conductor = Conductor(plan, live.update, outputs.keep)

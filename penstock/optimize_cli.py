@@ -189,9 +189,9 @@ def optimize(
     missed (the best version is saved), 3 refused by the accuracy gate, 4 disturbed measurements,
     64 wrong usage, 130 interrupted.
     """
-    from penstock.benchmark.report import run_files
+    from penstock.benchmark import run_files
     from penstock.optimizer import disk
-    from penstock.optimizer.report.first_line import exit_code
+    from penstock.optimizer.first_line import exit_code
 
     try:
         plan = make_plan(model, plan_path, flags)
@@ -234,7 +234,7 @@ def _optimize(plan: Plan) -> tuple[Optimization, bool]:
     """Return the results, and whether Ctrl-C ended the run early."""
     from penstock.optimizer.interruption import Interruption
     from penstock.optimizer.llm.recognise import is_language_model
-    from penstock.optimizer.report.optimize_live import Live
+    from penstock.report.optimize_live import Live
 
     if is_language_model(plan.model):
         from penstock.optimizer.llm.text_run import optimize as run
@@ -249,13 +249,15 @@ def _optimize(plan: Plan) -> tuple[Optimization, bool]:
 
 def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str | None) -> None:
     from penstock import terminal
-    from penstock.benchmark.report.run_files import write_text
-    from penstock.optimizer.report import optimization_files, optimize_page, optimize_table
+    from penstock.benchmark.run_files import write_text
+    from penstock.optimizer import optimization_files
     from penstock.optimizer.run import report_path
+    from penstock.report import optimize as optimize_report
+    from penstock.report import optimize_table
 
     console = terminal.console()
     console.print(optimize_table.shown(found))
-    page = optimize_page.page(found)
+    page = optimize_report.page(found)
     html = Path(html_path) if html_path else report_path(plan)
     html = _write(html, found.name, lambda path: write_text(page, path))
     if not json_path and not found.version:

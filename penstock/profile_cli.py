@@ -120,7 +120,7 @@ def profile(model: str, **flags: Any) -> None:
 
 def _check_outputs(flags: dict[str, Any]) -> None:
     """Check the output files before measuring."""
-    from penstock.benchmark.report import run_files
+    from penstock.benchmark import run_files
 
     run_files.check_outputs(flags[key] for key in ("html_path", "trace_path", "json_path"))
 
@@ -174,8 +174,8 @@ def _show(found: Profile, model: str, flags: dict[str, Any]) -> None:
     import msgspec
 
     from penstock import terminal
-    from penstock.benchmark.report import run_files
-    from penstock.optimizer.profile import profile_page, profile_table
+    from penstock.benchmark import run_files
+    from penstock.report import profile, profile_table
 
     terminal.console().print(profile_table.shown(found))
     if found.gpu is not None:
@@ -184,7 +184,7 @@ def _show(found: Profile, model: str, flags: dict[str, Any]) -> None:
             click.echo(f"  {line}")
     if flags["html_path"]:
         command = shlex.join(["penstock", *sys.argv[1:]])
-        run_files.write_text(profile_page.page_of(found, command), Path(flags["html_path"]))
+        run_files.write_text(profile.page(found, command), Path(flags["html_path"]))
     if flags["json_path"]:
         text = msgspec.json.format(msgspec.json.encode(found)).decode()
         run_files.write_text(text, Path(flags["json_path"]))

@@ -14,7 +14,7 @@ from penstock.cli import main
 from penstock.commands import fail
 from penstock.errors import BackendFailed, CommandLineError, ConfigError, PenstockError
 from penstock.exit_codes import ExitCode
-from penstock.optimizer.report.first_line import EXIT_CODES
+from penstock.optimizer.first_line import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(main.commands)
@@ -97,10 +97,10 @@ def test_ctrl_c_anywhere_is_an_interruption(name: str, monkeypatch: pytest.Monke
 SLOW = """
 import sys, time
 from penstock import repository
-from penstock.benchmark.report import run_files
+from penstock.benchmark import run_files
 from penstock.cli import main
 from penstock.optimizer import plan_file
-from penstock.optimizer.report import optimization_files
+from penstock.optimizer import optimization_files
 
 def read(*names):
     print("reading", flush=True)

@@ -17,8 +17,8 @@ from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.exit_codes import ExitCode
 from penstock.optimizer.disk import WriteFailed
+from penstock.optimizer.optimization_files import read_optimization
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.report.optimization_files import read_optimization
 
 
 def plan(*arguments: str) -> Plan:

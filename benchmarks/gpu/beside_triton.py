@@ -60,8 +60,8 @@ from triton_side import ROOT, Server, StartError, Variant
 
 from penstock import repository, slo
 from penstock.benchmark import pacer, stats
-from penstock.benchmark.report.run_files import read_run
 from penstock.benchmark.results import Level
+from penstock.benchmark.run_files import read_run
 from penstock.optimizer.passes import half
 
 SLO = "p99 < 130 ms"

@@ -11,9 +11,15 @@ from typing import Any
 import techniques
 from techniques import CLAIMS, Found, Gain
 
-from penstock.benchmark.report import plots, units
-from penstock.benchmark.report.plots import Figure
-from penstock.optimizer.report.optimize_plots import BETTER, GREY, WHOLE, WORSE
+from penstock import units
+from penstock.report import bench_figures
+from penstock.report.bench_figures import Figure
+from penstock.report.optimize_figures import (
+    BETTER,
+    GREY,
+    WHOLE,
+    WORSE,
+)
 
 ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = "#8a56c4", BETTER, "#e08e45"
 HATCHED = {"shape": "/", "fillmode": "replace", "solidity": 0.35, "size": 6}
@@ -255,7 +261,7 @@ def _errors(rows: Mapping[str, Found]) -> Figure | None:
         "marker": {"color": WHOLE, "size": 10},
         "hovertemplate": "%{y}: %{x:.1e}<extra></extra>",
     }
-    axis = plots.log_axis("distance from FP32, of the norm", known.values())
+    axis = bench_figures.log_axis("distance from FP32, of the norm", known.values())
     low, high = (math.log10(limit(known.values())) for limit in (min, max))
     axis["range"] = [low - 0.2, high + 0.6]
     layout: Figure = {"xaxis": axis, "yaxis": {"type": "category", "autorange": "reversed"}}

@@ -22,9 +22,13 @@ import drawing
 import techniques
 from techniques import ALONE, CLAIMS, Found
 
-from penstock.benchmark.report import units
-from penstock.benchmark.report.page import Card, Cell, rendered
+from penstock import units
 from penstock.errors import ConfigError
+from penstock.report.page import (
+    Card,
+    Cell,
+    rendered,
+)
 
 HERE = Path(__file__).resolve().parent
 TITLES = {"resnet50": "ResNet-50", "bert-large": "BERT-large", "vit-b": "ViT-B/16"}

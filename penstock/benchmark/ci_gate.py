@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.benchmark import pacer, stats
-from penstock.benchmark.report import compare, headline, units
-from penstock.benchmark.report.compare import Named
+from penstock import units
+from penstock.benchmark import comparison, headline, pacer, stats
+from penstock.benchmark.comparison import Named
 from penstock.benchmark.results import Level, MaxRate, Run
 from penstock.slo import Latency, Slo, Term
 
@@ -58,15 +58,15 @@ def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
 
 
 def _baseline_checks(run: Run, baseline: Run, tolerance: float) -> Iterator[Check]:
-    pair = compare.pair_of(Named("baseline", baseline), Named("run", run), tolerance)
+    pair = comparison.pair_of(Named("baseline", baseline), Named("run", run), tolerance)
     if not pair.rows:
         have = ", ".join(pacer.label(level.load) for level in baseline.levels) or "nothing"
         yield Check(False, f"the baseline holds {have}: nothing to compare with")
     for row in pair.rows:
-        ratio = compare.ratio_text(row.ratio)
+        ratio = comparison.ratio_text(row.ratio)
         text = f"{row.load}: {row.figure} {row.other}, was {row.base} ({ratio}): {row.verdict}"
         yield Check(row.verdict != "slower", text)
-    for before, level in compare.matched(baseline, run):
+    for before, level in comparison.matched(baseline, run):
         yield _failure_check(before, level)
 
 

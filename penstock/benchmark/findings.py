@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.benchmark import pacer, stats, steadiness
+from penstock import units
+from penstock.benchmark import headline, pacer, stats, steadiness, summary
 from penstock.benchmark.pacer import Closed, Flat, Open
-from penstock.benchmark.report import headline, summary, units
-from penstock.benchmark.report.summary import PERCENTILES, Figures
 from penstock.benchmark.results import Level, Run
+from penstock.benchmark.summary import (
+    PERCENTILES,
+    Figures,
+)
 
 Severity = Literal["error", "warning", "note"]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")

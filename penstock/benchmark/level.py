@@ -17,9 +17,9 @@ from penstock.benchmark.exchange import Columns
 from penstock.benchmark.messages import Count, Counted, Ended, Go, Progress, Stop
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Replay
 from penstock.benchmark.plan import Plan
+from penstock.benchmark.progress import Phase
+from penstock.benchmark.progress import Progress as Shown
 from penstock.benchmark.recorder import Recorder
-from penstock.benchmark.report.live import Phase
-from penstock.benchmark.report.live import Progress as Shown
 from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample, WarmUp
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.steadiness import steadiness, trend

@@ -13,7 +13,7 @@ from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Load, Open
 from penstock.benchmark.plan import Plan
-from penstock.benchmark.report.live import Progress
+from penstock.benchmark.progress import Progress
 from penstock.benchmark.results import ColdStart, Level, Run
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError

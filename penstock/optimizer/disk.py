@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from penstock.benchmark.report import units
+from penstock import units
 from penstock.errors import ConfigError
 
 # Journal, report and configuration files.

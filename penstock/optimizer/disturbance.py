@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.benchmark.report import units
+from penstock import units
 from penstock.benchmark.stats import Interval, Window
 from penstock.optimizer.results import Conditions, Served, Turn
 

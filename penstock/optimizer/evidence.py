@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from penstock import manifest as manifests
-from penstock import repository, versions
+from penstock import repository, units, versions
 from penstock.backends import GPU_MEMORY
-from penstock.benchmark.report import units
 from penstock.errors import StorageFull
 from penstock.optimizer import disk
 from penstock.optimizer.candidates import Build

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from penstock.benchmark.report import units
+from penstock import units
 from penstock.benchmark.stats import Interval
 from penstock.optimizer.results import Served
 from penstock.slo import Cost, Latency, Slo, Throughput

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.benchmark.report import units
+from penstock import units
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import disk
 from penstock.staging import sync_folder

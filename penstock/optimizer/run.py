@@ -24,13 +24,13 @@ from penstock.optimizer import disk, evidence, folders, passes, shapes, time_pla
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
-from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject

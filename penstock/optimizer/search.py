@@ -18,14 +18,13 @@ from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import goals, outcomes
+from penstock.optimizer import goals, outcomes, wording
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.progress import Progress
-from penstock.optimizer.report import wording
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.shapes import alone_s, arrangements, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable

@@ -31,7 +31,7 @@ from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark import plan as bench
 from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.report.live import Progress
+from penstock.benchmark.progress import Progress
 from penstock.benchmark.results import Level, Run
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.search import MaxRateSearch

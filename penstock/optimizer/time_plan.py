@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.errors import BackendFailed
+from penstock.optimizer import wording
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.report import wording
 from penstock.slo import Cost
 
 # One level takes at most this share of the budget: 2 s of 60 s.

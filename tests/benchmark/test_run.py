@@ -22,7 +22,7 @@ from penstock.benchmark.level import Meter, fell_silent, is_lost
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due_times
 from penstock.benchmark.plan import Decides, Plan, decides_for
-from penstock.benchmark.report.live import Progress
+from penstock.benchmark.progress import Progress
 from penstock.benchmark.results import Level, Run
 from penstock.benchmark.run import Conductor, GivenLoads, MaxRateChoice
 from penstock.benchmark.search import MaxRateSearch

@@ -5,8 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.benchmark import stats
-from penstock.benchmark.report import run_files
+from penstock.benchmark import run_files, stats
 from penstock.benchmark.results import Level, Run
 
 

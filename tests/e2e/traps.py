@@ -23,11 +23,11 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import folders, lab, passes
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.optimization_files import read_optimization
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.int8_dynamic import Int8Dynamic
 from penstock.optimizer.passes.int8_static import Int8Static, with_kept
 from penstock.optimizer.profile.results import Profile
-from penstock.optimizer.report.optimization_files import read_optimization
 from penstock.optimizer.results import Optimization
 
 SERVING = ("batching", "instances")

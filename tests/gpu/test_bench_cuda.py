@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.benchmark import system
+from penstock.benchmark import summary, system
 from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed
 from penstock.benchmark.plan import Plan
-from penstock.benchmark.report import summary
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.targets import TargetSpec
 

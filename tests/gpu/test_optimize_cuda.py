@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock import repository
-from penstock.optimizer.report.optimization_files import read_optimization
+from penstock.optimizer.optimization_files import read_optimization
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")

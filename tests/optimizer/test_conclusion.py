@@ -20,8 +20,11 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.first_line import (
+    exit_code,
+    headline,
+)
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.report.first_line import exit_code, headline
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 from penstock.optimizer.search import Contender, Finalist, Findings
 from penstock.optimizer.time_plan import CutOff

@@ -16,10 +16,10 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.first_line import headline
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import Situation
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable

@@ -11,9 +11,9 @@ from penstock.benchmark.inputs.files import Rows
 from penstock.benchmark.inputs.fitting import Misfit, example, examples
 from penstock.benchmark.inputs.non_finite import NonFinite, find_non_finite
 from penstock.benchmark.inputs.samples import Origin, RequestForm, Sample
-from penstock.benchmark.report.units import listed
 from penstock.errors import ConfigError
 from penstock.types import Array, TensorSpec
+from penstock.units import listed
 
 # Problems listed per input; the rest is counted.
 MAX_SHOWN = 3

@@ -25,6 +25,7 @@ from penstock.optimizer import disk, disturbance, evidence, folders, goals, outc
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
 from penstock.optimizer.conclusion import INTERRUPTED_PROOF
+from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS, Journal
 from penstock.optimizer.llm import likelihoods
@@ -38,7 +39,6 @@ from penstock.optimizer.llm.text_trials import TIMEOUT_S
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
-from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, note_resumed, sweep
 from penstock.optimizer.search import UNLESS_REFUSED

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from penstock.benchmark.report import units
+from penstock import units
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, outcomes
 from penstock.optimizer.accuracy import Judgement

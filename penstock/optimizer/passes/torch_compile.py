@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import pt2_file
-from penstock.benchmark.report import units
+from penstock import pt2_file, units
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.candidates import Build, Skip, Stage, Step

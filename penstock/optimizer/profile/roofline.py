@@ -16,7 +16,7 @@ from typing import get_args
 
 import msgspec
 
-from penstock.benchmark.report import units
+from penstock import units
 from penstock.config import CPU, PACK, ModelConfig
 from penstock.optimizer.profile.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
 from penstock.optimizer.profile.times import OperatorTime

@@ -19,13 +19,14 @@ from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_run, text_served
 from penstock.optimizer.llm.text_search import Finalist, Findings
 from penstock.optimizer.llm.text_steps import serving_offers
-from penstock.optimizer.plan import Plan
-from penstock.optimizer.report import optimize_page, optimize_table
-from penstock.optimizer.report.optimization_files import (
+from penstock.optimizer.optimization_files import (
     read_optimization,
     write_optimization,
 )
+from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Try
+from penstock.report import optimize as optimize_report
+from penstock.report import optimize_table
 from penstock.slo import parse
 
 # Servers start and stop often; on a machine with others that takes its time.
@@ -125,7 +126,7 @@ def test_what_was_found_is_a_file_and_a_page(found, tmp_path):
     write_optimization(found, tmp_path / "found.json")
     again = read_optimization(tmp_path / "found.json")
     assert again.after.streams == found.after.streams and again.form == "text"
-    page = optimize_page.page(again)
+    page = optimize_report.page(again)
     for part in ("p99 first token", "ttft_curves", "openai+http", "backend: &#34;llm&#34;"):
         assert part in page
     optimize_table.shown(again)

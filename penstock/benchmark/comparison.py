@@ -1,0 +1,188 @@
+"""Compare the levels of runs that have the same load. The first run is the baseline; other
+differences between the runs are listed, since they may make the runs incomparable. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock import units
+from penstock.benchmark import stats, summary
+from penstock.benchmark.results import Level, Run
+from penstock.benchmark.stats import Comparison, Interval
+
+Verdict = Literal["faster", "slower", "no difference shown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A run and its name, usually its file."""
+
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of one load in both runs; `ratio` is the other over the base."""
+
+    load: str
+    figure: str
+    base: str
+    other: str
+    ratio: Interval
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Unjudged:
+    """A figure of both runs, compared in both directions."""
+
+    load: str
+    figure: str
+    texts: list[str]
+    # Base to other, and other to base.
+    both: list[Comparison]
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided p-value of the difference; 1: unknown."""
+        least = min(each.p_value for each in self.both)
+        return 1.0 if math.isnan(least) else min(1.0, 2 * least)
+
+    def judged(self, is_shown: bool) -> Row:
+        verdict: Verdict = "no difference shown"
+        if is_shown:
+            is_worse = self.both[0].p_value < self.both[1].p_value
+            verdict = "slower" if is_worse else "faster"
+        base, other = self.texts
+        return Row(self.load, self.figure, base, other, self.both[0].ratio, verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    base: Named
+    other: Named
+    rows: tuple[Row, ...]
+    # Other differences between the runs, in words.
+    differences: tuple[str, ...]
+
+
+def pair_of(base: Named, other: Named, tolerance: float = 0.0) -> Pair:
+    rows = [
+        row
+        for ours, theirs in matched(base.run, other.run)
+        for row in _rows(ours, theirs, tolerance)
+    ]
+    return Pair(base, other, tuple(_judged(rows)), tuple(differences(base.run, other.run)))
+
+
+def matched(base: Run, other: Run) -> list[tuple[Level, Level]]:
+    """Pair levels with the same load; each level is used once."""
+    left = list(other.levels)
+    found = []
+    for ours in base.levels:
+        theirs = next((level for level in left if level.load == ours.load), None)
+        if theirs is not None:
+            left.remove(theirs)
+            found.append((ours, theirs))
+    return found
+
+
+def _rows(ours: Level, theirs: Level, tolerance: float) -> list[_Unjudged]:
+    label = summary.label_of(ours)
+    a, b = ours.windows, theirs.windows
+    speeds = [units.number(stats.throughput_interval(each).value) + "/s" for each in (a, b)]
+    both = [stats.compare_throughput(*each, tolerance) for each in ((a, b), (b, a))]
+    rows = [_Unjudged(label, "throughput", speeds, both)]
+    metrics = [name for name in ("latency", "ttft", "tpot") if _has(a, name) and _has(b, name)]
+    for metric in metrics:
+        for name in ("p50", "p99"):
+            percent = summary.PERCENTILES[name]
+            values = [stats.percentile_interval(each, metric, percent) for each in (a, b)]
+            texts = [units.duration(each.value) for each in values]
+            figure = name if metric == "latency" else f"{name} {metric.upper()}"
+            both = [stats.compare(*each, metric, percent, tolerance) for each in ((a, b), (b, a))]
+            rows.append(_Unjudged(label, figure, texts, both))
+    return rows
+
+
+def _has(windows: Sequence[stats.Window], metric: str) -> bool:
+    return any(metric in window.metrics for window in windows)
+
+
+def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
+    """Judge all rows together with Holm's procedure: among twenty comparisons, one would differ by
+    chance alone."""
+    shown: set[int] = set()
+    order = sorted(range(len(rows)), key=lambda index: rows[index].p_value)
+    for num_before, index in enumerate(order):
+        if rows[index].p_value > stats.ALPHA / (len(rows) - num_before):
+            break
+        shown.add(index)
+    return [row.judged(index in shown) for index, row in enumerate(rows)]
+
+
+def differences(base: Run, other: Run) -> list[str]:
+    """List what makes two runs more than the same thing measured twice."""
+    ours, theirs = base.target, other.target
+    known = {
+        "protocol": (ours.protocol, theirs.protocol),
+        "server": (ours.server, theirs.server),
+        "model": (ours.model, theirs.model),
+        "model files": (ours.model_digest, theirs.model_digest),
+        "model configuration": (ours.config_digest, theirs.config_digest),
+        "inputs": (_inputs(base), _inputs(other)),
+        "rows a request": (str(base.batch_size), str(other.batch_size)),
+        "hardware": (_hardware(base), _hardware(other)),
+    }
+    found = [
+        f"{name}: {mine or 'not known'} against {yours or 'not known'}"
+        for name, (mine, yours) in known.items()
+        if mine != yours
+    ]
+    matching = matched(base, other)
+    alone = len(base.levels) + len(other.levels) - 2 * len(matching)
+    if not matching:
+        found.append("load: no level of one has a level of the same load in the other")
+    elif alone:
+        found.append(f"load: {units.count(alone, 'level')} of one only")
+    return found
+
+
+def _inputs(run: Run) -> str:
+    digest = f" ({run.origin.digest})" if run.origin.digest else ""
+    return run.origin.text + digest
+
+
+def _hardware(run: Run) -> str:
+    machine = run.environment
+    gpus = f", {', '.join(machine.gpus)}" if machine.gpus else ""
+    return f"{machine.host_cpu}, {units.count(machine.num_cores, 'core')}{gpus}"
+
+
+def summary_text(pair: Pair) -> str:
+    """Summarise in one sentence how p99 changed, and at how many loads."""
+    tails = [row.verdict for row in pair.rows if row.figure == "p99"]
+    if not tails:
+        return f"{pair.other.name} and {pair.base.name} have no load in common"
+    counts = {word: tails.count(word) for word in ("faster", "slower") if word in tails}
+    if not counts:
+        return f"{pair.other.name}: no difference to {pair.base.name} shown (p99)"
+    parts = [f"{word} at {number} of {len(tails)}" for word, number in counts.items()]
+    loads = "load" if len(tails) == 1 else "loads"
+    return f"{pair.other.name} against {pair.base.name}: {', '.join(parts)} {loads} (p99)"
+
+
+def ratio_text(ratio: Interval) -> str:
+    """Format a ratio with two decimals."""
+    if not math.isfinite(ratio.value):
+        return units.UNKNOWN
+    low = f"{ratio.low:.2f}" if ratio.low > 0 else ""
+    high = f"{ratio.high:.2f}" if math.isfinite(ratio.high) else ""
+    if low and high:
+        return f"{ratio.value:.2f} ({low}-{high})"
+    one_sided = f"> {low}" if low else f"< {high}" if high else ""
+    return f"{ratio.value:.2f} ({one_sided})" if one_sided else f"{ratio.value:.2f}"

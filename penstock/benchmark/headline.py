@@ -1,0 +1,214 @@
+"""The first line of every report: whether the SLO was kept. Pure.
+
+Failed requests count as never answered here, unlike in the percentiles that are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock import slo as promises
+from penstock import units
+from penstock.benchmark import stats, verdicts
+from penstock.benchmark.pacer import Flat, Open
+from penstock.benchmark.results import Level, MaxRate, Run
+from penstock.benchmark.stats import Interval
+from penstock.benchmark.summary import (
+    in_order,
+    label_of,
+    slo_of,
+)
+from penstock.benchmark.verdicts import Verdict
+from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
+
+Outcome = Literal["kept", "missed", "partly kept", "not measured", "no SLO"]
+OPPOSITES = {"<": ">=", ">=": "<", "<=": ">"}
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """One level and the verdict of each term there."""
+
+    level: Level
+    terms: tuple[Verdict, ...]
+
+    @property
+    def outcome(self) -> promises.Outcome:
+        outcomes = {each.outcome for each in self.terms}
+        if "missed" in outcomes:
+            return "missed"
+        return "kept" if outcomes == {"kept"} else "not measured"
+
+    @property
+    def text(self) -> str:
+        """The terms that decided the outcome, and the load."""
+        terms = [term_text(each) for each in self.terms if each.outcome == self.outcome]
+        return f"{', '.join(terms)} at {label_of(self.level)}"
+
+
+def headline_of(run: Run) -> Headline:
+    found = _headline(run)
+    return Headline(found.outcome, f"{found.text} (partial run)") if run.is_partial else found
+
+
+def _headline(run: Run) -> Headline:
+    limits = slo_of(run)
+    if limits is None:
+        return Headline("no SLO", _without_slo(run))
+    if run.max_rate is not None:
+        return _of_max_rate(run.max_rate)
+    if any(level.ending == "lost" for level in run.levels):
+        # Its earlier percentiles do not matter.
+        return Headline("missed", f"SLO missed: {run.problem}")
+    levels = _levels_at(in_order(run), limits)
+    judged = [_judged(run, level, limits) for level in levels]
+    if not judged:
+        return Headline("not measured", "SLO not judged: nothing was measured")
+    outcomes = [each.outcome for each in judged]
+    if "not measured" in outcomes and "missed" not in outcomes:
+        return Headline("not measured", f"SLO not judged: {_first(judged, 'not measured').text}")
+    if set(outcomes) == {"kept"}:
+        place = " at every level" if len(judged) > 1 else ""
+        return Headline("kept", f"SLO kept{place}: {judged[-1].text}")
+    if "kept" in outcomes:
+        return Headline("partly kept", _partly_text(judged))
+    place = " at every level" if len(judged) > 1 else ""
+    return Headline("missed", f"SLO missed{place}: {_first(judged, 'missed').text}")
+
+
+def _without_slo(run: Run) -> str:
+    """Summarise the highest throughput and its latency."""
+    if run.knee is not None:
+        knee = run.knee
+        plateau = f"a plateau of {units.number(knee.throughput)}/s"
+        return f"No SLO was given: {plateau}, knee at concurrency {units.number(knee.concurrency)}"
+    answered = [level for level in run.levels if any(each.num_good for each in level.windows)]
+    if not answered:
+        return "No SLO was given"
+    rates = [stats.throughput_interval(level.windows).value for level in answered]
+    rate = max(rates)
+    best = answered[rates.index(rate)]
+    p99 = stats.percentile_interval(best.windows, "latency", 99.0)
+    text = f"{units.number(rate)}/s with p99 {units.duration_interval(p99)}"
+    return f"No SLO was given: {text} at {label_of(best)}"
+
+
+def level_outcome(run: Run, level: Level) -> promises.Outcome:
+    """Return the outcome of a level; "not measured" also without an SLO."""
+    limits = slo_of(run)
+    return "not measured" if limits is None else _judged(run, level, limits).outcome
+
+
+def _judged(run: Run, level: Level, limits: Slo) -> _Judged:
+    return _Judged(level, verdicts_of(run, level, limits))
+
+
+def verdicts_of(run: Run, level: Level, limits: Slo) -> tuple[Verdict, ...]:
+    """Judge each term, including cost where the price is known."""
+    measured = verdicts.measured(level.windows, limits)
+    if run.price_per_hour is not None:
+        throughput = stats.throughput_interval(level.windows)
+        measured["cost"] = _cost(run.price_per_hour, throughput)
+    return verdicts.verdicts(limits, measured)
+
+
+def _cost(price_per_hour: float, throughput: Interval) -> Interval:
+    """Return the cost of a million answers."""
+
+    def per_million(rate: float) -> float:
+        return price_per_hour / 3600 / rate * 1e6 if rate != 0 else math.inf
+
+    return Interval(*map(per_million, (throughput.value, throughput.high, throughput.low)))
+
+
+def _levels_at(run: Run, limits: Slo) -> list[Level]:
+    """Return the levels at the SLO's rate, if it names one that was measured."""
+    if limits.rate is None:
+        return run.levels
+    asked = limits.rate.per_s
+    found = [
+        level
+        for level in run.levels
+        if isinstance(level.load, Open)
+        and isinstance(level.load.profile, Flat)
+        and math.isclose(level.load.profile.rate, asked, rel_tol=0.01)
+    ]
+    return found or run.levels
+
+
+def _first(judged: list[_Judged], outcome: promises.Outcome) -> _Judged:
+    return next(each for each in judged if each.outcome == outcome)
+
+
+def _partly_text(judged: list[_Judged]) -> str:
+    outcomes = [each.outcome for each in judged]
+    index = next(i for i, outcome in enumerate(outcomes) if outcome != "kept")
+    if index > 0 and set(outcomes[index:]) == {"missed"}:
+        kept = label_of(judged[index - 1].level)
+        return f"SLO kept up to {kept}, then missed: {judged[index].text}"
+    missed = _first(judged, "missed").text
+    return f"SLO missed at {outcomes.count('missed')} of {len(judged)} levels: {missed}"
+
+
+def _of_max_rate(found: MaxRate) -> Headline:
+    reason = f" ({found.reason})" if found.reason else ""
+    if not found.rate.value > 0:
+        return Headline("missed", f"SLO missed at every rate tried: {found.slo}{reason}")
+    return Headline("kept", f"SLO kept up to {rate_text(found.rate)}: {found.slo}{reason}")
+
+
+def rate_text(rate: Interval) -> str:
+    text = units.range_of(rate)
+    return f"{units.number(rate.value)}/s" + (f" ({text})" if text else "")
+
+
+def term_text(verdict: Verdict) -> str:
+    """Format a verdict: `p99 12.1 ms (11.8-12.6) < 20 ms`."""
+    term, measured = verdict.term, verdict.measured
+    sign = _sign(term)
+    head, _, limit = str(term).partition(f" {sign} ")
+    if measured is None or verdict.outcome == "not measured":
+        return f"{head} was not measured ({term})"
+    sign = OPPOSITES[sign] if verdict.outcome == "missed" else sign
+    close = _close_text(measured) if verdict.is_close else ""
+    return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{close}"
+
+
+def _close_text(measured: Interval) -> str:
+    if math.isinf(measured.value):
+        return ""
+    is_open = not (math.isfinite(measured.low) and math.isfinite(measured.high))
+    return f", too {'few' if is_open else 'close'} to be sure"
+
+
+def _sign(term: Term) -> str:
+    if isinstance(term, Latency):
+        return "<"
+    return "<=" if isinstance(term, Cost | Memory) else ">="
+
+
+def _measured_text(term: Term, measured: Interval) -> str:
+    if isinstance(term, Latency):
+        if math.isinf(measured.value):
+            return "infinite (too many requests failed)"
+        return units.duration_interval(measured)
+    if isinstance(term, Memory):
+        return units.size(measured.value)
+    text = units.range_of(measured)
+    unit = "/s" if isinstance(term, Throughput) else " %" if isinstance(term, Goodput) else ""
+    return f"{units.number(measured.value)}{unit}" + (f" ({text})" if text else "")
+
+
+def _spaced(limit: str) -> str:
+    """Format `20ms` as `20 ms`."""
+    place = next((i for i, letter in enumerate(limit) if letter.isalpha()), len(limit))
+    is_unit = 0 < place < len(limit) and limit[place - 1].isdigit()
+    return f"{limit[:place]} {limit[place:]}" if is_unit else limit

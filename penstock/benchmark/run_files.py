@@ -1,0 +1,246 @@
+"""Runs as files: JSON that can be read back, and CSV in perf_analyzer's format.
+
+Besides its data the JSON holds a `verdict` and, per level, a `summary` for other tools; both are
+computed on writing and ignored on reading.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import staging
+from penstock.benchmark import pacer, summary
+from penstock.benchmark.headline import headline_of
+from penstock.benchmark.pacer import Closed
+from penstock.benchmark.results import FORMAT, Level, Run
+from penstock.benchmark.stats import Interval
+from penstock.benchmark.summary import Figures
+from penstock.errors import CommandLineError, ConfigError
+
+# perf_analyzer's columns, in its order, after the load. Durations in microseconds.
+PERF_ANALYZER_COLUMNS = (
+    "Inferences/Second",
+    "Client Send",
+    "Network+Server Send/Recv",
+    "Server Queue",
+    "Server Compute Input",
+    "Server Compute Infer",
+    "Server Compute Output",
+    "Client Recv",
+    "p50 latency",
+    "p90 latency",
+    "p95 latency",
+    "p99 latency",
+)
+# Long rows of numbers, written on one line each.
+LONG_ROWS = re.compile(r'"(?:counts|times)": [\[{][^\[\]{}]*')
+OWN_COLUMNS = ("p99.9 latency", "p99 low", "p99 high", "Failures", "Goodput/Second")
+
+
+def write_run(run: Run, path: Path) -> None:
+    """Write the run as JSON, atomically."""
+    verdict = headline_of(run)
+    data: dict[str, Any] = {"verdict": {"slo": verdict.outcome, "text": verdict.text}}
+    data |= plain(msgspec.to_builtins(run, str_keys=True))
+    data["levels"] = [
+        {"summary": _summary(run, level)} | values
+        for level, values in zip(run.levels, data["levels"], strict=True)
+    ]
+    text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
+    write_text(LONG_ROWS.sub(lambda match: re.sub(r"\n *", " ", match[0]), text) + "\n", path)
+
+
+def problem_of(path: Path) -> str:
+    """Return why a file cannot be written there; empty when it can.
+
+    Writing replaces the target by rename, so devices and other special files are refused.
+    """
+    if path.is_dir():
+        return f"{path}: is a folder; expected the name of a file"
+    if not path.parent.is_dir():
+        return f"{path}: there is no folder {path.parent}"
+    is_special = path.exists() and not path.is_file()
+    if is_special or path.parent.resolve() == Path("/dev"):
+        return f"{path}: is no plain file; expected the name of a file to write"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return ""
+    except OSError as error:
+        return f"{path}: cannot be written: {error.strerror or error}"
+
+
+def check_outputs(names: Iterable[str | None]) -> None:
+    """Check output files before anything long begins: ConfigError for files that cannot be written,
+    CommandLineError if a name is given twice. Empty names are ignored."""
+    given = [name for name in names if name]
+    problems = [text for name in given if (text := problem_of(Path(name)))]
+    shared = [
+        f"{name}: two outputs cannot share a file"
+        for name in sorted({name for name in given if given.count(name) > 1})
+    ]
+    if shared:
+        raise CommandLineError([*problems, *shared])
+    if problems:
+        raise ConfigError(problems)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file by atomic rename; ConfigError when it cannot be written."""
+    if problem := problem_of(path):
+        raise ConfigError([problem])
+    waiting = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        staging.write(waiting, text.encode())
+        os.replace(waiting, path)
+        staging.sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            waiting.unlink()
+        reason = error.strerror or str(error)
+        raise ConfigError([f"{path}: cannot be written: {reason}"]) from error
+
+
+def plain(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, with words that are read back as such."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+def _summary(run: Run, level: Level) -> dict[str, Any]:
+    """Summarise a level; None where a figure is unknown."""
+    figures = summary.figures_of(run, level)
+    found: dict[str, Any] = {
+        "load": figures.label,
+        "num_requests": figures.num_requests,
+        "num_failed": figures.num_failed,
+        "failures": figures.failures,
+        "throughput_per_s": _bounds(figures.throughput),
+        "goodput_percent": figures.goodput_percent,
+        "latency_ms": {name: _bounds(each, 1e3) for name, each in figures.latency.items()},
+        "mean_latency_ms": _finite(figures.mean_s * 1e3),
+        "utilisation_percent": figures.utilisation,
+    }
+    for metric, percentiles in figures.streams.items():
+        found[f"{metric}_ms"] = {name: _bounds(each, 1e3) for name, each in percentiles.items()}
+    if figures.output_tokens_per_s is not None:
+        found["output_tokens_per_s"] = figures.output_tokens_per_s
+    if figures.breakdown is not None:
+        phases = figures.breakdown.phases()
+        found["phases_ms"] = {name: _finite(seconds * 1e3) for name, seconds in phases.items()}
+    return found
+
+
+def _bounds(interval: Interval, factor: float = 1.0) -> dict[str, float | None]:
+    return {name: _finite(getattr(interval, name) * factor) for name in ("value", "low", "high")}
+
+
+def _finite(number: float) -> float | None:
+    return round(number, 6) if math.isfinite(number) else None
+
+
+def read_run(path: Path) -> Run:
+    """Read a run; ConfigError says why the file is not one."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            [f"{path}: no such file; expected one of penstock bench or optimize --json"]
+        ) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    _check_kind(path, text)
+    try:
+        # Not strict: NaN is written as a word.
+        run = msgspec.json.decode(text, type=Run, strict=False)
+        if run.slo:
+            summary.slo_of(run)
+    except msgspec.ValidationError as error:
+        raise ConfigError([f"{path}: not a whole bench file: {error}"]) from None
+    except ConfigError as error:
+        raise ConfigError([f"{path}: slo: {problem}" for problem in error.problems]) from None
+    return run
+
+
+def _check_kind(path: Path, text: bytes) -> None:
+    try:
+        kind = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+    is_run = isinstance(kind, dict) and {"target", "levels", "format"} <= kind.keys()
+    if not is_run:
+        expected = "expected what penstock bench or optimize --json writes"
+        raise ConfigError([f"{path}: JSON, but not of a run; {expected}"])
+    if kind["format"] != FORMAT:
+        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
+        raise ConfigError([f"{path}: {found}"])
+
+
+def csv_text(run: Run) -> str:
+    """Return one row per level, ordered by throughput as perf_analyzer does."""
+    is_closed = all(isinstance(level.load, Closed) for level in run.levels)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    load = "Concurrency" if is_closed else "Request Rate"
+    writer.writerow((load, *PERF_ANALYZER_COLUMNS, *OWN_COLUMNS))
+    rows = [(level, summary.figures_of(run, level)) for level in run.levels]
+    for level, figures in sorted(rows, key=lambda row: row[1].throughput.value):
+        writer.writerow([_load_cell(level), *_known_cells(run, figures), *_own_cells(figures)])
+    return out.getvalue()
+
+
+def _load_cell(level: Level) -> str:
+    if isinstance(level.load, Closed):
+        return str(level.load.concurrency)
+    return f"{pacer.mean_rate(level.load):.6g}"
+
+
+def _known_cells(run: Run, figures: Figures) -> list[str]:
+    parts = figures.breakdown
+    inside = (0.0, 0.0, 0.0, 0.0)
+    unsent_s = 0.0
+    if parts is not None:
+        inside = (parts.queue_s, parts.input_s, parts.infer_s, parts.output_s)
+        unsent_s = parts.unsent_s
+    # The remainder, so that the columns add up to the mean latency.
+    network_s = figures.mean_s - unsent_s - sum(inside)
+    network_s = 0.0 if network_s < 0 else network_s
+    cells = [f"{figures.throughput.value * run.batch_size:.6g}"]
+    cells += map(_microseconds, (unsent_s, network_s, *inside, 0.0))
+    cells += [_microseconds(figures.latency[name].value) for name in ("p50", "p90", "p95", "p99")]
+    return cells
+
+
+def _own_cells(figures: Figures) -> list[str]:
+    p99 = figures.latency["p99"]
+    cells = [_microseconds(each) for each in (figures.latency["p99.9"].value, p99.low, p99.high)]
+    cells.append(str(figures.num_failed))
+    percent = figures.goodput_percent
+    return [*cells, "" if percent is None else f"{_goodput_per_s(figures, percent):.6g}"]
+
+
+def _goodput_per_s(figures: Figures, percent: float) -> float:
+    """Return answers in time per second: throughput times their share of good answers."""
+    if not figures.num_good:
+        return 0.0
+    return figures.throughput.value * percent / 100 * figures.num_requests / figures.num_good
+
+
+def _microseconds(seconds: float) -> str:
+    return str(round(seconds * 1e6)) if math.isfinite(seconds) else ""

@@ -1,0 +1,80 @@
+"""Optimisations as JSON files that can be read back. Beside the data they hold a `verdict` for
+other tools; it is written anew each time and ignored on reading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import slo as promises
+from penstock.benchmark import run_files
+from penstock.errors import ConfigError
+from penstock.optimizer import first_line
+from penstock.optimizer.results import Optimization
+
+FORMAT = 1
+EXPECTED = "expected what penstock optimize --json writes"
+# Names in files of earlier versions.
+FORMER_OUTCOMES = {"met": "kept"}
+# Fields that together identify an optimisation among our files.
+FIELDS = {"tries", "outcome", "machine", "format"}
+
+
+def write_optimization(optimization: Optimization, path: Path) -> None:
+    """Write the file, completely or not at all."""
+    data: dict[str, Any] = {"verdict": first_line.headline(optimization)}
+    data |= run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
+    text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
+    run_files.write_text(text + "\n", path)
+
+
+def is_optimization(path: Path) -> bool:
+    """Return whether the file looks like an optimisation; False if it cannot be read."""
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(found, dict) and found.keys() >= FIELDS
+
+
+def read_optimization(path: Path) -> Optimization:
+    """Read the file; ConfigError says why it is not an optimisation."""
+    text = _read(path)
+    _check_kind(path, text)
+    try:
+        # Not strict: NaN is written as a string.
+        found = msgspec.json.decode(text, type=Optimization, strict=False)
+        found.outcome = FORMER_OUTCOMES.get(found.outcome, found.outcome)
+        if found.slo:
+            promises.parse(found.slo)
+    except msgspec.ValidationError as error:
+        raise ConfigError([f"{path}: not a whole optimisation: {error}"]) from None
+    except ConfigError as error:
+        raise ConfigError([f"{path}: slo: {problem}" for problem in error.problems]) from None
+    if found.outcome not in first_line.EXIT_CODES:
+        known = ", ".join(first_line.EXIT_CODES)
+        raise ConfigError([f"{path}: outcome {found.outcome!r} is not one of {known}"])
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file; {EXPECTED}"]) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+
+
+def _check_kind(path: Path, text: bytes) -> None:
+    try:
+        kind = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+    if not isinstance(kind, dict) or not kind.keys() >= FIELDS:
+        raise ConfigError([f"{path}: JSON, but not of an optimisation; {EXPECTED}"])
+    if kind["format"] != FORMAT:
+        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
+        raise ConfigError([f"{path}: {found}"])

@@ -1,0 +1,1 @@
+"""Reports of runs, comparisons, optimisations and profiles: tables, HTML pages, figures."""

@@ -1,0 +1,198 @@
+"""A run in a terminal: the verdict first, then the target, the levels and the findings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock import units
+from penstock.benchmark import findings, headline, summary
+from penstock.benchmark.findings import Finding
+from penstock.benchmark.headline import Outcome
+from penstock.benchmark.pacer import Load
+from penstock.benchmark.results import Run
+from penstock.benchmark.summary import (
+    Breakdown,
+    Figures,
+)
+
+OUTCOME_STYLES: dict[Outcome, str] = {
+    "kept": "bold green",
+    "missed": "bold red",
+    "partly kept": "bold yellow",
+    "not measured": "bold yellow",
+    "no SLO": "bold",
+}
+SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+# More levels than this are counted, not named.
+MAX_PLACES = 3
+TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
+
+
+def shown(run: Run) -> Group:
+    run = summary.in_order(run)
+    figures = [summary.figures_of(run, level) for level in run.levels]
+    verdict = headline.headline_of(run)
+    parts: list[RenderableType] = [Text(verdict.text, style=OUTCOME_STYLES[verdict.outcome])]
+    parts += [Text.assemble((f"{name:8}", "dim"), text) for name, text in about(run).items()]
+    if figures:
+        loads = [level.load for level in run.levels]
+        parts += ["", _levels_table(loads, figures)]
+        if any(each.streams for each in figures):
+            parts += ["", _streams_table(loads, figures), Text(TPOT_FORMULA, style="dim")]
+        if any(each.breakdown for each in figures):
+            parts += ["", *_breakdown_table(loads, figures)]
+    answers = answers_of(run)
+    parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
+    found = findings.grouped(findings.find(run))
+    if found:
+        parts += ["", *(finding_line(run, each) for each in found)]
+    return Group(*parts)
+
+
+def about(run: Run) -> dict[str, str]:
+    """Describe the target, the model and the inputs."""
+    target = run.target
+    model = "/".join(part for part in (target.model, target.version) if part)
+    server = ", ".join(part for part in (target.server, target.backend) if part)
+    found = {"target": f"{target.protocol}, {target.address}"}
+    if model or server:
+        found["model"] = model + (f" ({server})" if server else "")
+    rows = f", {run.batch_size} rows a request" if run.batch_size > 1 else ""
+    found["inputs"] = run.origin.text + rows
+    measured = units.duration(sum(level.measured_s for level in run.levels))
+    found["run"] = f"{run.created}, {measured} measured at {units.count(len(run.levels), 'level')}"
+    return found
+
+
+def answers_of(run: Run) -> list[str]:
+    """Return the answers to the run's question, and the cold start."""
+    found = []
+    if run.knee is not None:
+        knee = run.knee
+        found.append(
+            f"Knee: concurrency {units.number(knee.concurrency)}, the plateau of"
+            f" {units.number(knee.throughput)}/s x {units.duration(knee.alone_s)} alone"
+            + (f"; {knee.reason}" if knee.reason else "")
+        )
+    if run.max_rate is not None and math.isfinite(run.max_rate.rate.value):
+        rate = headline.rate_text(run.max_rate.rate)
+        found.append(f"Highest rate that keeps {run.max_rate.slo}: {rate}")
+    if (text := cold_start_text(run)) is not None:
+        found.append(f"Cold start: {text}")
+    return found
+
+
+def cold_start_text(run: Run) -> str | None:
+    cold = run.cold_start
+    if cold is None:
+        return None
+    named = {"loading": cold.load_s, "connecting": cold.connect_s, "first request": cold.first_s}
+    parts = [f"{name} {units.duration(s)}" for name, s in named.items() if s is not None]
+    return ", ".join(parts) or None
+
+
+def finding_line(run: Run, group: Sequence[Finding]) -> Text:
+    place, finding = place_of(run, group), group[0]
+    style = SEVERITY_STYLES[finding.severity]
+    return Text.assemble(
+        (f"{finding.severity}: ", style), f"{place}: " if place else "", finding.text
+    )
+
+
+def place_of(run: Run, group: Sequence[Finding]) -> str:
+    """Name the levels that a finding is about; empty when it is about all of them."""
+    indices = [each.level for each in group if each.level is not None]
+    if not indices or len(run.levels) == 1:
+        return ""
+    if len(indices) > MAX_PLACES:
+        return f"{len(indices)} of {len(run.levels)} levels"
+    return ", ".join(summary.label_of(run.levels[index]) for index in indices)
+
+
+def figure_table(first: str, *others: str) -> Table:
+    """Make a table with text on the left, figures on the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column(Text(first), overflow="fold")
+    for name in others:
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    return table
+
+
+def _levels_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
+    head, names = summary.short_loads(list(loads))
+    unit = units.unit_of(each.value for row in figures for each in row.latency.values())
+    has_utilisation = any(row.busiest for row in figures)
+    columns = ["answers/s", "p50", "p90", "p95", f"p99 {unit} (95 % CI)", "p99.9", "failed"]
+    table = figure_table(head, *columns, *(["busy"] if has_utilisation else []))
+    for name, row in zip(names, figures, strict=True):
+        cells: list[str | Text] = [units.number(row.throughput.value)]
+        for percentile, measured in row.latency.items():
+            is_wide = percentile == "p99"
+            scale = units.SECONDS[unit]
+            cells.append(
+                units.interval(measured, scale) if is_wide else units.number(measured.value / scale)
+            )
+        cells.append(_failed(row))
+        if has_utilisation:
+            cells.append(_busy(row))
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _failed(row: Figures) -> Text:
+    return Text(str(row.num_failed), style="red" if row.num_failed else "")
+
+
+def _busy(row: Figures) -> str:
+    return units.UNKNOWN if row.busiest is None else f"{row.busiest[1]:.0f} %"
+
+
+def _streams_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
+    head, names = summary.short_loads(list(loads))
+    metrics = [name for name in summary.STREAM_METRICS if any(name in f.streams for f in figures)]
+    columns = []
+    in_units = {}
+    for metric in metrics:
+        found = [row.streams[metric] for row in figures if metric in row.streams]
+        in_units[metric] = units.unit_of(each[p].value for each in found for p in ("p50", "p99"))
+        columns += [f"{metric.upper()} p50", f"p99 {in_units[metric]}"]
+    table = figure_table(head, *columns, "tokens/s")
+    for name, row in zip(names, figures, strict=True):
+        cells = []
+        for metric in metrics:
+            scale = units.SECONDS[in_units[metric]]
+            values = row.streams.get(metric)
+            for percentile in ("p50", "p99"):
+                value = math.nan if values is None else values[percentile].value
+                cells.append(units.number(value / scale))
+        tokens = row.output_tokens_per_s
+        cells.append(units.UNKNOWN if tokens is None else units.number(tokens))
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _breakdown_table(
+    loads: Sequence[Load], figures: Sequence[Figures]
+) -> tuple[RenderableType, RenderableType]:
+    head, names = summary.short_loads(list(loads))
+    parts = [row.breakdown for row in figures]
+    unit = units.unit_of(each.server_s for each in parts if each is not None)
+    columns = ("request", "overhead", "queue", "input", "infer", "output", "outside")
+    table = figure_table(head, *columns)
+    for name, part in zip(names, parts, strict=True):
+        table.add_row(Text(name), *_breakdown_cells(part, unit, len(columns)))
+    title = f"In the server, mean per request in {unit} (outside: network and client)"
+    return Text(title, style="bold"), table
+
+
+def _breakdown_cells(part: Breakdown | None, unit: str, num_cells: int) -> list[str]:
+    if part is None:
+        return [units.UNKNOWN] * num_cells
+    inside = (part.server_s, part.overhead_s, part.queue_s)
+    compute = (part.input_s, part.infer_s, part.output_s)
+    return [units.in_unit(seconds, unit) for seconds in (*inside, *compute, part.outside_s)]

@@ -1,0 +1,127 @@
+"""An optimisation in the terminal: the verdict, what the accuracy gate did not check, before and
+after, the waterfall, and the candidates that lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock import units
+from penstock.optimizer import first_line, wording
+from penstock.optimizer.results import Optimization, Phase
+from penstock.report import before_after, tried
+from penstock.report.bench_table import figure_table
+from penstock.report.tried import Told
+
+HEADLINE_STYLES = {
+    "kept": "bold green",
+    "missed": "bold red",
+    "refused": "bold red",
+    "disturbed": "bold yellow",
+    "interrupted": "bold yellow",
+    "failed": "bold red",
+}
+OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
+OUTCOME_STYLES |= {"failed": "red", "cut off": "yellow"}
+CHANGE_STYLES = {True: "green", False: "red", None: ""}
+
+
+def shown(optimization: Optimization) -> Group:
+    headline = optimization.headline or first_line.headline(optimization)
+    style = HEADLINE_STYLES[optimization.outcome] if optimization.slo else "bold"
+    parts: list[RenderableType] = [Text(headline, style=style)]
+    parts += [Text.assemble(("not checked: ", "yellow"), each) for each in optimization.unchecked]
+    parts += [Text.assemble(("warning: ", "yellow"), note) for note in optimization.notes]
+    for part in (_compared(optimization), _steps(optimization), _tried(optimization)):
+        if part is not None:
+            parts += ["", part]
+    parts += ["", *_ends(optimization)]
+    return Group(*parts)
+
+
+def _compared(optimization: Optimization) -> Table | None:
+    rows = before_after.rows(optimization)
+    if not rows:
+        return None
+    has_after = before_after.has_after(optimization)
+    table = figure_table("", "original", *(["chosen", "change"] if has_after else []))
+    for row in rows:
+        cells: list[str | Text] = [str(row.before)]
+        if has_after:
+            cells += [str(row.after), Text(row.change, style=CHANGE_STYLES[row.is_better])]
+        table.add_row(Text(row.name), *cells)
+    return table
+
+
+def _steps(optimization: Optimization) -> Table | None:
+    """Return the waterfall as a table; predicted figures are marked."""
+    phases = optimization.phases
+    if len(phases) < 2:
+        return None
+    metric = wording.metric_of(optimization)
+    columns = ["highest rate", "p99", metric or "accuracy", "per million"]
+    table = figure_table("step", *columns)
+    for phase in phases:
+        about = "" if phase.is_rate_measured else "≈ "
+        accuracy, cost = phase.accuracy, phase.cost_per_million
+        table.add_row(
+            Text(wording.short_label(phase.label)),
+            units.UNKNOWN if math.isnan(phase.max_rate) else about + wording.rate(phase.max_rate),
+            _p99(phase),
+            units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
+            f"{about}{units.number(cost)}"
+            if cost is not None and cost < math.inf
+            else units.UNKNOWN,
+        )
+    return table
+
+
+def _p99(phase: Phase) -> str:
+    text = units.duration(phase.p99_s)
+    return text if phase.is_measured or text == units.UNKNOWN else f"≈ {text}"
+
+
+def _tried(optimization: Optimization) -> Table | None:
+    """Return the candidates that lost, and why."""
+    lost = [
+        (stage, told)
+        for stage, group in tried.by_stage(optimization)
+        for told in group
+        if told.outcome != "kept" and not told.is_chosen
+    ]
+    if not lost:
+        return None
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("stage", "not chosen", "outcome", "why"):
+        table.add_column(Text(name), overflow="fold")
+    for stage, cells in _with_stage_once(lost):
+        table.add_row(stage, *cells)
+    return table
+
+
+def _with_stage_once(lost: Sequence[tuple[str, Told]]) -> Iterator[tuple[str, list[Text]]]:
+    """Yield the rows, with the stage only in the first row of its group."""
+    last = ""
+    for stage, told in lost:
+        outcome = Text(told.outcome, style=OUTCOME_STYLES[told.outcome])
+        yield ("" if stage == last else stage, [Text(told.step), outcome, Text(told.reason)])
+        last = stage
+
+
+def _ends(optimization: Optimization) -> Iterator[Text]:
+    layers = [layer.name for each in optimization.tries for layer in each.fallback]
+    if layers:
+        yield Text.assemble(("kept in float  ", "dim"), ", ".join(dict.fromkeys(layers)))
+    if recommended := wording.next_step(optimization):
+        yield Text.assemble(("next           ", "dim"), recommended)
+    if optimization.skipped:
+        names = dict.fromkeys(str(each.step or each.pass_name) for each in optimization.skipped)
+        yield Text.assemble(("not tried      ", "dim"), ", ".join(names))
+    if optimization.chosen is not None:
+        yield Text.assemble(("chosen         ", "dim"), str(optimization.chosen))
+    if optimization.version:
+        yield Text.assemble(("version        ", "dim"), wording.place(optimization))

@@ -1,0 +1,207 @@
+"""A profile in the terminal: verdict, operators, peaks, and the parts of a request."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock import units
+from penstock.optimizer.profile import roofline
+from penstock.optimizer.profile.results import Bucket, GpuTime, Operator, Peaks, Profile
+
+NUM_OPERATORS = 12
+NUM_TYPES = 8
+KERNEL_WIDTH = 60
+BAR_WIDTH = 20
+BOUND_STYLES = {
+    "compute": "green",
+    "memory": "yellow",
+    "launch": "magenta",
+    "overhead": "red",
+    "unknown": "dim",
+}
+
+
+def shown(profile: Profile) -> Group:
+    parts: list[RenderableType] = [
+        Text(profile.recommendation, style="bold"),
+        Text(about(profile), style="dim"),
+    ]
+    parts += [Text(f"- {line}") for line in profile.findings]
+    if profile.operators:
+        parts += [_section("By type"), _types(profile)]
+        parts += [_section("Longest operators"), _operators(profile)]
+    if profile.gpu is not None:
+        parts += [_section("Longest kernels"), _kernels(profile.gpu)]
+    parts += [_section("Peaks of this device"), Text(peaks_text(profile.peaks))]
+    parts += [_section("One request, alone"), _buckets(profile.buckets)]
+    if profile.steps:
+        parts += [_section("What could be done (ceilings, not promises)")]
+        parts += [Text(f"- {step.text}") for step in profile.steps]
+    return Group(*parts)
+
+
+def about(profile: Profile) -> str:
+    runs = units.count(profile.num_runs, "run")
+    text = f"{profile.model} on {profile.backend}, {profile.batch}; median of {runs}"
+    text += f": {units.duration(profile.total_s)}"
+    if profile.operators:
+        text += f", {units.duration(profile.profiled_s)} while profiled"
+    return f"{text}. Inputs: {profile.inputs}" if profile.inputs else text
+
+
+def peaks_text(peaks: Peaks) -> str:
+    flops = [
+        f"{roofline.NAMES.get(name, name)} {scaled(value, 'FLOP/s')}"
+        for name, value in peaks.flops.items()
+    ]
+    threads = units.count(peaks.num_threads, "thread")
+    text = (
+        f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"
+    )
+    if peaks.cache_bytes_per_s:
+        text += f", caches {scaled(peaks.cache_bytes_per_s, 'B/s')}"
+    if peaks.host_bytes_per_s:
+        text += f", from the host {scaled(peaks.host_bytes_per_s, 'B/s')}"
+    return f"{text}; launch {units.duration(peaks.launch_s)}"
+
+
+def scaled(value: float | None, unit: str) -> str:
+    """Format as `186 GFLOP/s`, with SI prefixes."""
+    if value is None:
+        return units.UNKNOWN
+    for prefix in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{units.number(value)} {prefix}{unit}"
+        value /= 1000
+    return f"{units.number(value)} T{unit}"
+
+
+def efficiency_text(operators: Sequence[Operator]) -> str:
+    """Return the time all of them need at the peaks as a share of the time they take."""
+    known = [each for each in operators if each.needed_s is not None]
+    seconds = sum(each.seconds for each in known)
+    if not seconds:
+        return units.UNKNOWN
+    needed = sum(min(each.seconds, each.needed_s or 0.0) for each in known)
+    return units.share(needed, seconds)
+
+
+def whole_s(profile: Profile) -> float:
+    """Return the total for shares: a run, or its operators if the profiler made them longer."""
+    return max(profile.total_s, sum(each.seconds for each in profile.operators))
+
+
+def _section(title: str) -> Text:
+    return Text.assemble("\n", (title, "bold cyan"))
+
+
+def _table(*columns: str, num_words: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        is_word = index < num_words
+        justify = "left" if is_word or column in ("", "bound") else "right"
+        table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    return table
+
+
+def _bar(part: float, whole: float) -> Text:
+    width = round(BAR_WIDTH * part / whole) if whole else 0
+    return Text("█" * width or "▏", style="cyan")
+
+
+def _types(profile: Profile) -> Table:
+    whole = whole_s(profile)
+    unit = units.unit_of([whole])
+    table = _table("type", "", "share", unit, "calls", "FLOP", "bytes", "of roof", num_words=1)
+    groups = roofline.by_type(profile.operators)
+    for kind, operators in groups[:NUM_TYPES]:
+        seconds = sum(each.seconds for each in operators)
+        table.add_row(
+            Text(kind),
+            _bar(seconds, whole),
+            units.share(seconds, whole),
+            units.in_unit(seconds, unit),
+            str(sum(each.num_calls for each in operators)),
+            scaled(_total([each.flops for each in operators]), ""),
+            scaled(_total([each.num_bytes for each in operators]), "B"),
+            efficiency_text(operators),
+        )
+    if len(groups) > NUM_TYPES:
+        rest = [each for _, operators in groups[NUM_TYPES:] for each in operators]
+        seconds = sum(each.seconds for each in rest)
+        name = Text(f"{len(groups) - NUM_TYPES} others", style="dim")
+        share = units.share(seconds, whole)
+        table.add_row(name, _bar(seconds, whole), share, units.in_unit(seconds, unit))
+    return table
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _operators(profile: Profile) -> Table:
+    whole = whole_s(profile)
+    unit = units.unit_of(each.seconds for each in profile.operators[:NUM_OPERATORS])
+    table = _table("operator", "type", "bound", "share", unit, "FLOP/B", "of roof", num_words=3)
+    for each in profile.operators[:NUM_OPERATORS]:
+        table.add_row(
+            Text(_short(each.name)),
+            Text(each.type),
+            Text(each.bound, style=BOUND_STYLES[each.bound]),
+            units.share(each.seconds, whole),
+            units.in_unit(each.seconds, unit),
+            intensity_text(each),
+            efficiency_text([each]),
+        )
+    return table
+
+
+def _kernels(gpu: GpuTime) -> Table:
+    whole = sum(each.seconds for each in gpu.kernels)
+    unit = units.unit_of(each.seconds for each in gpu.kernels[:NUM_OPERATORS])
+    table = _table("kernel", "share", unit, "calls")
+    for each in gpu.kernels[:NUM_OPERATORS]:
+        name = Text(each.name if len(each.name) <= KERNEL_WIDTH else f"{each.name[:KERNEL_WIDTH]}…")
+        share = units.share(each.seconds, whole)
+        table.add_row(name, share, units.in_unit(each.seconds, unit), f"{each.num_calls:.3g}")
+    return table
+
+
+def tool_commands(model: str, name: str, batch_size: int) -> list[str]:
+    """Return commands for NVIDIA's profilers on the same model in one process. They use `penstock
+    bench`, because two profilers cannot watch a GPU at once."""
+    bench = ["penstock", "bench", model, "--concurrency", "1", "-b", str(batch_size)]
+    bench += ["--model", name] if name else []
+    nsys = ["nsys", "profile", "--trace=cuda,nvtx,cublas,cudnn", "--output=penstock"]
+    # Skip the launches of the warm-up; counters make each of the others slow.
+    ncu = ["ncu", "--set=roofline", "--launch-skip=2000", "--launch-count=50", "--export=penstock"]
+    return [
+        shlex.join([*tool, *bench, "--duration", length])
+        for tool, length in ((nsys, "5s"), (ncu, "60s"))
+    ]
+
+
+def intensity_text(operator: Operator) -> str:
+    if not operator.num_bytes or operator.flops is None:
+        return units.UNKNOWN
+    return units.number(operator.flops / operator.num_bytes)
+
+
+def _short(name: str, width: int = 44) -> str:
+    """Keep the end of the name, which says most."""
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
+def _buckets(buckets: Sequence[Bucket]) -> Table:
+    whole = sum(each.seconds for each in buckets)
+    table = _table("part", "", "share", "time")
+    for each in buckets:
+        share = units.share(each.seconds, whole)
+        table.add_row(each.name, _bar(each.seconds, whole), share, units.duration(each.seconds))
+    return table

@@ -1,0 +1,206 @@
+"""What is drawn is what was measured."""
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from benchmark import made_runs
+from benchmark.made_runs import Server
+
+from penstock.benchmark import stats, summary
+from penstock.benchmark.exchange import TimingSample
+from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.results import Run, SystemSample
+from penstock.report import bench_figures
+
+
+def drawn(run: Run) -> dict[str, list[Any]]:
+    return bench_figures.figures_of_run(
+        run, [summary.figures_of(run, level) for level in run.levels]
+    )
+
+
+def traces(figure: Any) -> dict[str, Any]:
+    return {trace["name"]: trace for trace in figure["data"]}
+
+
+def test_each_level_has_its_figures_and_the_run_has_one() -> None:
+    found = drawn(made_runs.sweep("p99 < 20ms"))
+    assert {name: len(figures) for name, figures in found.items()} == {
+        "curve": 1,
+        "cdf": 1,
+        "breakdown": 1,
+        "over_time": 7,
+        "samples": 7,
+        "utilisation": 7,
+        "streams": 7,
+    }
+    missing = {name for name, figures in found.items() if None in figures}
+    assert missing == {"streams"}
+
+
+def test_nothing_to_draw() -> None:
+    assert [figure for figures in drawn(made_runs.empty()).values() for figure in figures] == [
+        None,
+        None,
+        None,
+    ]
+    run = made_runs.run([made_runs.level(Closed(1), Server(fail_share=1.0))])
+    run.levels[0].system, run.levels[0].server = [], None
+    found = drawn(run)
+    assert found["curve"] == found["cdf"] == found["breakdown"] == found["utilisation"] == [None]
+    assert found["over_time"] != [None]
+
+
+def test_the_curve_goes_from_low_load_to_high_and_marks_the_knee() -> None:
+    run = made_runs.sweep("p99 < 20ms")
+    (figure,) = drawn(run)["curve"]
+    found = traces(figure)
+    figures = [summary.figures_of(run, level) for level in run.levels]
+    assert found["p99"]["x"] == [each.throughput.value for each in figures]
+    assert found["p50"]["y"] == [each.latency["p50"].value * 1e3 for each in figures]
+    assert found["p99"]["text"] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert found["knee"]["x"] == [figures[2].throughput.value]
+    notes = [note["text"] for note in figure["layout"]["annotations"]]
+    assert notes == [" SLO: p99 < 20ms", "<b>knee</b>: concurrency 4.30"]
+
+
+def test_a_search_is_drawn_in_the_order_of_its_rates() -> None:
+    (figure,) = drawn(made_runs.max_rate())["curve"]
+    assert traces(figure)["p99"]["text"] == ["200", "400", "800", "850", "900", "1100"]
+
+
+def test_one_level_is_no_curve() -> None:
+    assert drawn(made_runs.open_loop())["curve"] == [None]
+
+
+def test_the_distribution_rises_and_ends_where_requests_end() -> None:
+    run = made_runs.open_loop()
+    (figure,) = drawn(run)["cdf"]
+    (trace,) = figure["data"]
+    assert trace["x"] == sorted(trace["x"]) and trace["y"] == sorted(trace["y"])
+    whole = stats.histogram(run.levels[0].windows)
+    place = trace["customdata"].index("99")
+    assert trace["x"][place] == whole.percentile(99) * 1e3
+    assert trace["y"][place] == pytest.approx(2.0)
+    # 3911 requests say nothing of one in 10000.
+    assert float(trace["customdata"][-1]) == pytest.approx(99.97)
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["SLO: p99 < 20ms"]
+
+
+def test_each_further_nine_has_the_same_room() -> None:
+    places = [bench_figures.nines(percent) for percent in (0.0, 90.0, 99.0, 99.9)]
+    assert places == pytest.approx([0, 1, 2, 3])
+
+
+def test_bars_stack_up_to_the_mean_latency() -> None:
+    run = made_runs.open_loop(800.0)
+    (figure,) = drawn(run)["breakdown"]
+    total = sum(trace["y"][0] for trace in figure["data"])
+    mean_s = summary.figures_of(run, run.levels[0]).mean_s
+    assert total == pytest.approx(mean_s * 1e3, rel=0.01)
+    assert figure["layout"]["yaxis"]["title"] == "mean, ms"
+    assert "queue: for an instance" in traces(figure)
+
+
+def test_bars_of_very_different_height_are_shares() -> None:
+    (figure,) = drawn(made_runs.max_rate())["breakdown"]
+    assert figure["layout"]["yaxis"]["title"] == "share, %"
+    for index in range(6):
+        total = sum(trace["y"][index] for trace in figure["data"])
+        assert total == pytest.approx(100, abs=0.5)
+
+
+def test_two_levels_of_one_load_are_two_bars() -> None:
+    run = made_runs.run([made_runs.level(Closed(8), seed=seed) for seed in (1, 2)])
+    (figure,) = drawn(run)["breakdown"]
+    assert all(trace["x"] == [0, 1] for trace in figure["data"])
+
+
+def test_typical_and_slow_requests_are_told_apart() -> None:
+    level = made_runs.level(Closed(1))
+    # 95 requests of 10 ms that compute, 5 of 110 ms that wait.
+    level.samples = [
+        TimingSample(0.010, {"compute_infer": 0.008, "total": 0.009}) for _ in range(95)
+    ] + [
+        TimingSample(0.110, {"compute_infer": 0.008, "queue_instance": 0.1, "total": 0.109})
+        for _ in range(5)
+    ]
+    (figure,) = drawn(made_runs.run([level]))["samples"]
+    found = traces(figure)
+    assert found["compute infer"]["y"] == pytest.approx([8.0, 8.0])
+    assert found["queue: for an instance"]["y"] == pytest.approx([0.0, 100.0])
+    assert found["server overhead"]["y"] == pytest.approx([1.0, 1.0])
+    assert found["network and client"]["y"] == pytest.approx([1.0, 1.0])
+
+
+def test_few_samples_are_not_drawn() -> None:
+    level = made_runs.level(Closed(1))
+    level.samples = level.samples[: bench_figures.MIN_SAMPLES - 1]
+    assert drawn(made_runs.run([level]))["samples"] == [None]
+
+
+def test_a_stall_is_seen_over_time() -> None:
+    server = Server(stall_at_s=4.0, stall_s=1.0)
+    run = made_runs.run([made_runs.level(Open(Flat(200.0)), server)])
+    (figure,) = drawn(run)["over_time"]
+    tail = traces(figure)["p99"]
+    slow = [x for x, y in zip(tail["x"], tail["y"], strict=True) if y > 100]
+    assert slow and min(slow) > 3.5 and max(slow) < 7.0
+    assert "failed requests" not in traces(figure)
+
+
+def test_values_that_hardly_differ_have_ticks_in_sight() -> None:
+    run = made_runs.open_loop(400.0, "p99 < 2s")
+    for window in run.levels[0].windows:
+        window.metrics["latency"] = stats.Histogram({})
+        window.metrics["latency"].add(np.array([0.1265, 0.1271]))
+    axis = drawn(run)["over_time"][0]["layout"]["yaxis"]
+    low, high = (10**each for each in axis["range"])
+    assert low < 100 and high > 2000
+    assert sum(low <= tick <= 200 for tick in axis["tickvals"]) >= 2
+
+
+def test_failures_are_bars_over_time() -> None:
+    run = made_runs.partial()
+    (figure,) = drawn(run)["over_time"]
+    bars = traces(figure)["failed requests"]
+    assert sum(bars["y"]) == summary.figures_of(run, run.levels[0]).num_failed
+    assert bars["yaxis"] == "y2" and "yaxis2" in figure["layout"]
+
+
+def test_gpus_and_memory_are_drawn_with_the_cpu() -> None:
+    run = made_runs.open_loop()
+    run.levels[0].system = [SystemSample(0.5, 30.0, 2**31, gpu_percent=[80.0, 10.0])]
+    (figure,) = drawn(run)["utilisation"]
+    found = traces(figure)
+    assert list(found) == ["CPU", "GPU 0", "GPU 1", "memory"]
+    assert found["memory"]["y"] == [2.0] and found["GPU 0"]["y"] == [80.0]
+
+
+def test_streams_have_three_distributions_and_their_limit() -> None:
+    figure = drawn(made_runs.streams())["streams"][1]
+    assert list(traces(figure)) == ["TTFT", "ITL", "TPOT"]
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["SLO: p99 ttft < 200ms"]
+    # The limit on the first token is none on the whole answer.
+    assert drawn(made_runs.streams())["cdf"][0]["layout"]["annotations"] == []
+
+
+@pytest.mark.parametrize("make", [made_runs.sweep, made_runs.streams, made_runs.partial])
+def test_figures_are_plain_json(make: Any) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    text = msgspec.json.encode(bench_figures.plain(drawn(make())))
+    json.loads(text, parse_constant=refuse)
+    assert bench_figures.plain({"a": [math.nan, (math.inf, 1.0)]}) == {"a": [None, [None, 1.0]]}
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 11])
+def test_every_level_has_its_own_colour(number: int) -> None:
+    found = bench_figures.colours(number)
+    assert len(set(found)) == number
+    assert all(len(colour) == 7 for colour in found)
