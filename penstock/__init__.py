@@ -51,7 +51,7 @@ def load(model: Model, *, version: str = "") -> LoadedModel:
     return LoadedModel(resolve(model).read(), os.fspath(model), version)
 
 
-def serve(model: Model, **options: Unpack[ServeKeywords]) -> ServerHandle:
+def serve(model: Model, /, **options: Unpack[ServeKeywords]) -> ServerHandle:
     """Serve a model or repository from a child process, and return when it is ready.
 
     `with penstock.serve("model.onnx", http_port=0) as server: server.client().infer(image)`.
@@ -63,7 +63,9 @@ def serve(model: Model, **options: Unpack[ServeKeywords]) -> ServerHandle:
     return ServerHandle(os.fspath(model), from_keywords(ServeOptions, options))
 
 
-def bench(model: Model, *, progress: bool = False, **options: Unpack[BenchKeywords]) -> BenchResult:
+def bench(
+    model: Model, /, *, progress: bool = False, **options: Unpack[BenchKeywords]
+) -> BenchResult:
     """Measure a model or a running server under load.
 
     `penstock.bench("model.onnx", rate="100:800", duration=5, slo="p99 < 20 ms")`. Options are
@@ -76,7 +78,7 @@ def bench(model: Model, *, progress: bool = False, **options: Unpack[BenchKeywor
 
 
 def optimize(
-    model: Model, *, progress: bool = False, **options: Unpack[OptimizeKeywords]
+    model: Model, /, *, progress: bool = False, **options: Unpack[OptimizeKeywords]
 ) -> OptimizeResult:
     """Find the cheapest configuration of a model that meets an SLO, and add it to a repository.
 
@@ -89,7 +91,7 @@ def optimize(
     return run(os.fspath(model), from_keywords(OptimizeOptions, options), progress=progress)
 
 
-def profile(model: Model, **options: Unpack[ProfileKeywords]) -> ProfileResult:
+def profile(model: Model, /, **options: Unpack[ProfileKeywords]) -> ProfileResult:
     """Show where the time of one batch goes, and what to do next.
 
     `penstock.profile("model.onnx", batch_size=8)`. Options are those of `penstock profile`."""

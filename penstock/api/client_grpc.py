@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import grpc
 from tritonclient.grpc import service_pb2
 
-from penstock.api.client import Access, Endpoint, ModelMetadata
+from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import (
     BackendFailed,
     Cancelled,

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.api.client import Access, Endpoint, ModelMetadata
+from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import (
     BackendFailed,
     DeadlineExceeded,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock import ask, terminal
 from penstock.api import shown
-from penstock.api.client import parse_endpoint
+from penstock.api.endpoint import parse_endpoint
 from penstock.errors import CommandLineError, ConfigError
 from penstock.model_source import URL
 from penstock.serving.explain import Explanation

@@ -38,7 +38,9 @@ class ServeOutcome(msgspec.Struct):
 
 def main() -> int:
     """Serve as the parent asks; the exit code is that of `penstock serve`."""
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServeJob)
+    # Unbuffered: a thread that waits in a buffered reader would block the interpreter's exit.
+    with os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0) as line:
+        job = msgspec.json.decode(line.readline(), type=ServeJob)
     # Whatever models print must not be taken for the outcome.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -79,7 +81,8 @@ def addresses(running: Server, host: str) -> ServeOutcome:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

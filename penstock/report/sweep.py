@@ -27,11 +27,11 @@ def shown(runs: Sequence[Run]) -> Group:
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for (run, row), rate in zip(rows, rates, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
-        latency = [units.duration(row.latency[name].value) for name in ("p50", "p99")]
-        table.add_row(
-            *(str(run.batch_size), row.label, units.number(row.throughput.value)),
-            *(units.number(rate), Text(bar, style="cyan"), *latency, str(row.num_failed)),
-        )
+        p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
+        figures = (units.number(row.throughput.value), units.number(rate))
+        curve = Text(bar, style="cyan")
+        failed = str(row.num_failed)
+        table.add_row(str(run.batch_size), row.label, *figures, curve, p50, p99, failed)
     target = runs[0].target
     parts = [Text(_headline(runs, rates), style="bold"), Text(f"target  {target.address}", "dim")]
     problems = [Text(run.problem, style="red") for run in runs if run.problem]
