@@ -6,8 +6,16 @@ READY := $(VENV)/.ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: demo demo-llm test test-gpu lint check verify fuzz bench-serving clean
+# Tests run in this many processes; none depends on another. Servers of a file are shared, so a file
+# stays in one process.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Tests that start no process and load no model: seconds, for `make check`.
+PURE := tests/wire tests/benchmark/test_stats.py
 
+.PHONY: demo demo-llm check test test-slow test-gpu lint verify fuzz bench-gate bench-serving clean
+
+# Optimise a sentiment classifier to a latency target: 3 minutes, plus set-up on the first run.
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
@@ -15,8 +23,17 @@ demo: $(READY)
 demo-llm: $(READY)
 	$(BIN)/python examples/demo_llm.py
 
-test: lint $(READY)
-	$(BIN)/python -m pytest -m "not verify"
+# Before a commit: lint, types and the pure tests, within a minute.
+check: lint
+	$(PYTEST) -m "not verify and not slow" $(PURE)
+
+# Before a pull request: lint, types and all tests but the slow ones, within ten minutes on two cores.
+test: lint
+	$(PYTEST) -m "not verify and not slow"
+
+# Tests that are slow by nature: long loads, fault injection, installing the wheel.
+test-slow: $(READY)
+	$(PYTEST) -m "slow and not verify"
 
 # On a machine with an NVIDIA GPU; elsewhere everything is skipped.
 test-gpu: $(READY)
@@ -47,6 +64,11 @@ $(FUZZ)/.ready: pyproject.toml
 	$(FUZZ)/bin/python -m pip install --quiet --disable-pip-version-check -e . "atheris>=3.0"
 	touch $(FUZZ)/.ready
 
+# Exit code 2 when this tree serves more slowly than BASE; both are measured here, in turns.
+BASE ?= main
+bench-gate: $(READY)
+	$(BIN)/python benchmarks/gate.py $(BASE)
+
 # Side by side with Triton, MLServer, LitServe and BentoML; each gets a virtual environment under .bench/.
 bench-serving: $(READY)
 	$(BIN)/python benchmarks/serving_overhead.py
@@ -55,7 +77,7 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,torch,openvino]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,torch,openvino,hf]"
 	touch $(READY)
 
 clean:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from penstock.types import TensorSpec, TimeoutAction
@@ -37,6 +38,14 @@ def ladder(max_batch_size: int) -> list[int]:
 
 # The backend of language models: an engine instead of workers.
 LLM = "llm"
+# Built-in steps in the place of a function, from the files of a Hugging Face folder. Steps before
+# the model run as a stage of their own (`serving.pipeline`), steps behind it in its worker.
+TOKENIZER, IMAGE = "tokenizer", "image"
+STAGES = (TOKENIZER, IMAGE)
+CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING = "classifier", "token_classifier", "embedding"
+HEADS = (CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING)
+# The backend of such a stage.
+PREPROCESS_BACKEND = "preprocess"
 # The option to run a model's layers over concatenated tokens, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"
 # Backends that start a batch on a GPU while earlier ones are still running there.
@@ -131,7 +140,7 @@ class Padding:
 class Preprocess:
     """A function applied to the user's inputs before the model."""
 
-    # FILE:NAME, a function in a file of the version folder.
+    # FILE:NAME, a function in a file of the version folder; or one of STAGES.
     function: str
     # The model's inputs; `ModelConfig.inputs` are then the user's.
     inputs: tuple[TensorSpec, ...]
@@ -143,7 +152,7 @@ class Preprocess:
 class Postprocess:
     """A function applied to the model's outputs before the user gets them."""
 
-    # FILE:NAME, a function in a file of the version folder.
+    # FILE:NAME, a function in a file of the version folder; or one of HEADS.
     function: str
     # The model's outputs; `ModelConfig.outputs` are then the user's.
     outputs: tuple[TensorSpec, ...]
@@ -262,6 +271,21 @@ class ModelConfig:
     def is_processed(self) -> bool:
         """Whether the model has a preprocess or postprocess function."""
         return self.preprocess is not None or self.postprocess is not None
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether preprocessing is a batched stage with workers of its own."""
+        return self.preprocess is not None and self.preprocess.function in STAGES
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a built-in step computes the answers from the model's outputs, by the batch."""
+        return self.postprocess is not None and self.postprocess.function in HEADS
+
+    @property
+    def folder(self) -> Path:
+        """The version's folder: the artifact may lie deeper in it."""
+        return Path(self.artifact).parents[max(1, len(Path(self.file).parts)) - 1]
 
     @property
     def is_packed(self) -> bool:

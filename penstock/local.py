@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, NotReady, PenstockError
 from penstock.model_source import resolve
 from penstock.repository import Found
 from penstock.serving.model import Model
+from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
 from penstock.serving.supervisor import StartLife, ThreadLife
 from penstock.types import Array, CallbackSink, Request, Response, to_array
@@ -137,7 +138,7 @@ class LocalModel:
     async def _statistics(self) -> dict[str, Any]:
         return self._model.metrics.statistics()
 
-    async def _start(self) -> Model:
+    async def _start(self) -> Model | StagePipeline:
         return await start(self.config, ThreadLife)
 
     def _end_loop(self) -> None:
@@ -146,14 +147,14 @@ class LocalModel:
         self._loop.close()
 
 
-async def start(config: ModelConfig, start_life: StartLife) -> Model:
+async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:
     """Start a model on the running loop with this kind of workers; ConfigError when they cannot
     load it. In-process callers wait without limit, unless the configuration sets one."""
     if config.batching.max_wait_s is None:
         config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
     for warning in config.warnings:
         log.warning("%s/%s: config.pbtxt: %s", config.name, config.version, warning)
-    model = Model(config, start_life=start_life)
+    model = make_model(config, start_life)
     try:
         await model.start()
     except BaseException:

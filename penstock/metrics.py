@@ -201,6 +201,14 @@ class ModelMetrics:
         count = len(answered)
         return (queue_s - instance_s) / count, instance_s / count
 
+    def passed(self, request: Request) -> None:
+        """Count one answered request of a model of several stages; their batches count apart."""
+        self.last_inference = time.time()
+        self.num_success += 1
+        for phase, span_s in zip(self._computes, request.timings.compute_s, strict=True):
+            phase.add(span_s)
+        self._fold_spans([request])
+
     def answered(self, total_s: float, infer_s: float) -> None:
         """Count one request that ran outside a batch; the model took `infer_s`."""
         self.last_inference = time.time()

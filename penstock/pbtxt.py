@@ -24,17 +24,21 @@ from penstock import (
     openvino_file,
     pbtxt_fields,
     pbtxt_warmup,
+    pretrained,
     pt2_file,
     slo,
 )
 from penstock.config import (
+    CLASSIFIER,
     CPU,
     DEFAULT_HANG_S,
     DEFAULT_LOAD_TIMEOUT_S,
     EACH_GPU,
+    HEADS,
     LLM,
     MAX_INSTANCES,
     SLO_OFF,
+    STAGES,
     BatchPolicy,
     MemoryPolicy,
     ModelConfig,
@@ -459,7 +463,9 @@ class _Resolver:
         if not inputs:
             # Without inputs the number of rows of a batch is undefined.
             batching = replace(batching, is_dynamic=False)
-        if problem := _tokens_problem(batching, padding, is_sent=preprocess is None):
+        # A stage tells how long rows are before the model's own queue.
+        is_known = preprocess is None or preprocess.function in STAGES
+        if problem := _tokens_problem(batching, padding, is_sent=is_known):
             self._problem(f"parameters.{MAX_TOKENS}", problem)
         config = ModelConfig(
             name=self._name,
@@ -484,6 +490,7 @@ class _Resolver:
             options={key: options[key] for key in options if key not in FIELDS},
             slo="" if promised is None else promised.strip() or SLO_OFF,
         )
+        config = self._with_labels(config)
         placed = self._instances(backend)
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
@@ -498,6 +505,22 @@ class _Resolver:
             written=to_text(message),
             warnings=(*pbtxt_fields.unused(message), *_ineffective(config, message), *skipped),
         )
+
+    def _with_labels(self, config: ModelConfig) -> ModelConfig:
+        """Name the classes of a built-in classifier's scores, from the folder's config.json."""
+        made = config.postprocess
+        if made is None or made.function != CLASSIFIER or self._problems:
+            return config
+        try:
+            labels = pretrained.labels(pretrained.read_config(config.folder))
+        except ConfigError as error:
+            self._problems += error.problems
+            return config
+        outputs = [
+            replace(spec, labels=labels) if spec.shape == (len(labels),) else spec
+            for spec in config.outputs
+        ]
+        return replace(config, outputs=tuple(outputs))
 
     def _check_tags(self) -> None:
         for tag in self._message.metric_tags:
@@ -775,7 +798,7 @@ class _Resolver:
             return None
         expected = "expected what the model takes, such as input_ids:INT64[-1]"
         inputs = self._model_tensors(MODEL_INPUTS, options.get(MODEL_INPUTS, ""), expected)
-        return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, "")), inputs)
+        return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, ""), STAGES), inputs)
 
     def _postprocess(self, options: Mapping[str, str]) -> Postprocess | None:
         """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""
@@ -783,12 +806,17 @@ class _Resolver:
             return None
         expected = "expected what the model gives, such as logits:FP32[10]"
         outputs = self._model_tensors(MODEL_OUTPUTS, options.get(MODEL_OUTPUTS, ""), expected)
-        return Postprocess(self._function(POSTPROCESS, options.get(POSTPROCESS, "")), outputs)
+        return Postprocess(
+            self._function(POSTPROCESS, options.get(POSTPROCESS, ""), HEADS), outputs
+        )
 
-    def _function(self, key: str, function: str) -> str:
+    def _function(self, key: str, function: str, built_in: Sequence[str]) -> str:
         match = FUNCTION.fullmatch(function)
+        if function in built_in:
+            return function
         if match is None:
-            expected = "expected FILE.py:FUNCTION, a file of the version folder"
+            steps = f"or one of {', '.join(built_in)} for a Hugging Face folder"
+            expected = f"expected FILE.py:FUNCTION, a file of the version folder, {steps}"
             self._problem(f"parameters.{key}", f"'{function}': {expected}")
         elif not (self._folder / match["file"]).is_file():
             self._problem(f"{self._folder.name}/{match['file']}", "no such file")

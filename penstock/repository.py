@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from penstock import links, onnx_file, pbtxt, pbtxt_warmup
+from penstock import links, onnx_file, pbtxt, pbtxt_warmup, pretrained, pretrained_message
 from penstock import manifest as manifests
 from penstock.config import LLM, ModelConfig
 from penstock.errors import ConfigError, NotFound
@@ -211,22 +211,23 @@ def read_made_up(path: str | os.PathLike[str]) -> Found:
 def read_hugging_face(folder: Path) -> Found:
     """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
     in Hugging Face's cache."""
-    found = Found(folders={folder.name: folder})
+    name = folder.name
+    found = Found(folders={name: folder})
     try:
-        if not any((folder / each).is_file() for each in WEIGHTS):
-            raise ConfigError([f"{TEXT_CONFIG} is there, but no weights; expected {WEIGHTS[0]}"])
-        names = architectures(folder)
-        if names and not names[0].endswith(GENERATING):
-            raise ConfigError(
-                [
-                    f"{names[0]} is not a language model, and others are not served from this "
-                    f"folder; penstock optimize {folder} makes a model that is served"
-                ]
-            )
+        if not pretrained.is_model(folder):
+            expected = " or ".join((WEIGHTS[0], pretrained.ONNX[-1]))
+            raise ConfigError([f"{TEXT_CONFIG} is there, but no weights; expected {expected}"])
+        described, message = pretrained.read(folder), read_message(folder)
+        if described is None or message.backend == LLM:
+            return _read_text_model(folder)
+        written = pbtxt.to_text(message)
+        artifact = pretrained_message.complete(message, described)
+        config = pbtxt.resolve(message, name, folder, artifact)
+        warnings = (*config.warnings, *pretrained_message.notes(folder, described.head))
+        found.configs.append(replace(config, version="1", written=written, warnings=warnings))
     except ConfigError as error:
-        found.problems[folder.name] = list(error.problems)
-        return found
-    return _read_text_model(folder)
+        found.problems[name] = list(error.problems)
+    return found
 
 
 def architectures(folder: Path) -> list[str]:
@@ -270,11 +271,7 @@ def _name(entry: Path) -> str:
 
 def _is_text_folder(folder: Path) -> bool:
     try:
-        return (
-            (folder / TEXT_CONFIG).is_file()
-            and any((folder / each).is_file() for each in WEIGHTS)
-            and not version_folders(folder)
-        )
+        return pretrained.is_model(folder) and not version_folders(folder)
     except OSError:
         return False
 

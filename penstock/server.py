@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import LLM, ModelConfig, ServerConfig
+from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.exit_codes import ExitCode
 from penstock.protocols import access_log
@@ -130,6 +131,7 @@ class Server:
         self._watching: list[asyncio.Task[None]] = []
         self.routes.tells_reasons = gate.keys is None
         self.routes.server_id = config.id
+        self.routes.pages = Pages(self.catalog, self.routes, gate).handlers()
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = config.logs_requests

@@ -1,5 +1,6 @@
 """What `import penstock` promises."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -27,8 +28,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_version_is_the_one_of_the_distribution() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert penstock.__version__ == project["version"]
+    """The version is written once, in the package; the distribution reads it from there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in settings["project"]["dynamic"]
+    attribute = settings["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "penstock.__version__"
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest and newest[1] == penstock.__version__
 
 
 def test_package_says_that_it_is_typed() -> None:

@@ -20,12 +20,13 @@ MODULES: Mapping[str, str] = {
     "null": "penstock.backends.null",
     "onnxruntime": "penstock.backends.onnxruntime",
     "openvino": "penstock.backends.openvino",
+    "preprocess": "penstock.backends.preprocess",
     "python": "penstock.backends.python",
     "pytorch": "penstock.backends.pytorch",
 }
 # Extras of `pip install "penstock[...]"` that they need.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
-PROCESSING = "penstock.backends.processing"
+PROCESSING, HEADS = "penstock.backends.processing", "penstock.backends.heads"
 # Files in a version's folder: the compiled model; the implementations chosen for its convolutions
 # and GEMMs, and our own compiled kernels among them.
 COMPILED = "compiled.bin"
@@ -203,7 +204,9 @@ def backend(name: str) -> LoadRunner:
     def load_whole(config: ModelConfig, /) -> Runner:
         if not config.is_processed:
             return load(config)
-        runner: Runner = importlib.import_module(PROCESSING).load(config, load)
+        has_head_only = config.has_head and config.preprocess is None
+        module = importlib.import_module(HEADS if has_head_only else PROCESSING)
+        runner: Runner = module.load(config, load)
         return runner
 
     return load_whole

@@ -16,14 +16,15 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.backends import Batch, Execution, Finished, LoadRunner, Outputs, PerRequest, Runner
+from penstock.backends.heads import Headed, open_head
+from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
-from penstock.config import ModelConfig, Padding
+from penstock.config import ModelConfig, Padding, Preprocess
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
@@ -68,16 +69,12 @@ class Processed:
         if before is None:
             answers = self._answers_as_sent(batch)
         else:
-            rows = [
-                before.tried(row) for row in _rows(batch.inputs, batch.num_rows, self._has_batch)
-            ]
+            rows = before.tried_all(_rows(batch.inputs, batch.num_rows, self._has_batch))
             prepared = time.perf_counter()
             answers = self._answers(rows)
         ended = time.perf_counter()
         if after is not None:
-            answers = [
-                each if isinstance(each, Exception) else after.tried(each) for each in answers
-            ]
+            answers = _tried_good(after, answers)
         outputs = self._by_request(batch, answers)
         times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
         if batch.requests:
@@ -164,8 +161,7 @@ class Function:
         self.name = function
         self._specs = specs
         file, _, name = self.name.rpartition(":")
-        version_folder = Path(config.artifact).parents[max(1, len(Path(config.file).parts)) - 1]
-        self._code = Code(replace(config, artifact=str(version_folder / file), file=file))
+        self._code = Code(replace(config, artifact=str(config.folder / file), file=file))
         try:
             found: Any = getattr(self._code.load(), name, None)
             if not callable(found):
@@ -178,7 +174,10 @@ class Function:
     def __call__(self, row: Row) -> dict[str, Array]:
         return checked(self.name, self._call(dict(row)), self._specs)
 
-    def tried(self, row: Row) -> Row | Exception:
+    def tried_all(self, rows: Sequence[Row]) -> list[Row | Exception]:
+        return [self._tried(row) for row in rows]
+
+    def _tried(self, row: Row) -> Row | Exception:
         try:
             return self(row)
         except Exception as error:  # Users' code on clients' data: only this request fails.
@@ -188,25 +187,71 @@ class Function:
         self._code.close()
 
 
+class RowHead:
+    """A built-in head on answers without padding: those of one shape together."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._head = open_head(config)
+
+    def tried_all(self, answers: Sequence[Row]) -> list[Row | Exception]:
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, answer in enumerate(answers):
+            groups.setdefault(shapes_of(answer), []).append(number)
+        made: list[Row | Exception] = list(answers)
+        for numbers in groups.values():
+            rows = [answers[number] for number in numbers]
+            stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            outputs = _rows(self._head(stacked, None), len(rows), has_batch=True)
+            for number, output in zip(numbers, outputs, strict=True):
+                made[number] = output
+        return made
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _open_before(config: ModelConfig, made: Preprocess) -> Function | BatchedStep:
+    if config.is_staged:
+        return open_step(config, made.function, made.inputs)
+    return Function(config, made.function, made.inputs)
+
+
+def _tried_good(
+    after: Function | RowHead, answers: Sequence[Outputs | Exception]
+) -> list[Outputs | Exception]:
+    """Apply the function behind the model to the answers that are no errors."""
+    good = [each for each in answers if not isinstance(each, Exception)]
+    made = iter(after.tried_all(good))
+    return [each if isinstance(each, Exception) else next(made) for each in answers]
+
+
 class Functions:
     """The functions that a configuration names."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.before: Function | None = None
-        self.after: Function | None = None
+        self.before: Function | BatchedStep | None = None
+        self.after: Function | RowHead | None = None
+        self._names = {
+            key: each.function
+            for key, each in (
+                ("preprocess", config.preprocess),
+                ("postprocess", config.postprocess),
+            )
+            if each is not None
+        }
         try:
             if config.preprocess is not None:
-                made = config.preprocess
-                self.before = Function(config, made.function, made.inputs)
-            if config.postprocess is not None:
+                self.before = _open_before(config, config.preprocess)
+            if config.has_head:
+                self.after = RowHead(config)
+            elif config.postprocess is not None:
                 self.after = Function(config, config.postprocess.function, config.outputs)
         except BaseException:
             self.close()
             raise
 
     def names(self) -> dict[str, str]:
-        both = {"preprocess": self.before, "postprocess": self.after}
-        return {key: each.name for key, each in both.items() if each is not None}
+        return self._names
 
     def close(self) -> None:
         for each in (self.before, self.after):
@@ -216,7 +261,7 @@ class Functions:
 
 def model_in(runner: Runner) -> Runner:
     """Return the model's own runner, without the functions around it."""
-    return runner.inner if isinstance(runner, Processed) else runner
+    return runner.inner if isinstance(runner, Processed | Headed) else runner
 
 
 def load(config: ModelConfig, load_model: LoadRunner) -> Processed:
@@ -246,7 +291,11 @@ def _applied(functions: Functions, rows: Sequence[Row]) -> list[dict[str, Array]
     """Apply the only function that is set."""
     function = functions.before or functions.after
     try:
-        return [dict(row) if function is None else function(row) for row in rows]
+        made = list(rows) if function is None else function.tried_all(rows)
+        for each in made:
+            if isinstance(each, Exception):
+                raise each
+        return [dict(each) for each in made if not isinstance(each, Exception)]
     finally:
         functions.close()
 

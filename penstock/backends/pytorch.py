@@ -1,4 +1,5 @@
-"""PyTorch models: `module.py` with `model.safetensors` beside it, or `model.pt2`.
+"""PyTorch models: `module.py` with `model.safetensors` beside it, `model.pt2`, or config.json of a
+Hugging Face folder (`torch_transformers`).
 
 `module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
 `model.pt2` is written by `torch.export.save`, or it is an AOTInductor package: machine code for
@@ -45,11 +46,14 @@ from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_packing import Packing
 from penstock.backends.torch_precision import rounded, set_precision
 from penstock.backends.torch_tracing import Sample
+from penstock.backends.torch_transformers import load_network
 from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
+# Configuration of a Hugging Face folder.
+PRETRAINED = "config.json"
 MEMORY_FORMATS = ("", "channels_last")
 FUSIONS = ("", "convolutions")
 # Rank of a batch of images.
@@ -198,6 +202,8 @@ class TorchRunner:
     def _form(self) -> str:
         if self._loaded.is_compiled:
             return "AOTInductor package"
+        if self._config.artifact.endswith(PRETRAINED):
+            return "transformers"
         return "pt2" if self._loaded.code is None else "module.py"
 
     @property
@@ -414,6 +420,10 @@ def load_module(config: ModelConfig) -> Loaded:
 def _load_any(config: ModelConfig, options: Options) -> Loaded:
     if config.artifact.endswith(".py"):
         return _load_module(config, options)
+    if config.artifact.endswith(PRETRAINED):
+        module = load_network(Path(config.artifact).parent)
+        module = module.to(config.device, options.dtype).eval()
+        return Loaded(module, (), [spec.name for spec in config.inputs])
     if pt2_file.is_compiled(Path(config.artifact)):
         return _load_package(config, options)
     return _load_pt2(config)
@@ -454,11 +464,12 @@ def _options(config: ModelConfig) -> Options:
         )
     factory = settings.get("penstock.factory", "")
     if not config.artifact.endswith(".py"):
+        is_pretrained = config.artifact.endswith(PRETRAINED)
         problems += [
             f"parameters.{key}: only for module.py; a .pt2 keeps what was exported"
             for key, text in (
                 ("penstock.factory", factory),
-                ("penstock.dtype", dtype),
+                ("penstock.dtype", "" if is_pretrained else dtype),
                 ("penstock.memory_format", memory_format),
                 ("penstock.fuse", fusion),
             )

@@ -122,7 +122,7 @@ def _torch() -> Any:
 
 
 def _transformers() -> Any:
-    return _library("transformers", "llm")
+    return _library("transformers", "hf")
 
 
 def _library(name: str, extra: str) -> Any:

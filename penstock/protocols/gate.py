@@ -112,6 +112,13 @@ class Gate:
             )
         self.check_caller(scope, caller)
 
+    def scopes_of(self, headers: Mapping[bytes, bytes]) -> list[str]:
+        """Return the scopes of a message's key; all of them if no key is needed."""
+        if self.keys is None:
+            return list(SCOPES)
+        found = self.keys.scopes.get(caller_of(headers), frozenset())
+        return [scope for scope in SCOPES if scope in found]
+
     def check_caller(self, scope: Scope, caller: bytes) -> None:
         """Like `check_scope`, for the digest of a key; NotAllowed once the key is revoked."""
         if self.keys is None:

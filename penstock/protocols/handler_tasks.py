@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
 from penstock.protocols.http import Exchange
@@ -22,10 +22,11 @@ JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class RouteCall:
-    """Input of a handler: the matched row and the body."""
+    """Input of a handler: the matched row, the body, and the headers by their lower-case names."""
 
     match: Match
     body: Buffer = b""
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Reply:
     body: bytes
     status: int = 200
     content_type: str = JSON
+    # Additional headers, each with its line end.
+    headers: bytes = b""
 
 
 RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
@@ -63,7 +66,7 @@ class HandlerTasks:
 
     async def _run(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
         try:
-            reply = await handler(RouteCall(match, exchange.body))
+            reply = await handler(RouteCall(match, exchange.body, exchange.head.headers))
         except PenstockError as error:
             self._reply_error(exchange, error)
         except Exception:  # The protocol edge: answer 500 and keep serving.
@@ -71,7 +74,7 @@ class HandlerTasks:
             exchange.reply_error(500, "internal error")
         else:
             headers = f"Content-Type: {reply.content_type}\r\n".encode() if reply.body else b""
-            exchange.reply(reply.status, headers, (reply.body,))
+            exchange.reply(reply.status, headers + reply.headers, (reply.body,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ class Models:
             if match.route.scope == "admin":
                 handler = audited(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
-        elif (direct := self._direct[name]) is not None:
+        elif (direct := self._direct.get(name)) is not None:
             exchange.caller = self._gate.caller(exchange.head.headers)
             self._check_rate(exchange)
             direct(exchange)

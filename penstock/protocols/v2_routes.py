@@ -1,5 +1,5 @@
 """All v2 routes over HTTP except inference: health, metadata, configuration, statistics, the
-repository, and metrics. These are the handlers that `route_table` names.
+repository, and metrics. These and `pages` are the handlers that `route_table` names.
 
 Reads the catalog; the only thing it changes is which models are loaded, and only in explicit mode.
 """
@@ -77,6 +77,8 @@ class V2Routes:
         self.control = Control(catalog, path, is_explicit, allows_hard_links)
         self.usage = Usage()
         self.fronts: Sequence[FrontProcess] = ()
+        # Handlers of the server's own pages.
+        self.pages: Mapping[str, RouteHandler] = {}
         self.server_id = "penstock"
         self.is_loading = True
         # Health needs no key; where other routes do, it reports names only.
@@ -99,6 +101,7 @@ class V2Routes:
             "load": self.load,
             "unload": self.unload,
             **{name: _missing(what) for name, what in MISSING.items()},
+            **self.pages,
         }
 
     async def server_metadata(self, call: RouteCall) -> Reply:

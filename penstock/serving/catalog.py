@@ -20,7 +20,7 @@ from penstock.metrics import GpuMemory, Pending
 from penstock.repository import Found, listed
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
-from penstock.serving.model import Model
+from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.supervisor import ProcessLife, StartLife, load_timeout_text
@@ -206,19 +206,7 @@ class Catalog:
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     def pending(self) -> list[Pending]:
-        return [
-            Pending(
-                model.metrics,
-                model.num_waiting,
-                sum(each.is_ready for each in model.instances),
-                [
-                    GpuMemory(each.index, each.device, each.gpu_memory_bytes)
-                    for each in model.instances
-                    if each.gpu_memory_bytes
-                ],
-            )
-            for model in self
-        ]
+        return [_pending(each) for model in self for each in (model, *_stages(model))]
 
     async def drain(self) -> None:
         """Wait until every admitted request has its answer."""
@@ -294,7 +282,7 @@ class Catalog:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self.quotas)
         try:
-            return Model(config, start_life=self._start_life, quotas=self.quotas)
+            return make_model(config, self._start_life, self.quotas)
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
 
@@ -313,3 +301,21 @@ class Catalog:
     def failure(self, name: str) -> LoadFailure | None:
         """Return why the last load of this model failed; None if it did not."""
         return self._failures.get(name)
+
+
+def _stages(model: Served) -> Sequence[Served]:
+    """Return the stages of a model of several, whose metrics have their own names."""
+    return model.models if isinstance(model, StagePipeline) else ()
+
+
+def _pending(model: Served) -> Pending:
+    return Pending(
+        model.metrics,
+        model.num_waiting,
+        sum(each.is_ready for each in model.instances),
+        [
+            GpuMemory(each.index, each.device, each.gpu_memory_bytes)
+            for each in model.instances
+            if each.gpu_memory_bytes
+        ],
+    )

@@ -20,6 +20,7 @@ from penstock.config import MIB, ModelConfig
 from penstock.errors import (
     BackendFailed,
     ConfigError,
+    InvalidRequest,
     NotReady,
     Overloaded,
     PenstockError,
@@ -794,7 +795,10 @@ class Model:
             if request.is_done or timings.completed > 0.0:
                 continue
             timings.completed = now
-            if index in frame.errors:
+            if index in frame.invalid:
+                self.metrics.failed("OTHER")
+                self._finish(request, InvalidRequest(frame.errors[index]))
+            elif index in frame.errors:
                 self.metrics.failed("BACKEND")
                 self._finish(request, BackendFailed(frame.errors[index]))
             else:

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
 from penstock.backends.checks import first_line
+from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed
@@ -50,7 +51,7 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
     """Try out a model; never raises because of its behaviour on random inputs. For a model with
     functions around it, the model itself is tried out, and the runner is then told whether to
     pad."""
-    if isinstance(runner, Processed):
+    if isinstance(runner, Processed | Headed):
         proof = prove(config.model, runner.inner)
         apply_proof(runner, proof)
         return proof

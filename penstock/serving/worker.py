@@ -41,11 +41,13 @@ from penstock.backends import (
     WatchesMemory,
     backend,
 )
+from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
 from penstock.errors import (
     BackendFailed,
     ConfigError,
+    InvalidRequest,
     PenstockError,
     describe_error,
     error_text,
@@ -414,14 +416,15 @@ class Worker:
         ran -= execution.finish_s
         (answer,) = answers
         errors: dict[int, str] = {}
+        invalid: tuple[int, ...] = ()
         if isinstance(answer, PerRequest):
             outputs = self._store_each(frame, answer, errors)
+            invalid = _find_invalid(answer)
         else:
             outputs = self._store(frame, begun.batch, answer)
         stored = time.perf_counter()
-        return frames.Done(
-            frame.batch, gathered - begun.began, ran - gathered, stored - ran, outputs, errors
-        )
+        times = gathered - begun.began, ran - gathered, stored - ran
+        return frames.Done(frame.batch, *times, outputs, errors, invalid)
 
     def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
         assert self._memory is not None and self._config is not None
@@ -553,6 +556,12 @@ class Worker:
         return tuple(tuple(extents) for extents in spilled)
 
 
+def _find_invalid(answer: PerRequest) -> tuple[int, ...]:
+    """Return the indices of the requests that cannot be run, through their clients' fault."""
+    pairs = enumerate(answer.answers)
+    return tuple(index for index, each in pairs if isinstance(each, InvalidRequest))
+
+
 def _watched(runner: Runner) -> WatchesMemory | None:
     inner: object = model_in(runner)
     return inner if isinstance(inner, WatchesMemory) else None
@@ -618,7 +627,7 @@ def warm_up_all(
 ) -> tuple[dict[int, float], dict[int, dict[int, float]]]:
     """Warm up; return the times by batch size, and by bucket and batch size. Pre- and
     postprocessing functions are skipped: zeros mean nothing to them."""
-    if isinstance(runner, Processed):
+    if isinstance(runner, Processed | Headed):
         config, runner = config.model, runner.inner
     timings = warm_up(config, runner)
     is_padded = config.padding is not None and not proof.unpadded

@@ -159,6 +159,8 @@ class Done(Frame, tag="ok"):
     output_s: float
     outputs: tuple[tuple[Extent, ...], ...] = ()
     errors: dict[int, str] = {}
+    # Those of `errors` that are the client's: the request cannot be run.
+    invalid: tuple[int, ...] = ()
 
 
 class Failed(Frame, tag="err"):

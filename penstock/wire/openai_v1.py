@@ -75,7 +75,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _Common(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -98,7 +98,9 @@ class _Common(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class _Completion(_Common, kw_only=True):
+class CompletionBody(SamplingFields, kw_only=True):
+    """The JSON of a completion request."""
+
     model: str
     prompt: Given
     logprobs: int | None = None
@@ -106,7 +108,9 @@ class _Completion(_Common, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class _Chat(_Common, kw_only=True):
+class ChatBody(SamplingFields, kw_only=True):
+    """The JSON of a chat request."""
+
     model: str
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -119,14 +123,18 @@ class _Chat(_Common, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
-class _Embeddings(msgspec.Struct, kw_only=True):
+class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    """The JSON of an embeddings request."""
+
     model: str
     input: Given
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
 
-class _Tokenize(msgspec.Struct, kw_only=True):
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """The JSON of a request for the tokens of a text."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -136,16 +144,18 @@ class _Tokenize(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class _Detokenize(msgspec.Struct, kw_only=True):
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """The JSON of a request for the text of tokens."""
+
     model: str | None = None
     tokens: list[int]
 
 
 # The supported fields, by endpoint.
-CHAT_FIELDS = _Chat.__struct_fields__
-COMPLETION_FIELDS = _Completion.__struct_fields__
-EMBEDDING_FIELDS = _Embeddings.__struct_fields__
-TOKENIZE_FIELDS = _Tokenize.__struct_fields__
+CHAT_FIELDS = ChatBody.__struct_fields__
+COMPLETION_FIELDS = CompletionBody.__struct_fields__
+EMBEDDING_FIELDS = EmbeddingsBody.__struct_fields__
+TOKENIZE_FIELDS = TokenizeBody.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +235,16 @@ class EmbeddingsRequest:
     num_dimensions: int | None
 
 
-_completion = msgspec.json.Decoder(_Completion)
-_chat = msgspec.json.Decoder(_Chat)
-_embeddings = msgspec.json.Decoder(_Embeddings)
-_tokenize = msgspec.json.Decoder(_Tokenize)
-_detokenize = msgspec.json.Decoder(_Detokenize)
+_completion = msgspec.json.Decoder(CompletionBody)
+_chat = msgspec.json.Decoder(ChatBody)
+_embeddings = msgspec.json.Decoder(EmbeddingsBody)
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_detokenize = msgspec.json.Decoder(DetokenizeBody)
 _any = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_completion(body: Raw) -> CompletionRequest:
-    found: _Completion = _decoded(_completion, body, OF_COMPLETIONS)
+    found: CompletionBody = _decoded(_completion, body, OF_COMPLETIONS)
     prompts = _prompts(found.prompt, "prompt")
     num_logprobs = found.logprobs
     _check_range("logprobs", num_logprobs, 0, MAX_LOGPROBS)
@@ -253,7 +263,7 @@ def read_completion(body: Raw) -> CompletionRequest:
 
 
 def read_chat(body: Raw) -> ChatRequest:
-    found: _Chat = _decoded(_chat, body, OF_CHATS)
+    found: ChatBody = _decoded(_chat, body, OF_CHATS)
     messages = _messages(found.messages)
     if found.top_logprobs and not found.logprobs:
         raise Invalid("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -270,7 +280,7 @@ def read_chat(body: Raw) -> ChatRequest:
     )
 
 
-def _template_options(found: _Chat) -> dict[str, Any]:
+def _template_options(found: ChatBody) -> dict[str, Any]:
     own = {
         "reasoning_effort": found.reasoning_effort,
         "documents": found.documents,
@@ -283,7 +293,7 @@ def _template_options(found: _Chat) -> dict[str, Any]:
 def read_wishes(fields: Mapping[str, Any]) -> Wishes:
     """Read sampling parameters of another protocol; unsupported fields are refused."""
     try:
-        found = msgspec.convert(fields, _Common, strict=False)
+        found = msgspec.convert(fields, SamplingFields, strict=False)
     except msgspec.ValidationError as error:
         raise _wrong(error) from None
     _check_served(fields, {**OF_CHATS, **OF_COMPLETIONS})
@@ -292,7 +302,7 @@ def read_wishes(fields: Mapping[str, Any]) -> Wishes:
 
 
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
-    found: _Embeddings = _decoded(_embeddings, body, OF_EMBEDDINGS)
+    found: EmbeddingsBody = _decoded(_embeddings, body, OF_EMBEDDINGS)
     _check_range("dimensions", found.dimensions, 1, LARGEST)
     inputs = _prompts(found.input, "input", MAX_INPUTS)
     return EmbeddingsRequest(
@@ -301,7 +311,7 @@ def read_embeddings(body: Raw) -> EmbeddingsRequest:
 
 
 def read_tokenize(body: Raw) -> TokenizeRequest:
-    found: _Tokenize = _decoded(_tokenize, body, OF_TOKENIZE)
+    found: TokenizeBody = _decoded(_tokenize, body, OF_TOKENIZE)
     if (found.prompt is None) == (found.messages is None):
         raise Invalid("expected either prompt or messages", "prompt")
     messages = [] if found.messages is None else _messages(found.messages)
@@ -320,7 +330,7 @@ def read_tokenize(body: Raw) -> TokenizeRequest:
 
 def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
     """Return the model (None: the only one) and the tokens."""
-    found: _Detokenize = _decoded(_detokenize, body)
+    found: DetokenizeBody = _decoded(_detokenize, body)
     check_tokens("tokens", found.tokens, LARGEST + 1)
     return found.model, found.tokens
 
@@ -390,7 +400,7 @@ def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | lis
 
 
 def _wishes(
-    found: _Common, max_tokens: int | None, num_logprobs: int | None, least: int = 1
+    found: SamplingFields, max_tokens: int | None, num_logprobs: int | None, least: int = 1
 ) -> Wishes:
     _check_range("max_tokens", max_tokens, least, LARGEST)
     _check_range("temperature", found.temperature, 0.0, 2.0)
@@ -476,7 +486,7 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(token): value for token, value in given.items()}
 
 
-def _streaming(found: _Common) -> Streaming:
+def _streaming(found: SamplingFields) -> Streaming:
     if found.stream_options is not None and not found.stream:
         raise Invalid("stream_options is for streams; expected stream to be true", "stream_options")
     has_usage = found.stream_options is not None and bool(found.stream_options.include_usage)

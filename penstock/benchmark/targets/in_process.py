@@ -28,6 +28,7 @@ from penstock.benchmark.targets.shared import config_digest, counters_of, in_sho
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, PenstockError
 from penstock.serving.model import Model
+from penstock.serving.pipeline import StagePipeline
 from penstock.serving.supervisor import ProcessLife
 from penstock.types import Request, Response, Tensor, Timings
 
@@ -56,7 +57,7 @@ class InProcess:
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
         self._form: RequestForm | None = None
-        self._model: Model | None = None
+        self._model: Model | StagePipeline | None = None
         self._open: dict[Request, Exchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._num_answered = 0

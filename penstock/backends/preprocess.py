@@ -1,0 +1,89 @@
+"""The backend of a preprocessing stage: a built-in step on batches, in a worker of its own.
+
+`serving.pipeline` makes the configuration: `penstock.preprocess` names the step, the inputs are
+what clients send, and the outputs are the network's inputs and the number of tokens of each row.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest
+from penstock.config import TOKENIZER, ModelConfig
+from penstock.types import Array, TensorSpec
+
+# Option that names the step, and the output with the tokens of each row.
+STEP, NUM_TOKENS = "penstock.preprocess", TensorSpec("penstock.num_tokens", "INT64", (1,))
+MODULES = {TOKENIZER: ("penstock.backends.tokenizer", "TextTokenizer")}
+Row = Mapping[str, Array]
+
+
+class BatchedStep(Protocol):
+    """A built-in preprocessing step. A row that cannot be run gets its own exception."""
+
+    def tried_all(self, rows: Sequence[Row]) -> list[Row | Exception]: ...
+    def stack(self, rows: Sequence[Row]) -> dict[str, Array]:
+        """Stack the rows of one request."""
+
+    def num_tokens(self, row: Row) -> int:
+        """Return the tokens of a row; 0 if it has none."""
+
+    def names(self) -> dict[str, str]: ...
+    def close(self) -> None: ...
+
+
+def open_step(config: ModelConfig, name: str, specs: Sequence[TensorSpec]) -> BatchedStep:
+    """Load a step by its name; `specs` are the tensors that it makes of `config.inputs`."""
+    module, kind = MODULES[name]
+    step: BatchedStep = getattr(importlib.import_module(module), kind)(config, specs)
+    return step
+
+
+class StepRunner:
+    """A Runner of a step; each request gets its own answer or error."""
+
+    needs_requests = True
+    keeps_rows_apart = True
+    runs_ahead = False
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+
+    def __init__(self, step: BatchedStep) -> None:
+        self._step = step
+
+    def built(self) -> Mapping[str, str]:
+        return self._step.names()
+
+    def start(self, batch: Batch) -> Execution:
+        rows = [
+            {name: values[n, ...] for name, values in batch.inputs.items()}
+            for n in range(batch.num_rows)
+        ]
+        made = self._step.tried_all(rows)
+        answers: list[Outputs | Exception] = []
+        first = 0
+        for count in [part.num_rows for part in batch.requests] or [batch.num_rows]:
+            answers.append(self._answer(made[first : first + count]))
+            first += count
+        return Finished(PerRequest(answers))
+
+    def close(self) -> None:
+        self._step.close()
+
+    def _answer(self, rows: Sequence[Row | Exception]) -> Outputs | Exception:
+        good: list[Row] = []
+        for row in rows:
+            if isinstance(row, Exception):
+                return row
+            good.append(row)
+        counts = [[self._step.num_tokens(row)] for row in good]
+        return {**self._step.stack(good), NUM_TOKENS.name: np.array(counts, np.int64)}
+
+
+def load(config: ModelConfig) -> StepRunner:
+    specs = [each for each in config.outputs if each != NUM_TOKENS]
+    return StepRunner(open_step(config, config.options[STEP], specs))

@@ -1,0 +1,120 @@
+"""The built-in `tokenizer` step: texts to a network's token inputs, by the batch.
+
+Uses the folder's tokenizer.json; without one, the tokenizer that transformers makes of its
+vocabulary files, without any code of the folder. Longer texts are truncated at the model's limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock import pretrained
+from penstock.backends.checks import first_line
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, InvalidRequest
+from penstock.types import DATATYPES, Array, TensorSpec
+
+FILE = "tokenizer.json"
+# Most bytes of one text. A longer one holds far more tokens than any model takes.
+MAX_TEXT_BYTES = 1 << 20
+Row = Mapping[str, Array]
+
+
+class TextTokenizer:
+    """Texts to `specs`, the network's inputs; `input` names the client's input in errors."""
+
+    def __init__(self, config: ModelConfig, specs: Sequence[TensorSpec]) -> None:
+        # The batches are small and the cores are the network's.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._input = config.inputs[0].name
+        self._specs = specs
+        described = pretrained.read_config(config.folder)
+        self.max_length = pretrained.max_length(config.folder, described)
+        self._pad = pretrained.pad_token(described)
+        self._tokenizer = _open(config.folder)
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(self.max_length)
+
+    def tried_all(self, rows: Sequence[Row]) -> list[Row | Exception]:
+        """Return the tokens of each row, without padding; an InvalidRequest for texts that have
+        none."""
+        texts = [self._text(row[self._input]) for row in rows]
+        valid = [text for text in texts if isinstance(text, str)]
+        encoded = iter(self._tokenizer.encode_batch(valid))
+        return [self._row(next(encoded)) if isinstance(text, str) else text for text in texts]
+
+    def stack(self, rows: Sequence[Row]) -> dict[str, Array]:
+        """Stack rows of one request, padded to the longest."""
+        longest = max(len(row[self._specs[0].name]) for row in rows)
+        stacked = {}
+        for spec in self._specs:
+            value = self._pad if spec.name == "input_ids" else 0
+            values = np.full((len(rows), longest), value, DATATYPES[spec.datatype].numpy)
+            for number, row in enumerate(rows):
+                own = row[spec.name]
+                values[number, : len(own)] = own
+            stacked[spec.name] = values
+        return stacked
+
+    def num_tokens(self, row: Row) -> int:
+        return len(row[self._specs[0].name])
+
+    def names(self) -> dict[str, str]:
+        return {"max_length": str(self.max_length)}
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _row(self, encoded: Any) -> Row:
+        fields = {
+            "input_ids": encoded.ids,
+            "attention_mask": encoded.attention_mask,
+            "token_type_ids": encoded.type_ids,
+        }
+        return {
+            spec.name: np.array(fields[spec.name], DATATYPES[spec.datatype].numpy)
+            for spec in self._specs
+        }
+
+    def _text(self, values: Array) -> str | InvalidRequest:
+        """Return the one text of a row, or what is wrong with it."""
+        item = values.ravel()[0]
+        data = item if isinstance(item, bytes) else str(item).encode()
+        where = f"input '{self._input}'"
+        if len(data) > MAX_TEXT_BYTES:
+            return InvalidRequest(f"{where}: {len(data)} bytes; at most {MAX_TEXT_BYTES} a text")
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            return InvalidRequest(f"{where}: not UTF-8 at byte {error.start}; expected text")
+        if not text.strip():
+            return InvalidRequest(f"{where}: empty; expected a text")
+        return text
+
+
+def _open(folder: Path) -> Any:
+    try:
+        if (folder / FILE).is_file():
+            return importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / FILE))
+        auto = importlib.import_module("transformers").AutoTokenizer
+        found = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            [
+                f"preprocess: the tokenizer needs the package '{error.name}', which is not "
+                'installed; pip install "penstock[llm]" brings it'
+            ]
+        ) from error
+    except Exception as error:  # Both libraries raise many types for files they cannot read.
+        raise ConfigError([f"the tokenizer cannot be loaded: {first_line(error)}"]) from error
+    backend = getattr(found, "backend_tokenizer", None)
+    if backend is None:
+        kind = type(found).__name__
+        raise ConfigError([f"{kind} has no {FILE}; write one with save_pretrained()"])
+    return backend

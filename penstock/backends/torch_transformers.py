@@ -1,0 +1,73 @@
+"""Networks of a Hugging Face folder, made by transformers from its config.json and safetensors.
+
+Only classes of transformers itself are made, from files of the folder: no code of the folder and
+nothing from the network is ever used. Called by the pytorch backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock import pretrained
+from penstock.backends.checks import first_line
+from penstock.errors import ConfigError
+
+CLASSES = {
+    "text classifier": "AutoModelForSequenceClassification",
+    "token classifier": "AutoModelForTokenClassification",
+    "image classifier": "AutoModelForImageClassification",
+    "encoder": "AutoModel",
+}
+MAX_NAMES = 5
+
+
+def load_network(folder: Path) -> Any:
+    """Return the network in FP32. ConfigError if weights are missing: they would be random."""
+    found = pretrained.read(folder)
+    if found is None:
+        raise ConfigError([f"{folder.name}: a language model; expected {pretrained.ACCEPTED}"])
+    library = _transformers()
+    module, info = _from_pretrained(getattr(library, CLASSES[found.task]), folder)
+    missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+    if found.task == "encoder" and missing and all("pooler" in name for name in missing):
+        # Embeddings do not use the pooler, which is often saved without.
+        missing = []
+    if missing:
+        listed = ", ".join(missing[:MAX_NAMES])
+        more = f" and {len(missing) - MAX_NAMES} more" if missing[MAX_NAMES:] else ""
+        problem = f"no weights for {listed}{more}, which {found.architecture} has"
+        raise ConfigError([f"{folder.name}: {problem}"])
+    return module.float().eval()
+
+
+def _from_pretrained(kind: Any, folder: Path) -> tuple[Any, Any]:
+    try:
+        return kind.from_pretrained(  # type: ignore[no-any-return]
+            folder,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # transformers raises many types for what it cannot read.
+        text = f"{folder.name}: transformers cannot load it: {first_line(error)}"
+        raise ConfigError([text]) from error
+
+
+def _transformers() -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        library = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            [
+                f"backend: the folder needs the package '{error.name}', which is not installed; "
+                'pip install "penstock[llm]" brings it; a folder with onnx/model.onnx does not '
+                "need it"
+            ]
+        ) from error
+    library.utils.logging.disable_progress_bar()
+    return library

@@ -1,0 +1,209 @@
+"""A valid request to each model, as curl and as Python; for the start page and at start. Pure.
+
+The values are made up: texts are a sentence, numbers are 0. Inputs that are too large for a line of
+JSON follow it as zero bytes, as the binary tensor extension allows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.config import LLM, ModelConfig
+from penstock.types import DATATYPES, TensorSpec, num_elements
+from penstock.wire.server_state import ExampleCall, Form
+
+# Stands for the server's address.
+URL = "{url}"
+# Name of the environment variable with the client's API key.
+KEY = "PENSTOCK_API_KEY"
+TEXT = "The river is calm today."
+QUESTION = "Write one sentence about rivers."
+MAX_TOKENS = 64
+# Elements of an input that are written out in JSON.
+MAX_ELEMENTS = 64
+# Height and width of images of any size.
+IMAGE_SIZE = 224
+# JSON cannot carry these.
+HALVES = ("FP16", "BF16")
+
+
+def example_call(
+    config: ModelConfig, has_chat: bool = False, needs_key: bool = False, is_latest: bool = True
+) -> ExampleCall:
+    """Return a call of a model. `has_chat`: it is a language model with a chat template;
+    `is_latest`: the call need not name the version."""
+    if config.backend == LLM:
+        request = _chat(config) if has_chat else _completion(config)
+    else:
+        request = _infer(config, is_latest)
+    return ExampleCall(
+        request.form,
+        request.path,
+        request.json,
+        request.num_zeros,
+        request.curl(URL, key_options() if needs_key else ()),
+        request.python(needs_key),
+        request.input,
+    )
+
+
+def curl_line(call: ExampleCall, url: str, options: Sequence[str] = ()) -> str:
+    """Return the command for a server at this address."""
+    request = ExampleRequest(call.form, call.path, msgspec.json.decode(call.body), call.num_zeros)
+    return request.curl(url, options)
+
+
+def key_options() -> list[str]:
+    """Return curl's options for an API key, which the shell takes from its environment."""
+    return ["-H", f'"Authorization: Bearer ${KEY}"']
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRequest:
+    """A request: the JSON `body`, then zeros."""
+
+    form: Form
+    path: str
+    body: dict[str, Any]
+    num_zeros: int = 0
+    input: str = ""
+
+    @property
+    def json(self) -> str:
+        return msgspec.json.encode(self.body).decode()
+
+    @property
+    def is_answer_binary(self) -> bool:
+        return "parameters" in self.body
+
+    def curl(self, url: str, options: Sequence[str]) -> str:
+        parts = ["curl", *options, f"{url}/{self.path}"]
+        if self.is_answer_binary:
+            parts += ["--output", "answer.bin"]
+        body = shlex.quote(self.json)
+        if not self.num_zeros:
+            return " ".join([*parts, "-d", body])
+        length = len(self.json.encode())
+        parts += ["-H", f"'Inference-Header-Content-Length: {length}'", "--data-binary", "@-"]
+        sent = f"{{ printf %s {body}; head -c {self.num_zeros} /dev/zero; }}"
+        return f"{sent} | {' '.join(parts)}"
+
+    def python(self, needs_key: bool) -> str:
+        if self.form in ("chat", "completion"):
+            return self._openai(needs_key)
+        return self._urllib(needs_key)
+
+    def _openai(self, needs_key: bool) -> str:
+        arguments = "".join(f"    {name}={value!r},\n" for name, value in self.body.items())
+        key = f'os.environ["{KEY}"]' if needs_key else '"none"'
+        is_chat = self.form == "chat"
+        method = "chat.completions" if is_chat else "completions"
+        text = "message.content" if is_chat else "text"
+        return (
+            f"{'import os' if needs_key else ''}\n\nfrom openai import OpenAI\n\n"
+            f'client = OpenAI(base_url="{URL}/v1", api_key={key})\n'
+            f"answer = client.{method}.create(\n{arguments})\n"
+            f"print(answer.choices[0].{text})\n"
+        ).lstrip("\n")
+
+    def _urllib(self, needs_key: bool) -> str:
+        imports = ["json", *(["os"] if needs_key else []), "urllib.request"]
+        headers = []
+        if needs_key:
+            headers.append(f'"Authorization": f"Bearer {{os.environ[\'{KEY}\']}}"')
+        data = "data"
+        if self.num_zeros:
+            headers.append('"Inference-Header-Content-Length": str(len(data))')
+            data = f"data + bytes({self.num_zeros})"
+        given = f", {{{', '.join(headers)}}}" if headers else ""
+        read = "answer.read()" if self.is_answer_binary else "json.load(answer)"
+        return (
+            "\n".join(f"import {name}" for name in imports) + f"\n\nbody = {self._literal()}\n"
+            "data = json.dumps(body).encode()\n"
+            f'request = urllib.request.Request("{URL}/{self.path}", {data}{given})\n'
+            f"with urllib.request.urlopen(request) as answer:\n    print({read})\n"
+        )
+
+    def _literal(self) -> str:
+        """Return the body in Python, an input a line."""
+        inputs = "".join(f"        {_short(tensor)},\n" for tensor in self.body["inputs"])
+        rest = {name: value for name, value in self.body.items() if name != "inputs"}
+        more = "".join(f"    {name!r}: {value!r},\n" for name, value in rest.items())
+        return f"{{\n    'inputs': [\n{inputs}    ],\n{more}}}"
+
+
+def _short(tensor: dict[str, Any]) -> str:
+    """Return a tensor in Python; a repeated value once."""
+    data = tensor.get("data", [])
+    if len(data) < 2 or len(set(data)) > 1:
+        return repr(tensor)
+    rest = {name: value for name, value in tensor.items() if name != "data"}
+    return f"{repr(rest)[:-1]}, 'data': [{data[0]!r}] * {len(data)}}}"
+
+
+def _chat(config: ModelConfig) -> ExampleRequest:
+    body = {
+        "model": config.name,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": MAX_TOKENS,
+    }
+    return ExampleRequest("chat", "v1/chat/completions", body)
+
+
+def _completion(config: ModelConfig) -> ExampleRequest:
+    body = {"model": config.name, "prompt": TEXT, "max_tokens": MAX_TOKENS}
+    return ExampleRequest("completion", "v1/completions", body)
+
+
+def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
+    needed = [spec for spec in config.inputs if not spec.is_optional]
+    has_batch = config.max_batch_size > 0
+    inputs, num_zeros = [], 0
+    for spec in needed:
+        shape = ([1] if has_batch else []) + _sizes(spec)
+        tensor: dict[str, Any] = {"name": spec.name, "shape": shape, "datatype": spec.datatype}
+        count = num_elements(shape)
+        if count <= MAX_ELEMENTS and spec.datatype not in HALVES:
+            tensor["data"] = [_value(spec)] * count
+        else:
+            # An empty string is its length, which is 0.
+            size = count * (DATATYPES[spec.datatype].itemsize or 4)
+            tensor["parameters"] = {"binary_data_size": size}
+            num_zeros += size
+        inputs.append(tensor)
+    body: dict[str, Any] = {"inputs": inputs}
+    if any(spec.datatype in HALVES for spec in config.outputs):
+        body["parameters"] = {"binary_data_output": True}
+    is_text = len(needed) == 1 and is_text_input(needed[0])
+    version = "" if is_latest else f"/versions/{config.version}"
+    path = f"v2/models/{quote(config.name, safe='')}{version}/infer"
+    name = needed[0].name if is_text else ""
+    return ExampleRequest("text" if is_text else "tensors", path, body, num_zeros, name)
+
+
+def is_text_input(spec: TensorSpec) -> bool:
+    """Whether the input is one text for each row."""
+    return spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
+
+
+def _sizes(spec: TensorSpec) -> list[int]:
+    """Return the shape with a size for each variable dimension."""
+    is_image = len(spec.shape) == 3 and spec.shape.count(-1) == 2
+    is_image = is_image and DATATYPES[spec.datatype].numpy.kind == "f"
+    return [(IMAGE_SIZE if is_image else 1) if size < 0 else size for size in spec.shape]
+
+
+def _value(spec: TensorSpec) -> object:
+    if spec.datatype == "BYTES":
+        return TEXT
+    kind = DATATYPES[spec.datatype].numpy.kind
+    if kind == "b":
+        return False
+    # A mask of zeros would leave nothing to attend to.
+    return 1 if "mask" in spec.name.lower() else 0

@@ -1,0 +1,213 @@
+"""The description of the HTTP API, in OpenAPI 3.1, made from the route table.
+
+Every row is one path; its request and answer are the types of its row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+import penstock
+from penstock.protocols.openai_errors import is_openai
+from penstock.protocols.route_table import MISSING, ROUTES, Route
+from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
+
+JSON, BINARY, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
+INTRODUCTION = (
+    "Routes of this server: the v2 inference protocol (KServe, Triton), OpenAI's API, "
+    "administration and metrics."
+)
+TAGS = {
+    "inference": "Run models: the v2 inference protocol",
+    "text": "Language models and embeddings: OpenAI's API",
+    "server": "Health, metadata and metrics",
+    "administration": "Load and unload models, and settings",
+    "pages": "Pages of this server, and what they read",
+}
+STATUSES = {
+    400: "The request is invalid; the error says why",
+    401: "An API key is needed, or the key is not known",
+    403: "The API key lacks the scope, or the host or operation is not allowed",
+    404: "There is no such model",
+    405: "The path does not take this method",
+    413: "The body is too large",
+    415: "The content encoding is not supported",
+    422: "The request made a worker crash before and is not run again",
+    429: "Too many requests; Retry-After says when to try again",
+    500: "The model failed",
+    501: "The server does not have this feature",
+    503: "Not ready, or overloaded",
+    504: "The deadline passed",
+    507: "The disk is full",
+}
+# Statuses of every route, then in addition by handler.
+ALWAYS = (400, 403, 405)
+RUNS_MODELS = (404, 413, 415, 422, 429, 500, 501, 503, 504)
+OF_HANDLERS = {
+    "infer": RUNS_MODELS,
+    "generate": RUNS_MODELS,
+    "generate_stream": RUNS_MODELS,
+    "metadata": (404, 503),
+    "model_ready": (404, 503),
+    "config": (404, 503),
+    "statistics": (404, 503),
+    "explain": (404, 503),
+    "ready": (503,),
+    "index": (413,),
+    "load": (413, 501, 507),
+    "unload": (413,),
+    "trace": (413, 501),
+    "logging": (413, 501),
+    "system_shared_memory": (413, 501),
+    "cuda_shared_memory": (413, 501),
+}
+KEY = "apiKey"
+BEARER = "bearer"
+REF = "#/components/schemas/{name}"
+# How the names of error responses begin.
+_V2, _OPENAI = "Error", "OpenAiError"
+
+
+@cache
+def describe(needs_key: bool) -> dict[str, Any]:
+    """Return the document; `needs_key`: routes that are not open need an API key."""
+    schemas = [schema for route in ROUTES for schema in (route.body, route.answer) if schema]
+    types = list(dict.fromkeys([*schemas, ErrorAnswer, OpenAiErrorAnswer]))
+    found, components = msgspec.json.schema_components(types, ref_template=REF)
+    by_type = dict(zip(types, found, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths[path_of(route)] = _path_item(route, by_type, needs_key)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "version": penstock.__version__,
+            "description": INTRODUCTION,
+        },
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "paths": paths,
+        "components": {"schemas": components, "responses": _error_responses(by_type)},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {
+            BEARER: {"type": "http", "scheme": "bearer"},
+            KEY: {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        }
+    return document
+
+
+def path_of(route: Route) -> str:
+    """Return the path of a row as OpenAPI writes it."""
+    return route.path.replace(":path}", "}")
+
+
+def tag_of(route: Route) -> str:
+    if route.handler in ("start_page", "asset", "openapi", "state"):
+        return "pages"
+    if route.scope == "admin":
+        return "administration"
+    if route.handler == "openai":
+        return "text"
+    has_model = "{name}" in route.path
+    return "inference" if has_model else "server"
+
+
+def _path_item(route: Route, by_type: dict[Any, Any], needs_key: bool) -> dict[str, Any]:
+    item: dict[str, Any] = {
+        method.lower(): _operation(route, method, by_type, needs_key)
+        for method in route.methods
+        if method != "HEAD"
+    }
+    names = [
+        part.strip("{}").removesuffix(":path") for part in route.path.split("/") if "{" in part
+    ]
+    if names:
+        item["parameters"] = [
+            {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+            }
+            for name in names
+        ]
+    return item
+
+
+def _operation(
+    route: Route, method: str, by_type: dict[Any, Any], needs_key: bool
+) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": _operation_id(route, method),
+        "summary": route.summary,
+        "tags": [tag_of(route)],
+        "x-scope": route.scope,
+        "responses": _responses(route, by_type),
+    }
+    if needs_key and route.scope != "open":
+        operation["security"] = [{BEARER: []}, {KEY: []}]
+    if route.body is not None:
+        content: dict[str, Any] = {JSON: {"schema": by_type[route.body]}}
+        if route.handler == "infer":
+            content[BINARY] = {}
+        is_optional = route.handler in ("index", "load", "unload")
+        operation["requestBody"] = {"required": not is_optional, "content": content}
+    return operation
+
+
+def _operation_id(route: Route, method: str) -> str:
+    words = [part.strip("{}").removesuffix(":path") for part in route.path.split("/")]
+    name = "_".join(word.replace(".", "_") for word in words if word) or "start"
+    # "/v2" and "/v2/" are two rows.
+    end = "_root" if route.path.endswith("/") and len(route.path) > 1 else ""
+    return f"{method.lower()}_{name}{end}"
+
+
+def _responses(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
+    responses: dict[str, Any] = {}
+    if route.handler not in MISSING:
+        responses["200"] = {"description": "The answer"}
+        if content := _content(route, by_type):
+            responses["200"]["content"] = content
+    form = _OPENAI if is_openai(route.path.encode()) else _V2
+    for status in _errors(route):
+        responses[str(status)] = {"$ref": f"#/components/responses/{form}{status}"}
+    return responses
+
+
+def _error_responses(by_type: dict[Any, Any]) -> dict[str, Any]:
+    """Return the errors of both protocols by name."""
+    return {
+        f"{form}{status}": {
+            "description": text,
+            "content": {JSON: {"schema": by_type[schema]}},
+        }
+        for form, schema in ((_V2, ErrorAnswer), (_OPENAI, OpenAiErrorAnswer))
+        for status, text in STATUSES.items()
+    }
+
+
+def _content(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.answer is not None:
+        content[JSON] = {"schema": by_type[route.answer]}
+    if route.media:
+        content[route.media] = {"schema": {"type": "string"}}
+    if route.handler == "infer":
+        content[BINARY] = {}
+    if route.path in ("/v1/completions", "/v1/chat/completions"):
+        content[EVENTS] = {"schema": {"type": "string"}}
+    return content
+
+
+def _errors(route: Route) -> list[int]:
+    found = {*ALWAYS, *OF_HANDLERS.get(route.handler, ())}
+    if route.scope != "open":
+        found.add(401)
+    if route.handler == "openai":
+        found.update(RUNS_MODELS if route.body is not None else (404, 503))
+    return sorted(found)

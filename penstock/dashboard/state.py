@@ -1,0 +1,110 @@
+"""The state that the pages show: models, what they promise, and how to call them.
+
+Reads the catalog. Figures of load are given only to callers with the scope `metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import penstock
+from penstock.config import LLM, SLO_OFF
+from penstock.dashboard.example_calls import example_call
+from penstock.protocols.v2_routes import V2Routes
+from penstock.serving.catalog import Catalog
+from penstock.serving.served import Served
+from penstock.types import TensorSpec
+from penstock.wire.documented import TensorDescription
+from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
+
+if TYPE_CHECKING:
+    from penstock.llm.text_model import TextModel
+
+FIGURES = "metrics"
+
+
+def server_state(
+    catalog: Catalog, routes: V2Routes, scopes: Sequence[str], needs_key: bool
+) -> ServerState:
+    """Return what a caller with these scopes may see."""
+    models = [
+        model_state(model, call_of(catalog, model, needs_key), FIGURES in scopes)
+        for model in catalog
+    ]
+    for failure in catalog.failures:
+        models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
+    models.sort(key=lambda model: (model.name, -int(model.version or 0)))
+    return ServerState(
+        routes.server_id,
+        penstock.__version__,
+        _state(catalog, routes),
+        needs_key,
+        list(scopes),
+        models,
+    )
+
+
+def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelState:
+    config = model.config
+    has_batch = config.max_batch_size > 0
+    return ModelState(
+        config.name,
+        config.version,
+        model.shown_state,
+        model.reason,
+        config.backend,
+        batching(model),
+        "" if config.slo == SLO_OFF else config.slo,
+        list(config.devices),
+        config.num_instances,
+        sum(instance.is_ready for instance in model.instances),
+        _tensors(config.inputs, has_batch),
+        _tensors(config.outputs, has_batch),
+        call,
+        _load(model) if has_figures else None,
+    )
+
+
+def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> ExampleCall:
+    """Return an example call of a loaded model."""
+    config = model.config
+    is_latest = catalog.versions(config.name)[-1:] == [config.version]
+    return example_call(config, _has_chat(model), needs_key, is_latest)
+
+
+def batching(model: Served) -> str:
+    """Return how requests are batched, in a few words."""
+    config, mode = model.config, model.mode
+    if mode == "continuous":
+        return mode
+    return "none" if mode == "unbatched" else f"up to {config.max_batch_size}"
+
+
+def _has_chat(model: Served) -> bool:
+    is_loaded = model.config.backend == LLM and model.is_ready
+    return is_loaded and cast("TextModel", model).vocabulary.has_template
+
+
+def _tensors(specs: Sequence[TensorSpec], has_batch: bool) -> list[TensorDescription]:
+    return [
+        TensorDescription(
+            spec.name, spec.datatype, [-1, *spec.shape] if has_batch else list(spec.shape)
+        )
+        for spec in specs
+    ]
+
+
+def _load(model: Served) -> ModelLoad:
+    metrics = model.metrics
+    return ModelLoad(model.num_waiting, metrics.num_success, sum(metrics.num_failures.values()))
+
+
+def _state(
+    catalog: Catalog, routes: V2Routes
+) -> Literal["loading", "ready", "not ready", "shutting down"]:
+    if routes.is_draining:
+        return "shutting down"
+    if routes.is_loading:
+        return "loading"
+    return "ready" if catalog.is_ready else "not ready"

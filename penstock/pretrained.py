@@ -1,0 +1,218 @@
+"""Facts about a Hugging Face folder, read from its JSON files without its library.
+
+Which task its architecture has, its labels, the longest text, and how an embedding is pooled. Knows
+nothing of tensors (`pretrained_message` does) and runs no code of the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.config import CLASSIFIER, EMBEDDING, TOKEN_CLASSIFIER
+from penstock.errors import ConfigError
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+ONNX = ("model.onnx", "onnx/model.onnx")
+PREPROCESSOR = "preprocessor_config.json"
+# Architectures of language models, which have an engine of their own.
+GENERATORS = ("ForCausalLM", "LMHeadModel")
+# Task by the end of an architecture's name.
+TASKS: Mapping[str, Task] = {
+    "ForSequenceClassification": "text classifier",
+    "ForTokenClassification": "token classifier",
+    "ForImageClassification": "image classifier",
+    "ForMaskedLM": "encoder",
+    "Model": "encoder",
+}
+ACCEPTED = "a text classifier, token classifier, encoder, image classifier or causal LM"
+# Without any limit in the folder's files.
+DEFAULT_MAX_LENGTH = 512
+# Larger limits in tokenizer_config.json mean "none".
+NO_LIMIT = 1_000_000
+# Position embeddings of these start behind the padding token's number.
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer", "data2vec-text")
+HIDDEN_SIZES = ("hidden_size", "d_model", "dim", "n_embd")
+Task = Literal["text classifier", "token classifier", "image classifier", "encoder"]
+Activation = Literal["softmax", "sigmoid", "none"]
+Pooling = Literal["mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """A folder that is served with its own pre- and postprocessing."""
+
+    folder: Path
+    architecture: str
+    task: Task
+    config: Mapping[str, Any]
+
+    @property
+    def head(self) -> str:
+        """The built-in step behind the model."""
+        match self.task:
+            case "token classifier":
+                return TOKEN_CLASSIFIER
+            case "encoder":
+                return EMBEDDING
+            case _:
+                return CLASSIFIER
+
+    @property
+    def onnx_file(self) -> str:
+        """The exported network, if the folder has one; empty without."""
+        return next((name for name in ONNX if (self.folder / name).is_file()), "")
+
+
+def read(folder: Path) -> Pretrained | None:
+    """Return what a folder is; None for language models and for folders that are no Hugging Face
+    models. ConfigError, with what is accepted, for other architectures."""
+    if not is_model(folder):
+        return None
+    config = read_config(folder)
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not name and (folder / "modules.json").is_file():
+        name = "SentenceTransformerModel"
+    if not name or name.endswith(GENERATORS):
+        return None
+    for ending, task in TASKS.items():
+        if name.endswith(ending):
+            return Pretrained(folder, name, task, config)
+    raise ConfigError([f"{folder.name}/{CONFIG}: {name} is not served; expected {ACCEPTED}"])
+
+
+def is_model(folder: Path) -> bool:
+    """Whether it is a folder of Hugging Face with weights or an exported network."""
+    if not (folder / CONFIG).is_file():
+        return False
+    return any((folder / each).is_file() for each in (*WEIGHTS, *ONNX))
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return the folder's config.json."""
+    return _read_json(folder / CONFIG)
+
+
+def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the label of each class, in the order of the network's outputs."""
+    given = config.get("id2label")
+    if not isinstance(given, dict) or not given:
+        # As transformers does: two classes without names.
+        count = config.get("num_labels") or config.get("_num_labels")
+        return tuple(f"LABEL_{n}" for n in range(count if isinstance(count, int) else 2))
+    try:
+        by_number = {int(number): str(label) for number, label in given.items()}
+        return tuple(by_number[number] for number in range(len(by_number)))
+    except (ValueError, KeyError):
+        raise ConfigError([f"{CONFIG}: id2label: expected the numbers from 0 on"]) from None
+
+
+def activation(config: Mapping[str, Any]) -> Activation:
+    """Return how scores follow from logits, as the pipelines of transformers choose it."""
+    kind, count = config.get("problem_type"), len(labels(config))
+    if kind == "regression":
+        return "none"
+    return "sigmoid" if kind == "multi_label_classification" or count == 1 else "softmax"
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    for key in HIDDEN_SIZES:
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    raise ConfigError([f"{CONFIG}: no size of the hidden states; expected {HIDDEN_SIZES[0]}"])
+
+
+def pad_token(config: Mapping[str, Any]) -> int:
+    """Return the number of the padding token; 0 if the folder names none."""
+    number = config.get("pad_token_id")
+    return number if isinstance(number, int) and number >= 0 else 0
+
+
+def max_length(folder: Path, config: Mapping[str, Any]) -> int:
+    """Return the most tokens of a text: the smallest limit in the folder's files."""
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and config.get("model_type") in OFFSET_POSITIONS:
+        positions -= pad_token(config) + 1
+    limits = [
+        positions,
+        _optional_json(folder / "tokenizer_config.json").get("model_max_length"),
+        _optional_json(folder / "sentence_bert_config.json").get("max_seq_length"),
+    ]
+    known = [int(each) for each in limits if isinstance(each, int | float) and 0 < each < NO_LIMIT]
+    return min(known, default=DEFAULT_MAX_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """How a vector is made of those of all tokens. `is_guessed`: the folder does not say."""
+
+    pooling: Pooling
+    is_normalized: bool
+    is_guessed: bool = False
+
+
+def embedding(folder: Path) -> Embedding:
+    """Return how the folder's sentence-transformers modules pool; the mean without any."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return Embedding("mean", is_normalized=False, is_guessed=True)
+    modules = _decode(path)
+    kinds = (
+        [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    )
+    pooling: Pooling | None = None
+    is_normalized = False
+    for each in kinds:
+        kind = str(each.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling(folder / str(each.get("path", "1_Pooling")) / CONFIG)
+        elif kind == "Normalize":
+            is_normalized = True
+        elif kind != "Transformer":
+            known = "Transformer, Pooling and Normalize"
+            raise ConfigError([f"modules.json: '{kind}' is not supported; expected {known}"])
+    if pooling is None:
+        return Embedding("mean", is_normalized, is_guessed=True)
+    return Embedding(pooling, is_normalized)
+
+
+def _pooling(path: Path) -> Pooling:
+    settings = _read_json(path)
+    chosen = [
+        each
+        for each in POOLINGS
+        if settings.get(f"pooling_mode_{each}{'_token' if each == 'cls' else ''}") is True
+        or settings.get(f"pooling_mode_{each}_tokens") is True
+        or settings.get("pooling_mode") == each
+    ]
+    if len(chosen) != 1:
+        where = f"{path.parent.name}/{path.name}"
+        raise ConfigError(
+            [f"{where}: {len(chosen)} pooling modes; expected one of {', '.join(POOLINGS)}"]
+        )
+    return chosen[0]
+
+
+def _optional_json(path: Path) -> Mapping[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    found = _decode(path)
+    if not isinstance(found, dict):
+        raise ConfigError([f"{path.name}: expected a JSON object"])
+    return found
+
+
+def _decode(path: Path) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError([f"{path.parent.name}/{path.name}: cannot be read: {error}"]) from None

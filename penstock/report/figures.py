@@ -1,0 +1,484 @@
+"""Plots as SVG: inside a page, or as a file of its own. Pure but for `write_svg`.
+
+Colours of text and grid are CSS variables that the page or the file's own style sets, so that one
+drawing fits a light and a dark theme. Every mark has its exact values in a `<title>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from penstock.report import scales
+from penstock.report.plots import Axis, Bars, Limit, Mark, Note, Plot, Series
+from penstock.report.scales import Scale
+
+WIDTH, HEIGHT = 560.0, 320.0
+# Of a letter in the font of ticks, in pixels.
+LETTER = 6.4
+LINE_HEIGHT = 14.0
+TOP, RIGHT, GAP = 26.0, 14.0, 8.0
+# Pixels for a horizontal bar with its label.
+ROW = 34.0
+# Lines with more points keep the lowest and the highest of each piece.
+MAX_POINTS = 160
+MAX_STRIPS = 40
+# Share of the width that labels of horizontal bars may take.
+MAX_LABELS = 0.42
+LIMIT_COLOUR = "#d9822b"
+# The light theme of files of their own.
+STYLE = """
+text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
+fill:#5d6b7a}
+.g{stroke:#e9ecf0}.a{stroke:#c3cad2}.v,.k,.h1,.n{fill:#1c2530}.h1{font-size:19px;font-weight:600}
+.h2{font-size:13px}.hit{fill:transparent}.dot{fill:#fff}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The rectangle of the plot, and its scales."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x: Scale
+    y: Scale
+    y2: Scale | None
+
+    def vertical(self, mark: Mark) -> Scale:
+        return self.y2 if mark.is_right and self.y2 is not None else self.y
+
+
+def draw(plot: Plot, label: str = "", width: float = WIDTH, height: float = HEIGHT) -> str:
+    """Return an `<svg>` element for a page."""
+    height = _height(plot, height)
+    body = "".join(_body(plot, width, height))
+    name = f' aria-label="{escape(label)}"' if label else ""
+    return f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img"{name}>{body}</svg>'
+
+
+def standalone(plot: Plot, title: str = "", subtitle: str = "", width: float = 800.0) -> str:
+    """Return a whole SVG file with a light background, a title and a legend."""
+    at, parts = 14.0, []
+    for text, style, size in ((title, "h1", 30.0), (subtitle, "h2", 22.0)):
+        if text:
+            at += size
+            parts.append(f'<text class="{style}" x="20" y="{_n(at - 8)}">{escape(text)}</text>')
+    if plot.has_legend and len(legend(plot)) > 1:
+        rows = _legend_rows(legend(plot), width - 40)
+        parts += [_key(*each, at) for each in rows]
+        at = max(y for *_, y in rows) + at + 24
+    inner = _height(plot, 0.52 * width)
+    body = "".join(_body(plot, width - 40, inner))
+    parts.append(f'<g transform="translate(20 {_n(at)})">{body}</g>')
+    height = at + inner + 12
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}"'
+        f' width="{_n(width)}" height="{_n(height)}"><style>{STYLE}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def write_svg(
+    plot: Plot, path: Path, *, title: str = "", subtitle: str = "", width: float = 800.0
+) -> None:
+    """Write a plot as a file of its own."""
+    path.write_text(standalone(plot, title, subtitle, width), encoding="utf-8")
+
+
+def legend(plot: Plot) -> list[tuple[str, str, bool]]:
+    """Return name, colour and whether it is a bar, of each mark with an entry."""
+    found = {
+        mark.name: (mark.name, _colour(mark), isinstance(mark, Bars))
+        for mark in plot.marks
+        if mark.in_legend and mark.name
+    }
+    return list(found.values()) if plot.has_legend else []
+
+
+def _colour(mark: Mark) -> str:
+    return mark.colour if isinstance(mark, Series) else mark.colour(0)
+
+
+def _legend_rows(
+    entries: Sequence[tuple[str, str, bool]], width: float
+) -> list[tuple[str, str, bool, float, float]]:
+    """Place the entries in lines of at most this width."""
+    x, y, found = 20.0, 8.0, []
+    for name, colour, is_bar in entries:
+        need = 18 + LETTER * len(name) + 14
+        if x > 20 and x + need > width + 20:
+            x, y = 20.0, y + 20
+        found.append((name, colour, is_bar, x, y))
+        x += need
+    return found
+
+
+def _key(name: str, colour: str, is_bar: bool, x: float, y: float, at: float) -> str:
+    size = 10 if is_bar else 3
+    box = f'<rect x="{_n(x)}" y="{_n(at + y - size / 2)}" width="12" height="{size}" rx="1.5"'
+    text = f'<text class="k" x="{_n(x + 18)}" y="{_n(at + y + 4)}">{escape(name)}</text>'
+    return f'{box} fill="{colour}"/>{text}'
+
+
+def _height(plot: Plot, usual: float) -> float:
+    if plot.height is not None:
+        return plot.height
+    if any(isinstance(mark, Bars) and mark.is_horizontal for mark in plot.marks):
+        return TOP + 44 + ROW * max(1, len(plot.y.categories))
+    return usual
+
+
+def _body(plot: Plot, width: float, height: float) -> Iterator[str]:
+    frame = _frame(plot, width, height)
+    yield from _axes(plot, frame)
+    yield from (_limit(each, frame) for each in plot.limits)
+    for mark in plot.marks:
+        yield from _bars(mark, frame) if isinstance(mark, Bars) else _series(mark, plot, frame)
+    yield from (_note(each, frame) for each in plot.notes)
+    if plot.strips:
+        yield from _strips(plot, frame)
+
+
+def _frame(plot: Plot, width: float, height: float) -> _Frame:
+    """Choose the margins by the widths of the labels, then the scales."""
+    below = max(text.count("\n") for text in plot.x.categories) if plot.x.categories else 0
+    top = TOP if plot.y.title or plot.right or plot.limits or plot.notes else 14.0
+    bottom = height - 22 - LINE_HEIGHT * (below + bool(plot.x.title))
+    y = scales.scale(plot.y, _values(plot, "y", False), bottom, top)
+    y2 = None
+    if plot.right is not None:
+        y2 = scales.scale(plot.right, _values(plot, "y", True), bottom, top)
+    left = GAP + min(_widest(scales.ticks(plot.y, y)), MAX_LABELS * width)
+    right = RIGHT
+    if plot.right is not None and y2 is not None:
+        right = GAP + 4 + _widest(scales.ticks(plot.right, y2))
+    elif any(isinstance(each, Bars) and each.is_horizontal and each.labels for each in plot.marks):
+        right += LETTER * max(
+            len(text) for each in plot.marks if isinstance(each, Bars) for text in each.labels
+        )
+    right_edge = width - right
+    x = scales.scale(plot.x, _values(plot, "x", False), left, right_edge)
+    return _Frame(left, top, right_edge, bottom, x, y, y2)
+
+
+def _widest(ticks: Sequence[tuple[float, str]]) -> float:
+    lines = [line for _, text in ticks for line in text.split("\n")]
+    return LETTER * max(map(len, lines), default=0)
+
+
+def _values(plot: Plot, axis: str, is_right: bool) -> Iterator[float]:
+    """Yield everything that must be visible along an axis."""
+    for mark in plot.marks:
+        if axis == "y" and mark.is_right is not is_right:
+            continue
+        if isinstance(mark, Series):
+            yield from mark.x if axis == "x" else mark.y
+            if axis == "y":
+                yield from (*mark.lows, *mark.highs)
+        elif mark.is_horizontal is (axis == "x"):
+            yield from (*mark.lows, *mark.highs)
+        else:
+            half = mark.thickness / 2
+            yield from (place + side for place in mark.places for side in (-half, half))
+    if not is_right:
+        chosen = plot.x if axis == "x" else plot.y
+        for limit in plot.limits:
+            if limit.axis == axis:
+                # A little room, so that the line is not the frame.
+                yield limit.at * 1.08
+                yield limit.at / 1.08 if chosen.is_log else limit.at
+
+
+def _axes(plot: Plot, frame: _Frame) -> Iterator[str]:
+    for value, text in scales.ticks(plot.y, frame.y):
+        y = frame.y(value)
+        if plot.y.has_grid and not plot.y.categories:
+            yield _rule(frame.left, y, frame.right, y, "g")
+        yield _lines(text, frame.left - GAP + 2, y + 4, "end", _most_letters(plot.y, frame))
+    yield from _bottom(plot, frame)
+    if plot.right is not None and frame.y2 is not None:
+        for value, text in scales.ticks(plot.right, frame.y2):
+            yield _lines(text, frame.right + GAP - 2, frame.y2(value) + 4, "start")
+        yield _lines(plot.right.title, frame.right + RIGHT, 14, "end")
+    if plot.y.title:
+        yield _lines(plot.y.title, 2, 14, "start")
+
+
+def _most_letters(axis: Axis, frame: _Frame) -> int:
+    return int((frame.left - GAP) / LETTER) + 1 if axis.categories else 1000
+
+
+def _bottom(plot: Plot, frame: _Frame) -> Iterator[str]:
+    is_categories = bool(plot.x.categories)
+    last = -math.inf
+    for value, text in scales.ticks(plot.x, frame.x):
+        x = frame.x(value)
+        if plot.x.has_grid and not is_categories:
+            yield _rule(x, frame.top, x, frame.bottom, "g")
+        # Labels that would touch their neighbour are left out.
+        half = LETTER * max(map(len, text.split("\n"))) / 2
+        if is_categories or x - half > last:
+            yield _lines(text, x, frame.bottom + 16, "middle")
+            last = x + half + 6
+    yield _rule(frame.left, frame.bottom, frame.right, frame.bottom, "a")
+    if plot.x.title:
+        below = max(text.count("\n") for text in plot.x.categories) if plot.x.categories else 0
+        y = frame.bottom + 18 + LINE_HEIGHT * (below + 1)
+        yield _lines(plot.x.title, (frame.left + frame.right) / 2, y, "middle")
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f'<path class="{style}" d="M{_n(x1)} {_n(y1)}L{_n(x2)} {_n(y2)}"/>'
+
+
+def _lines(text: str, x: float, y: float, anchor: str, most: int = 1000, style: str = "") -> str:
+    """Draw text of one or more lines; lines that are too long are cut, and whole in a title."""
+    place = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    place += f' class="{style}"' if style else ""
+    lines = [line if len(line) <= most else line[: most - 1] + "…" for line in text.split("\n")]
+    whole = f"<title>{escape(text)}</title>" if lines != text.split("\n") else ""
+    if len(lines) == 1:
+        return f'<text x="{_n(x)}" y="{_n(y)}"{place}>{whole}{escape(lines[0])}</text>'
+    spans = "".join(
+        f'<tspan x="{_n(x)}" dy="{0 if index == 0 else _n(LINE_HEIGHT)}">{escape(line)}</tspan>'
+        for index, line in enumerate(lines)
+    )
+    return f'<text y="{_n(y)}"{place}>{whole}{spans}</text>'
+
+
+def _limit(limit: Limit, frame: _Frame) -> str:
+    style = f'stroke="{LIMIT_COLOUR}" stroke-width="1.5" stroke-dasharray="5 4"'
+    title = f"<title>{escape(limit.text)}</title>" if limit.text else ""
+    if limit.axis == "x":
+        x = frame.x(limit.at)
+        line = f"M{_n(x)} {_n(frame.top)}L{_n(x)} {_n(frame.bottom)}"
+        # The label is beside the line, on the side with more room.
+        is_left = x > (frame.left + frame.right) / 2
+        anchor, at = ("end", x - 5) if is_left else ("start", x + 5)
+        text = _tinted(limit.text, at, frame.top + 10, anchor, LIMIT_COLOUR)
+    else:
+        y = frame.y(limit.at)
+        line = f"M{_n(frame.left)} {_n(y)}L{_n(frame.right)} {_n(y)}"
+        text = _tinted(limit.text, frame.right - 2, y - 5, "end", LIMIT_COLOUR)
+    return f'<path d="{line}" {style}>{title}</path>{text}'
+
+
+def _tinted(text: str, x: float, y: float, anchor: str, colour: str) -> str:
+    if not text:
+        return ""
+    style = f' style="fill:{colour}"' if colour else ' class="n"'
+    place = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text x="{_n(x)}" y="{_n(y)}"{place}{style}>{escape(text)}</text>'
+
+
+def _note(note: Note, frame: _Frame) -> str:
+    x, y = frame.x(note.x) + note.dx, frame.y(note.y) + note.dy
+    return _tinted(note.text, x, y, note.anchor, note.colour)
+
+
+def _bars(bars: Bars, frame: _Frame) -> Iterator[str]:
+    across = frame.y if bars.is_horizontal else frame.x
+    along = frame.x if bars.is_horizontal else frame.vertical(bars)
+    for index, place in enumerate(bars.places):
+        low, high = bars.lows[index], bars.highs[index]
+        if math.isnan(low) or math.isnan(high):
+            continue
+        a, b = sorted((along(low), along(high)))
+        c, d = sorted((across(place - bars.thickness / 2), across(place + bars.thickness / 2)))
+        box = (a, c, b - a, d - c) if bars.is_horizontal else (c, a, d - c, b - a)
+        yield _bar(bars, index, box)
+        if bars.labels and bars.labels[index]:
+            middle = (c + d) / 2
+            at = (b + 5, middle + 4) if bars.is_horizontal else (middle, a - 5)
+            anchor = "start" if bars.is_horizontal else "middle"
+            yield _lines(bars.labels[index], *at, anchor, style="v")
+
+
+def _bar(bars: Bars, index: int, box: tuple[float, float, float, float]) -> str:
+    x, y, width, height = box
+    # A bar that is there can be seen and pointed at.
+    width, height = max(width, 0.7), max(height, 0.7)
+    colour = bars.colour(index)
+    look = f'fill="{colour}"'
+    if bars.outlined and bars.outlined[index]:
+        look += f' fill-opacity=".25" stroke="{colour}" stroke-dasharray="4 3"'
+    elif bars.opacity < 1:
+        look += f' opacity="{bars.opacity}"'
+    title = f"<title>{escape(bars.texts[index])}</title>" if bars.texts else ""
+    place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+    return f'<rect class="m" {place} {look}>{title}</rect>'
+
+
+def _series(series: Series, plot: Plot, frame: _Frame) -> Iterator[str]:
+    vertical = frame.vertical(series)
+    points = [
+        None
+        if not (math.isfinite(x) and math.isfinite(y)) or (plot.y.is_log and y <= 0)
+        else (frame.x(x), vertical(y))
+        for x, y in zip(series.x, series.y, strict=True)
+    ]
+    if series.width:
+        path = _path(_thinned(points), series.step)
+        dash = f' stroke-dasharray="{series.dash}"' if series.dash else ""
+        yield f'<path class="m" fill="none" stroke="{series.colour}"'
+        yield f' stroke-width="{_n(series.width)}"{dash} d="{path}"/>'
+    if series.highs:
+        yield from _error_bars(series, frame, vertical)
+    for index, point in enumerate(points):
+        if point is None:
+            continue
+        if series.radii:
+            yield _symbol(series, index, point)
+        if series.labels and series.labels[index]:
+            yield _lines(series.labels[index], point[0], point[1] - 9, "middle", style="v")
+
+
+def _thinned(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
+    """Keep the first, lowest, highest and last of each piece of a long line."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / (MAX_POINTS // 4))
+    kept: list[tuple[float, float] | None] = []
+    for start in range(0, len(points), size):
+        piece = [
+            (index, point)
+            for index, point in enumerate(points[start : start + size])
+            if point is not None
+        ]
+        if not piece:
+            kept.append(None)
+            continue
+        ends = {piece[0], piece[-1]}
+        ends |= {pick(piece, key=lambda each: each[1][1]) for pick in (min, max)}
+        kept += [point for _, point in sorted(ends)]
+    return kept
+
+
+def _path(points: Sequence[tuple[float, float] | None], step: str) -> str:
+    parts: list[str] = []
+    last: tuple[float, float] | None = None
+    for point in points:
+        if point is not None:
+            if last is None:
+                parts.append(f"M{_n(point[0])} {_n(point[1])}")
+            else:
+                corner = {"hv": f"H{_n(point[0])}", "vh": f"V{_n(point[1])}"}.get(step, "")
+                parts.append(f"{corner}L{_n(point[0])} {_n(point[1])}")
+        last = point
+    return "".join(parts)
+
+
+def _error_bars(series: Series, frame: _Frame, vertical: Scale) -> Iterator[str]:
+    parts = []
+    for x, low, high in zip(series.x, series.lows, series.highs, strict=True):
+        if math.isfinite(x) and math.isfinite(low) and math.isfinite(high):
+            at, top, bottom = frame.x(x), vertical(high), vertical(low)
+            caps = f"M{_n(at - 3)} {_n(top)}h6M{_n(at - 3)} {_n(bottom)}h6"
+            parts.append(f"M{_n(at)} {_n(top)}V{_n(bottom)}{caps}")
+    if parts:
+        yield f'<path fill="none" stroke="{series.colour}" d="{"".join(parts)}"/>'
+
+
+def _symbol(series: Series, index: int, point: tuple[float, float]) -> str:
+    radius = series.radii[index % len(series.radii)]
+    symbol = series.symbols[index % len(series.symbols)] if series.symbols else "circle"
+    x, y, r = point[0], point[1], radius
+    title = f"<title>{escape(series.texts[index])}</title>" if series.texts else ""
+    line = f'stroke="{series.colour}" stroke-width="2"'
+    if symbol == "cross":
+        cross = f"M{_n(x - r)} {_n(y - r)}l{_n(2 * r)} {_n(2 * r)}m0 {_n(-2 * r)}"
+        shape = f'<path d="{cross}l{_n(-2 * r)} {_n(2 * r)}" fill="none" {line}'
+    elif symbol in ("down", "down-open"):
+        triangle = f"M{_n(x - r)} {_n(y - 0.8 * r)}h{_n(2 * r)}l{_n(-r)} {_n(1.8 * r)}z"
+        fill = f'fill="{series.colour}"' if symbol == "down" else f'class="dot" {line}'
+        shape = f'<path d="{triangle}" {fill}'
+    else:
+        look = f'fill="{series.colour}"'
+        if symbol == "open":
+            look = f'class="dot" {line}'
+        elif symbol == "ring":
+            look = f'fill="none" pointer-events="none" {line}'
+        if series.opacity < 1:
+            look += f' opacity="{series.opacity}"'
+        shape = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(r)}" {look}'
+    return f"{shape}>{title}</{'path' if shape.startswith('<path') else 'circle'}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    low: float
+    high: float
+
+
+def _strips(plot: Plot, frame: _Frame) -> Iterator[str]:
+    """Draw invisible strips over dense lines; each names the values below it."""
+    lines = [each for each in plot.marks if isinstance(each, Series) and each.texts]
+    axis = frame.x if plot.strips == "x" else frame.y
+    values = sorted(
+        {
+            value
+            for each in lines
+            for value in (each.x if plot.strips == "x" else each.y)
+            if math.isfinite(value)
+        }
+    )
+    for strip in _strip_ranges(values, axis):
+        texts = [_head(plot, strip)]
+        for each in lines:
+            text = _largest_in(each, plot.strips, strip)
+            if text:
+                texts.append(f"{each.name} {text}" if len(lines) > 1 or each.name else text)
+        a, b = sorted((axis(strip.low), axis(strip.high)))
+        whole = frame.bottom - frame.top, frame.right - frame.left
+        box = (
+            f'x="{_n(a)}" y="{_n(frame.top)}" width="{_n(b - a)}" height="{_n(whole[0])}"'
+            if plot.strips == "x"
+            else f'x="{_n(frame.left)}" y="{_n(a)}" width="{_n(whole[1])}" height="{_n(b - a)}"'
+        )
+        yield f'<rect class="hit" {box}><title>{escape(chr(10).join(filter(None, texts)))}</title>'
+        yield "</rect>"
+
+
+def _strip_ranges(values: Sequence[float], axis: Scale) -> Iterator[_Strip]:
+    """Cut an axis half-way between groups of neighbouring values."""
+    if not values:
+        return
+    size = math.ceil(len(values) / MAX_STRIPS)
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
+    edges = [axis.low]
+    for before, after in zip(groups, groups[1:], strict=False):
+        edges.append((before[-1] + after[0]) / 2)
+    edges.append(axis.high)
+    for low, high in zip(edges, edges[1:], strict=False):
+        yield _Strip(low, high)
+
+
+def _head(plot: Plot, strip: _Strip) -> str:
+    """Name the place of a strip along x; along y the texts do."""
+    if plot.strips == "y":
+        return ""
+    return f"{strip.low:.3g}-{strip.high:.3g}{plot.strip_unit}"
+
+
+def _largest_in(series: Series, axis: str, strip: _Strip) -> str:
+    """Return the text of the largest value in a strip."""
+    along = series.x if axis == "x" else series.y
+    other = series.y if axis == "x" else series.x
+    inside = [
+        (other[index], series.texts[index])
+        for index, value in enumerate(along)
+        if strip.low <= value < strip.high and math.isfinite(other[index])
+    ]
+    return max(inside)[1] if inside else ""
+
+
+def _n(value: float) -> str:
+    """Format a coordinate with one decimal, as short as possible."""
+    text = f"{value:.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text

@@ -1,0 +1,218 @@
+"""Plots as values: axes, series of points, bars, limits and notes. Pure.
+
+`figures` draws them as SVG. Nothing here knows runs or optimisations; the modules `*_figures` make
+plots of results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Symbol = Literal["circle", "open", "down", "down-open", "cross", "ring"]
+
+BLUE, GREEN, PURPLE, PINK, ORANGE = "#3d8bc4", "#2a9d8f", "#8a56c4", "#b8479c", "#e08e45"
+RED, GREY, AMBER = "#c94a63", "#9aa5b4", "#d9822b"
+# From low to high.
+RAMP = ("#2a9d8f", "#3d8bc4", "#5a6fd0", "#8a56c4", "#b8479c", "#c94a63")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Limits that are None follow the data. With `categories`, values are their indices."""
+
+    title: str = ""
+    is_log: bool = False
+    low: float | None = None
+    high: float | None = None
+    # Include zero, so that lengths can be compared.
+    has_zero: bool = False
+    is_reversed: bool = False
+    # Values and their labels; empty: chosen to fit.
+    ticks: tuple[tuple[float, str], ...] = ()
+    # Labels may have several lines.
+    categories: tuple[str, ...] = ()
+    has_grid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points, joined by a line unless `width` is 0. NaN makes a gap."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    colour: str
+    # Of each point, shown when it is pointed at.
+    texts: tuple[str, ...] = ()
+    width: float = 2.0
+    # In pixels, as SVG's stroke-dasharray; empty: solid.
+    dash: str = ""
+    # "hv": horizontal, then vertical from each point to the next.
+    step: Literal["", "hv", "vh"] = ""
+    # Of the marks; empty: none.
+    radii: tuple[float, ...] = ()
+    symbols: tuple[Symbol, ...] = ()
+    # Beside the marks.
+    labels: tuple[str, ...] = ()
+    # Ends of the error bars.
+    lows: tuple[float, ...] = ()
+    highs: tuple[float, ...] = ()
+    # Opacity of the marks.
+    opacity: float = 1.0
+    # Measured on the axis on the right.
+    is_right: bool = False
+    in_legend: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars from `lows` to `highs` at `places` on the other axis."""
+
+    name: str
+    places: tuple[float, ...]
+    lows: tuple[float, ...]
+    highs: tuple[float, ...]
+    # One for all, or one each.
+    colours: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    # Beyond the end of each bar.
+    labels: tuple[str, ...] = ()
+    # Drawn pale with a dashed outline, as predictions are.
+    outlined: tuple[bool, ...] = ()
+    # In units of the axis of the places.
+    thickness: float = 0.65
+    is_horizontal: bool = False
+    is_right: bool = False
+    opacity: float = 1.0
+    in_legend: bool = True
+
+    def colour(self, index: int) -> str:
+        return self.colours[index % len(self.colours)]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A dashed line across the plot at a value of one axis."""
+
+    axis: Literal["x", "y"]
+    at: float
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Text at a point; `dx` and `dy` in pixels."""
+
+    x: float
+    y: float
+    text: str
+    dx: float = 0.0
+    dy: float = 0.0
+    anchor: Literal["start", "middle", "end"] = "middle"
+    colour: str = ""
+
+
+Mark = Series | Bars
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    x: Axis
+    y: Axis
+    marks: tuple[Mark, ...]
+    right: Axis | None = None
+    limits: tuple[Limit, ...] = ()
+    notes: tuple[Note, ...] = ()
+    # Dense lines show their values in strips along this axis when pointed at.
+    strips: Literal["", "x", "y"] = ""
+    # Of a strip along x, after its value: " s".
+    strip_unit: str = ""
+    has_legend: bool = True
+    # None: as usual.
+    height: float | None = None
+
+    def named(self, name: str) -> Mark:
+        """Return the mark with this name; KeyError if there is none."""
+        for mark in self.marks:
+            if mark.name == name:
+                return mark
+        raise KeyError(name)
+
+
+def ramp(number: int) -> list[str]:
+    """Return this many colours, from low to high."""
+    if number == 1:
+        return [RAMP[1]]
+    return [_mixed(index / (number - 1) * (len(RAMP) - 1)) for index in range(number)]
+
+
+def _mixed(position: float) -> str:
+    low = min(int(position), len(RAMP) - 2)
+    part = position - low
+    pairs = zip(_channels(RAMP[low]), _channels(RAMP[low + 1]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in pairs)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
+
+
+def stack(
+    names: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    colours: Sequence[str],
+    texts: Sequence[Sequence[str]],
+    *,
+    is_horizontal: bool = False,
+    thickness: float = 0.6,
+) -> tuple[Bars, ...]:
+    """Stack bars: `rows[i][j]` is the part of `names[i]` in bar `j`."""
+    ends = [0.0] * len(rows[0]) if rows else []
+    found = []
+    for name, row, colour, text in zip(names, rows, colours, texts, strict=True):
+        lows, ends = ends, [end + value for end, value in zip(ends, row, strict=True)]
+        found.append(
+            Bars(
+                name,
+                tuple(map(float, range(len(row)))),
+                tuple(lows),
+                tuple(ends),
+                (colour,),
+                tuple(text),
+                is_horizontal=is_horizontal,
+                thickness=thickness,
+            )
+        )
+    return tuple(found)
+
+
+def bar_chart(
+    rows: Sequence[tuple[str, float, str]],
+    title: str,
+    *,
+    highlight: int | None = None,
+    colour: str = GREY,
+) -> Plot:
+    """Plot horizontal bars, the first row on top. A row is a label, a value and its text; the row
+    `highlight` is in the colour of the product."""
+    colours = [GREEN if index == highlight else colour for index in range(len(rows))]
+    bars = Bars(
+        title,
+        tuple(map(float, range(len(rows)))),
+        (0.0,) * len(rows),
+        tuple(value for _, value, _ in rows),
+        tuple(colours),
+        tuple(f"{label}: {text}" for label, _, text in rows),
+        labels=tuple(text for _, _, text in rows),
+        thickness=0.62,
+        is_horizontal=True,
+        in_legend=False,
+    )
+    categories = tuple(label for label, _, _ in rows)
+    return Plot(
+        Axis(title, has_zero=True),
+        Axis(categories=categories, is_reversed=True, has_grid=False),
+        (bars,),
+    )

@@ -1,0 +1,444 @@
+"""A model of several stages: each is an ordinary Model with its own workers, batcher and queue.
+
+A request passes the stages in order; the answer of one is the request to the next, and the last
+answer goes to the client. Runs on the core's event loop, like Model, and computes nothing itself.
+Its stages come from one configuration: `stages_of` splits off a built-in preprocessing step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.backends.preprocess import NUM_TOKENS, STEP
+from penstock.config import (
+    CPU,
+    PREPROCESS_BACKEND,
+    BatchPolicy,
+    ModelConfig,
+    QueuePolicy,
+)
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    QuotaExceeded,
+)
+from penstock.metrics import ModelMetrics
+from penstock.serving.batcher import Sequencer
+from penstock.serving.explain import Explanation
+from penstock.serving.model import QUEUE_TIMEOUT, Model
+from penstock.serving.plan import Planner
+from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.supervisor import ProcessLife, StartLife
+from penstock.types import Request, Response, Tensor, to_array
+
+log = logging.getLogger("penstock.model")
+# A time-out that has passed, where requests are only delayed by it.
+PASSED_S = 1e-9
+NETWORK = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage by its name, which its metrics have too."""
+
+    name: str
+    config: ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """An instance of a stage, numbered among those of all stages."""
+
+    index: int
+    device: str
+    pid: int
+    is_ready: bool
+    gpu_memory_bytes: int
+    built: str
+
+
+def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
+    """Return the stages of a model with a built-in preprocessing step: the step, and the rest."""
+    step = config.preprocess
+    assert step is not None
+    before = replace(
+        config,
+        backend=PREPROCESS_BACKEND,
+        artifact=str(config.folder / "config.json"),
+        file="",
+        outputs=(*step.inputs, NUM_TOKENS),
+        batching=_before_batching(config.batching),
+        num_instances=1,
+        device=CPU,
+        spread=(),
+        preprocess=None,
+        postprocess=None,
+        options={STEP: step.function},
+        warmups=(),
+        warnings=(),
+    )
+    network = replace(
+        config,
+        inputs=step.inputs,
+        padding=step.padding,
+        preprocess=None,
+        batching=_own_timeouts(config.batching),
+        warmups=(),
+        warnings=(),
+    )
+    return Stage(step.function, before), Stage(NETWORK, network)
+
+
+def _before_batching(policy: BatchPolicy) -> BatchPolicy:
+    """Return the policy of a stage before the network: its priorities, without waiting."""
+    return replace(
+        _own_timeouts(policy),
+        is_dynamic=True,
+        preferred_batch_sizes=(),
+        max_queue_delay_s=0.0,
+        slo_latency_s=None,
+        max_tokens=None,
+    )
+
+
+def _own_timeouts(policy: BatchPolicy) -> BatchPolicy:
+    """Return the policy with deadlines from the requests: the pipeline subtracts the time that
+    earlier stages took. It also keeps the order of answers."""
+    policies = tuple(
+        replace(each, default_timeout_s=0.0, allow_timeout_override=True)
+        for each in policy.policies
+    )
+    max_wait_s = policy.max_wait_s
+    if max_wait_s is None and any(each.default_timeout_s for each in policy.policies):
+        max_wait_s = 0.0  # As in Model, a queue's own time-out replaces the default limit.
+    return replace(policy, policies=policies, preserve_ordering=False, max_wait_s=max_wait_s)
+
+
+class Journey:
+    """One client request on its way through the stages; the sink of the stages' requests.
+
+    Invariant: `inner` is the request that `stages[at]` has, until the client's request ends.
+    """
+
+    __slots__ = ("at", "inner", "owner", "request", "timeout_s")
+
+    def __init__(self, owner: StagePipeline, request: Request, timeout_s: float | None) -> None:
+        self.owner = owner
+        self.request = request
+        self.timeout_s = timeout_s
+        self.at = 0
+        self.inner: Request | None = None
+
+    def submit(self, tensors: Sequence[Tensor], now: float) -> None:
+        """Send the tensors to the present stage."""
+        request, owner = self.request, self.owner
+        is_last = self.at == len(owner.models) - 1
+        outputs = request.outputs if is_last else ()
+        inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
+        inner.caller, inner.priority = request.caller, request.priority
+        inner.parameters = request.parameters
+        left_s = self._left_s(now)
+        if left_s is not None and left_s <= 0 and not owner.is_delayed(request):
+            owner.finish(self, QUEUE_TIMEOUT)
+            return
+        if left_s is not None:
+            inner.timeout_s = max(PASSED_S, left_s)
+        self.inner = inner
+        owner.models[self.at].submit(inner)
+
+    def _left_s(self, now: float) -> float | None:
+        """Return what is left of the request's time; None if it has no limit."""
+        if self.timeout_s is None:
+            return None
+        return self.request.timings.queued + self.timeout_s - now
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        self._add_times(request)
+        if isinstance(answer, PenstockError) or self.at == len(self.owner.models) - 1:
+            self.owner.finish(self, answer)
+            return
+        tensors = [
+            Tensor(each.name, each.datatype, each.shape, bytes(each.data))
+            for each in answer.outputs
+            if each.name != NUM_TOKENS.name
+        ]
+        for each in answer.outputs:
+            if each.name == NUM_TOKENS.name:
+                self.request.num_tokens = int(to_array(each).sum())
+        self.at += 1
+        self.submit(tensors, self.owner.clock())
+
+    def _add_times(self, inner: Request) -> None:
+        """Add the waits of a stage to those of the client's request. What earlier stages compute
+        counts as input of the network."""
+        timings, own = inner.timings, self.request.timings
+        if not timings.dispatched:
+            return
+        # Queueing is a span from `queued` on, so each stage prolongs it.
+        own.dispatched = (own.dispatched or own.queued) + timings.dispatched - timings.queued
+        own.instance_wait_s += timings.instance_wait_s
+        if self.at < len(self.owner.models) - 1:
+            own.compute_s = (own.compute_s[0] + sum(timings.compute_s), 0.0, 0.0)
+        else:
+            first, infer_s, output_s = timings.compute_s
+            own.compute_s = (own.compute_s[0] + first, infer_s, output_s)
+
+
+class StagePipeline:
+    """Invariant: an admitted request is in exactly one stage, or done. Statistics count each
+    client request once; those of the stages are theirs alone."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stages: Sequence[Stage],
+        *,
+        start_life: StartLife = ProcessLife,
+        clock: Callable[[], float] = time.monotonic,
+        quotas: Quotas | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.stages = tuple(stages)
+        self._metrics = ModelMetrics(config.name, config.version, config.metric_tags)
+        self.models: list[Model] = []
+        for stage in stages:
+            model = Model(stage.config, start_life=start_life, clock=clock)
+            name = f"{config.name}:{stage.name}"
+            model.metrics = ModelMetrics(name, config.version, config.metric_tags)
+            self.models.append(model)
+        policy = config.batching
+        self._quotas = quotas or Quotas()
+        num_levels = max(1, policy.num_priorities)
+        self._shares = QueueShares(self._quotas, policy.max_pending, num_levels)
+        # Checks requests before any stage runs; lengths are known only to the stages.
+        self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
+        self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
+        if policy.preserve_ordering:
+            self._sequencer = Sequencer()
+        self._num_held = 0
+        self._is_closing = False
+
+    def __repr__(self) -> str:
+        names = ", ".join(stage.name for stage in self.stages)
+        return f"<StagePipeline {self.config.name}/{self.config.version} of {names}>"
+
+    # Lifecycle.
+
+    async def start(self) -> None:
+        """Start all stages at once. ConfigError, with the problems of all, if one cannot load."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            starting = [group.create_task(_start(model)) for model in self.models]
+        problems = [problem for task in starting for problem in task.result()]
+        if problems:
+            raise ConfigError(problems)
+        self._metrics.load_s = time.monotonic() - began
+
+    async def drain(self) -> None:
+        """Wait until everything admitted has been answered: a stage hands on before it is idle."""
+        for model in self.models:
+            await model.drain()
+
+    async def close(self) -> None:
+        self._is_closing = True
+        await asyncio.gather(*(model.close() for model in self.models))
+
+    # State.
+
+    @property
+    def metrics(self) -> ModelMetrics:
+        """Statistics of the clients' requests; batches are those of the network."""
+        found, network = self._metrics, self.models[-1].metrics
+        found.num_inferences = network.num_inferences
+        found.num_executions = network.num_executions
+        found.batches, found.batch_tokens = network.batches, network.batch_tokens
+        found.padded_bytes, found.padding_bytes = network.padded_bytes, network.padding_bytes
+        found.num_restarts = sum(model.metrics.num_restarts for model in self.models)
+        for cause in found.num_deaths:
+            found.num_deaths[cause] = sum(m.metrics.num_deaths[cause] for m in self.models)
+        return found
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"model": self.config.name, "version": self.config.version}
+
+    @property
+    def is_ready(self) -> bool:
+        return all(model.is_ready for model in self.models)
+
+    @property
+    def shown_state(self) -> str:
+        states = [model.shown_state for model in self.models]
+        return next((state for state in states if state != "READY"), "READY")
+
+    @property
+    def reason(self) -> str:
+        return next((model.reason for model in self.models if model.reason), "")
+
+    @property
+    def mode(self) -> str:
+        return self.models[-1].mode
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(model.num_waiting for model in self.models)
+
+    @property
+    def num_running(self) -> int:
+        return sum(model.num_running for model in self.models)
+
+    @property
+    def instances(self) -> Sequence[StagePlace]:
+        """Those of the network first."""
+        found = [each for model in reversed(self.models) for each in model.instances]
+        return [
+            StagePlace(
+                index, each.device, each.pid, each.is_ready, each.gpu_memory_bytes, each.built
+            )
+            for index, each in enumerate(found)
+        ]
+
+    def explain(self) -> Explanation:
+        """Explain the network's batches; the other stages are notes."""
+        told = self.models[-1].explain()
+        refused = {name: count for name, count in self.metrics.num_refused.items() if count}
+        notes = [*self.config.warnings, *told.notes]
+        for stage, model in zip(self.stages, self.models, strict=True):
+            notes.append(_describe(stage.name, model))
+        return replace(told, state=self.shown_state, refused=refused, notes=notes)
+
+    # Requests.
+
+    def submit(self, request: Request) -> None:
+        try:
+            self._admit(request)
+        except PenstockError as error:
+            self.refused(error, request.timings.received)
+            request.respond(error)
+            return
+        now = request.timings.queued = self.clock()
+        journey = request.fit = Journey(self, request, self._timeout_s(request))
+        self._num_held += 1
+        if self._quotas.is_active:
+            level = self.config.batching.level(request.priority)
+            self._shares.enter(request, request.caller, level=level)
+        if self._sequencer is not None:
+            request.turn = self._sequencer.enter()
+        tensors, request.inputs = request.inputs, ()
+        journey.submit(tensors, now)
+
+    def cancel(self, request: Request) -> None:
+        """Cancel a request in whatever stage it is; the stage answers at once."""
+        journey = request.fit
+        if request.is_done or not isinstance(journey, Journey) or journey.inner is None:
+            return
+        self.models[journey.at].cancel(journey.inner)
+
+    def refused(self, error: PenstockError, received: float) -> None:
+        self._metrics.refused(error)
+        self._metrics.fail_s += max(0.0, self.clock() - received)
+
+    def _admit(self, request: Request) -> None:
+        if self._is_closing:
+            raise NotReady(f"model '{self.config.name}' is being unloaded")
+        plan = self._planner.fit(request).plan
+        request.num_rows = plan.num_rows
+        if self._quotas.is_active:
+            level = self.config.batching.level(request.priority)
+            self._shares.check(request.caller, self.clock(), level)
+
+    def _timeout_s(self, request: Request) -> float | None:
+        """Return how long the request may wait and, with an SLO, take."""
+        policy = self.config.batching
+        asked = request.timeout_s
+        if policy.slo_latency_s is not None:
+            return policy.slo_latency_s if asked is None else min(asked, policy.slo_latency_s)
+        queue = self._queue_policy(request)
+        limit = queue.default_timeout_s
+        if queue.allow_timeout_override and asked and (limit == 0 or asked < limit):
+            limit = asked
+        return limit or None
+
+    def is_delayed(self, request: Request) -> bool:
+        """Whether a request that waited too long runs behind the others instead of failing."""
+        is_delay = self._queue_policy(request).timeout_action == "DELAY"
+        return is_delay and self.config.batching.slo_latency_s is None
+
+    def _queue_policy(self, request: Request) -> QueuePolicy:
+        policy = self.config.batching
+        return policy.policy(policy.level(request.priority) + 1)
+
+    def finish(self, journey: Journey, answer: Response | PenstockError) -> None:
+        """End the client's request; called once for each, by its journey."""
+        request = journey.request
+        journey.inner = None
+        self._num_held -= 1
+        if self._shares.held:
+            self._shares.leave(request)
+        request.timings.completed = now = self.clock()
+        if isinstance(answer, PenstockError):
+            self._count_failure(request, answer, now)
+        else:
+            self._metrics.passed(request)
+            answer = Response(self.config.name, self.config.version, answer.outputs)
+        if self._sequencer is None:
+            request.respond(answer)
+            return
+        if isinstance(answer, Response):
+            for output in answer.outputs:
+                output.data = bytes(output.data)  # It may have to wait for an earlier answer.
+        for earlier, its_answer in self._sequencer.finish(request.turn, (request, answer)):
+            earlier.respond(its_answer)
+
+    def _count_failure(self, request: Request, error: PenstockError, now: float) -> None:
+        self._metrics.fail_s += now - request.timings.received
+        if isinstance(error, Cancelled):
+            self._metrics.failed("CANCELED")
+        elif isinstance(error, BackendFailed):
+            self._metrics.failed("BACKEND")
+        else:
+            self._metrics.refused(error)
+        if isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded):
+            level = self.config.batching.level(request.priority)
+            self._shares.refused(self._num_held, now, level)
+
+
+def make_model(
+    config: ModelConfig, start_life: StartLife = ProcessLife, quotas: Quotas | None = None
+) -> Model | StagePipeline:
+    """Return the Servable of a configuration, with as many stages as it has."""
+    if config.is_staged:
+        return StagePipeline(config, stages_of(config), start_life=start_life, quotas=quotas)
+    return Model(config, start_life=start_life, quotas=quotas)
+
+
+async def _start(model: Model) -> Sequence[str]:
+    """Start a stage; return its problems."""
+    try:
+        await model.start()
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _describe(name: str, model: Model) -> str:
+    """Describe a stage in one line."""
+    metrics = model.metrics
+    phases, count = metrics.phases, max(1, metrics.num_success)
+    queue_s = phases["queue"].sum_s / count
+    compute_s = sum(phases[f"compute_{each}"].sum_s for each in ("input", "infer", "output"))
+    num_rows = metrics.num_inferences / max(1, metrics.num_executions)
+    return (
+        f"stage {name}: {len(model.instances)} instances, {metrics.num_executions} batches of "
+        f"{num_rows:.1f} rows, {queue_s * 1e3:.2f} ms queued and {compute_s / count * 1e3:.2f} ms "
+        f"computed a request, {model.num_waiting} waiting"
+    )

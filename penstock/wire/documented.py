@@ -1,0 +1,178 @@
+"""Answers of the HTTP API as types, for its description (`/openapi.json`). Pure.
+
+The codecs write these answers without them; a test compares each with a running server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.types import Parameter, RequestedOutput
+from penstock.wire.openai_v1 import SamplingFields
+
+
+class ErrorAnswer(msgspec.Struct):
+    """What failed, and what to do next."""
+
+    error: str
+
+
+class OpenAiProblem(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAiErrorAnswer(msgspec.Struct):
+    """An error as OpenAI's API reports it."""
+
+    error: OpenAiProblem
+
+
+class LiveAnswer(msgspec.Struct):
+    live: bool
+
+
+class ReadyAnswer(msgspec.Struct):
+    ready: bool
+    # Of one model.
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ServerDescription(msgspec.Struct):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorDescription(msgspec.Struct):
+    """A tensor with its batch dimension; -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelDescription(msgspec.Struct):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorDescription]
+    outputs: list[TensorDescription]
+
+
+class InputTensor(msgspec.Struct):
+    """A tensor of a request: in `data`, flat or nested, or as bytes after the JSON, whose number is
+    the parameter `binary_data_size`."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Parameter] = {}
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class InferFields(msgspec.Struct):
+    """The JSON of an inference request; the fields of `v2.InferBody`."""
+
+    inputs: list[InputTensor]
+    outputs: list[RequestedOutput] = []
+    id: str = ""
+    parameters: dict[str, Parameter] = {}
+
+
+class OutputTensor(msgspec.Struct):
+    """A tensor of an answer: in `data`, or as bytes after the JSON."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class InferAnswer(msgspec.Struct):
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Parameter] | msgspec.UnsetType = msgspec.UNSET
+
+
+class GenerateBody(SamplingFields, kw_only=True):
+    """The JSON of a generate request. Sampling parameters may also be in `parameters`."""
+
+    text_input: str
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Any] | None = None
+    exclude_input_in_output: bool | None = None
+    return_finish_reason: bool | None = None
+    return_num_input_tokens: bool | None = None
+    return_num_output_tokens: bool | None = None
+
+
+class GenerateAnswer(msgspec.Struct):
+    """`text_output` is a list if several answers were requested."""
+
+    model_name: str
+    model_version: str
+    text_output: str | list[str]
+    id: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class StatisticsAnswer(msgspec.Struct):
+    model_stats: list[dict[str, Any]]
+
+
+class IndexRow(msgspec.Struct):
+    """A version in the repository."""
+
+    name: str
+    version: str | msgspec.UnsetType = msgspec.UNSET
+    state: str | msgspec.UnsetType = msgspec.UNSET
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OpenAiModel(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class OpenAiModels(msgspec.Struct):
+    object: str
+    data: list[OpenAiModel]
+
+
+class TextAnswer(msgspec.Struct):
+    """A completion or chat, as in OpenAI's API."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class EmbeddingsList(msgspec.Struct):
+    object: str
+    data: list[dict[str, Any]]
+    model: str
+    usage: dict[str, int]
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str

@@ -1,0 +1,67 @@
+"""Tokens are those of the folder's own tokenizer."""
+
+import numpy as np
+import pytest
+import tiny_pretrained as tiny
+
+from penstock.backends.tokenizer import TextTokenizer
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import ConfigError
+from penstock.types import TensorSpec
+
+NAMES = ("input_ids", "attention_mask", "token_type_ids")
+SPECS = tuple(TensorSpec(name, "INT64", (-1,)) for name in NAMES)
+
+
+def open_tokenizer(folder):
+    config = ModelConfig(
+        name="m",
+        version="1",
+        backend="preprocess",
+        artifact=str(folder / "config.json"),
+        inputs=(TensorSpec("TEXT", "BYTES", (1,)),),
+        outputs=SPECS,
+        max_batch_size=8,
+        batching=BatchPolicy(8),
+    )
+    return TextTokenizer(config, SPECS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_classifier(tmp_path_factory.mktemp("folders") / "m")
+
+
+def test_tokens_are_those_of_transformers_truncated_at_the_limit(folder):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    texts = [*tiny.SENTENCES, "the cat " * 200]
+    rows = [{"TEXT": np.array([text.encode()], dtype=object)} for text in texts]
+    made = open_tokenizer(folder).tried_all(rows)
+    for text, row in zip(texts, made, strict=True):
+        expected = theirs(text, truncation=True, return_token_type_ids=True)
+        for name in NAMES:
+            assert row[name].tolist() == expected[name], (text, name)
+    assert len(made[-1]["input_ids"]) == tiny.SIZES["max_position_embeddings"]
+
+
+def test_vocabulary_files_alone_will_do(folder, tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "vocab.txt").write_text("\n".join(word for word, _ in words))
+    text = {"TEXT": np.array([b"the cat sat"], dtype=object)}
+    (one,) = open_tokenizer(folder).tried_all([text])
+    (other,) = open_tokenizer(tmp_path).tried_all([text])
+    assert one["input_ids"].tolist() == other["input_ids"].tolist()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="the tokenizer cannot be loaded"):
+        open_tokenizer(tmp_path)

@@ -1,0 +1,31 @@
+"""Values that plots are made of."""
+
+import pytest
+
+from penstock.report import plots
+from penstock.report.plots import Bars
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 11])
+def test_every_level_has_its_own_colour(number: int) -> None:
+    found = plots.ramp(number)
+    assert len(set(found)) == number
+    assert all(len(colour) == 7 for colour in found)
+
+
+def test_stacked_bars_begin_where_the_last_ended() -> None:
+    first, second = plots.stack(
+        ["a", "b"], [[1.0, 2.0], [3.0, 0.5]], ["red", "blue"], [["", ""]] * 2
+    )
+    assert first.highs == second.lows == (1.0, 2.0)
+    assert second.highs == (4.0, 2.5)
+
+
+def test_a_bar_chart_has_its_rows_in_order_and_one_in_colour() -> None:
+    plot = plots.bar_chart([("ours", 3.0, "3/s"), ("theirs", 1.0, "1/s")], "rate", highlight=0)
+    assert plot.y.categories == ("ours", "theirs") and plot.y.is_reversed
+    bars = plot.named("rate")
+    assert isinstance(bars, Bars) and bars.labels == ("3/s", "1/s")
+    assert bars.colour(0) == plots.GREEN and bars.colour(1) == plots.GREY
+    with pytest.raises(KeyError):
+        plot.named("other")
