@@ -632,7 +632,7 @@ def _check_gate(reading: Reading, slo: Slo | None) -> None:
 
 def _check_unused(reading: Reading, spec: TargetSpec) -> None:
     """Report flags that have no effect for this target: they are mistakes."""
-    from penstock.benchmark.targets import kind_of
+    from penstock.benchmark.targets.kinds import kind_of
     from penstock.benchmark.targets.path_target import is_text
 
     if any(each.startswith("--body:") for each in reading.file_problems):

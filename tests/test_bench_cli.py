@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from penstock import bench_cli
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.plan import Decides, Plan
-from penstock.benchmark.targets import CLASSES, TargetSpec, path_target
+from penstock.benchmark.targets import TargetSpec, path_target
+from penstock.benchmark.targets.kinds import CLASSES
 from penstock.errors import CommandLineError, ConfigError
 from penstock.exit_codes import ExitCode
 
@@ -295,7 +296,7 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["no/such/model"], "no/such/model: there is no such folder"),
+        (["no/such/model"], "no/such/model: no such file or folder"),
         ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
         ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
         ([IN_PROCESS, "--json", str(ROOT)], "is a folder; expected the name of a file"),
