@@ -16,7 +16,8 @@ from penstock.benchmark import pacer
 from penstock.benchmark.inputs import InputSpec, lengths, traces
 from penstock.benchmark.pacer import Closed, Load
 from penstock.benchmark.plan import Plan, decides_for
-from penstock.benchmark.targets import TargetSpec, kind_of
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.kinds import kind_of
 from penstock.benchmark.targets.path_target import is_text
 from penstock.errors import CommandLineError, ConfigError
 from penstock.slo import Slo
