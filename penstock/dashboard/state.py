@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
 
 FIGURES = "metrics"
+# The page shows no names of outputs with more elements.
+MAX_LABELS = 1000
 
 
 def server_state(
@@ -58,9 +60,10 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
         "" if config.slo == SLO_OFF else config.slo,
         list(config.devices),
         config.num_instances,
-        sum(instance.is_ready for instance in model.instances),
+        num_ready(model),
         _tensors(config.inputs, has_batch),
         _tensors(config.outputs, has_batch),
+        {spec.name: list(spec.labels) for spec in config.outputs if _has_few_labels(spec)},
         call,
         _load(model) if has_figures else None,
     )
@@ -71,6 +74,11 @@ def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> Example
     config = model.config
     is_latest = catalog.versions(config.name)[-1:] == [config.version]
     return example_call(config, _has_chat(model), needs_key, is_latest)
+
+
+def num_ready(model: Served) -> int:
+    """Return the number of instances that can answer, without those of earlier stages."""
+    return sum(each.is_ready for each in model.instances[: model.config.num_instances])
 
 
 def batching(model: Served) -> str:
@@ -84,6 +92,10 @@ def batching(model: Served) -> str:
 def _has_chat(model: Served) -> bool:
     is_loaded = model.config.backend == LLM and model.is_ready
     return is_loaded and cast("TextModel", model).vocabulary.has_template
+
+
+def _has_few_labels(spec: TensorSpec) -> bool:
+    return 0 < len(spec.labels) <= MAX_LABELS
 
 
 def _tensors(specs: Sequence[TensorSpec], has_batch: bool) -> list[TensorDescription]:

@@ -54,6 +54,8 @@ class ModelState(msgspec.Struct, frozen=True):
     num_ready: int = 0
     inputs: list[TensorDescription] = []
     outputs: list[TensorDescription] = []
+    # Names of the elements, by output.
+    labels: dict[str, list[str]] = {}
     call: ExampleCall | None = None
     load: ModelLoad | None = None
 

@@ -2,15 +2,22 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 
+from penstock.config import ModelConfig
 from penstock.protocols.gate import Gate
+
+
+def labelled(config: ModelConfig, *labels: str) -> ModelConfig:
+    return replace(config, outputs=(replace(config.outputs[0], labels=labels),))
+
 
 CONFIGS = [
     null_config("echo", {"x": ("INT32", (2,))}, slo="p99 < 20 ms"),
-    null_config("echo", {"x": ("INT32", (2,))}, version="10", slo="off"),
+    labelled(null_config("echo", {"x": ("INT32", (2,))}, version="10", slo="off"), "a", "b"),
     null_config("plain", {"x": ("FP32", (-1,))}, max_batch_size=0),
 ]
 PROBLEMS = {"broken": ["the file is cut off", "and empty"]}
@@ -52,6 +59,7 @@ def test_a_model_says_what_it_promises_and_takes(server: PageServer) -> None:
     assert (first["slo"], newest["slo"]) == ("p99 < 20 ms", "")
     assert first["inputs"] == [{"name": "x", "datatype": "INT32", "shape": [-1, 2]}]
     assert plain["outputs"] == [{"name": "OUT_x", "datatype": "FP32", "shape": [-1]}]
+    assert (newest["labels"], first["labels"]) == ({"OUT_x": ["a", "b"]}, {})
     assert (first["batching"], plain["batching"]) == ("up to 4", "none")
     assert first["num_ready"] == first["num_instances"] == 1
     assert newest["call"]["path"] == "v2/models/echo/infer"
