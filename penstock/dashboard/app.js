@@ -165,7 +165,7 @@ function tensors(title, all) {
 function tabs(model) {
   const { call } = model;
   const address = BASE.replace(/\/$/, "");
-  const place = (text) => text.replaceAll("{url}", () => address);
+  const place = (text) => text.replace("{url}", () => address);
   const panels = { "Try it": form(model), curl: code(place(call.curl)), Python: code(place(call.python)) };
   const bar = make("div", { className: "tabs", role: "tablist" });
   const choose = (name) => {
@@ -224,13 +224,13 @@ function form(model) {
 
 function fieldOf(call) {
   const body = JSON.parse(call.body);
-  if (call.form === "chat") return make("textarea", { value: body.messages[0].content, ariaLabel: "Message" });
-  if (call.form === "completion") return make("textarea", { value: body.prompt, ariaLabel: "Prompt" });
-  if (call.form === "text") return make("textarea", { value: body.inputs[0].data[0], ariaLabel: "Text" });
-  if (call.form === "image") return make("input", { type: "file", accept: "image/*", required: true, ariaLabel: "Image" });
+  if (call.form === "chat") return make("textarea", { value: body.messages[0].content, "aria-label": "Message" });
+  if (call.form === "completion") return make("textarea", { value: body.prompt, "aria-label": "Prompt" });
+  if (call.form === "text") return make("textarea", { value: body.inputs[0].data[0], "aria-label": "Text" });
+  if (call.form === "image") return make("input", { type: "file", accept: "image/*", required: true, "aria-label": "Image" });
   const text = pretty(body);
   const rows = Math.min(MAX_LINES, text.split("\n").length + 1);
-  return make("textarea", { className: "code", value: text, rows, spellcheck: false, ariaLabel: "Request as JSON" });
+  return make("textarea", { className: "code", value: text, rows, spellcheck: false, "aria-label": "Request as JSON" });
 }
 
 function note(call) {

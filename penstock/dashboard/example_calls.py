@@ -19,7 +19,7 @@ from penstock.config import IMAGE, LLM, ModelConfig
 from penstock.types import DATATYPES, TensorSpec, num_elements
 from penstock.wire.server_state import ExampleCall, Form
 
-# Stands for the server's address.
+# Stands for the server's address, where it comes first; names may contain it too.
 URL = "{url}"
 # Name of the environment variable with the client's API key.
 KEY = "PENSTOCK_API_KEY"
@@ -132,9 +132,9 @@ class ExampleRequest:
         is_image = self.form == "image"
         uses = {"base64": is_image, "json": True, "os": needs_key, "urllib.request": True}
         lines = [f"import {name}" for name, is_used in uses.items() if is_used]
-        lines += ["", *(OPEN_PHOTO if is_image else ())]
+        lines += ["", f'url = "{URL}/{self.path}"', *(OPEN_PHOTO if is_image else ())]
         lines += [f"body = {self._literal()}", "data = json.dumps(body).encode()"]
-        lines += [f'request = urllib.request.Request("{URL}/{self.path}", data)']
+        lines.append("request = urllib.request.Request(url, data)")
         if needs_key:
             key = f"os.environ['{KEY}']"
             lines.append(f'request.add_header("Authorization", f"Bearer {{{key}}}")')

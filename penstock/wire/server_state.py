@@ -1,7 +1,7 @@
 """The JSON of the state route, which the server's own pages read. Pure.
 
-Fields are only ever added. `{url}` in a call stands for the address under which the client reaches
-the server: the server itself does not know it behind a proxy.
+Fields are only ever added. The first `{url}` in a call stands for the address under which the
+client reaches the server: the server itself does not know it behind a proxy.
 """
 
 from __future__ import annotations

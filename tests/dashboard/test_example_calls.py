@@ -30,7 +30,7 @@ from penstock.types import DATATYPES, TensorSpec
 CONFIGS = [
     null_config("strings", {"text": ("BYTES", (1,))}),
     null_config("unbatched strings", {"text": ("BYTES", (-1,))}, max_batch_size=0),
-    null_config('it\'s <b>"odd"</b> {url} $HOME/é', {"x'y": ("INT32", (2,))}),
+    null_config('it\'s <b>"odd"</b> {url} $HOME/é', {"x'y {url}": ("INT32", (2,))}),
     null_config("large", {"image": ("FP32", (3, -1, -1)), "size": ("INT64", (2,))}),
     null_config("two versions", {"x": ("INT32", (1,))}, version="1"),
     null_config("two versions", {"x": ("INT32", (1,))}, version="2"),
@@ -65,7 +65,7 @@ def test_the_curl_line_and_the_python_lines_are_answered(
     assert status == 200, answer
     head, _ = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
     assert head["model_version"] == config.version
-    script = call.python.replace(URL, server.url)
+    script = call.python.replace(URL, server.url, 1)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "model_name" in done.stdout
@@ -95,7 +95,7 @@ def test_images_come_from_a_file_and_at_start_from_the_line_itself(
     sent = base64.b64encode(b"any bytes \xff" * 100).decode()
     status, answer = shell(f"cd {tmp_path}; {call.curl.replace(URL, server.url)}")
     assert (status, json.loads(answer)["outputs"][0]["data"]) == (200, [sent])
-    script = [sys.executable, "-c", call.python.replace(URL, server.url)]
+    script = [sys.executable, "-c", call.python.replace(URL, server.url, 1)]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert sent in done.stdout
     status, answer = shell(curl_line(call, server.url))

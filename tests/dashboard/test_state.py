@@ -8,6 +8,7 @@ import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 
 from penstock.config import ModelConfig
+from penstock.dashboard.state import StateReader
 from penstock.protocols.gate import Gate
 
 
@@ -104,6 +105,12 @@ def test_requests_are_counted(server: PageServer) -> None:
     call = state_of(server)["models"][3]["call"]
     assert server.ask(f"/{call['path']}", body=call["body"].encode())[0] == 200
     assert state_of(server)["models"][3]["load"]["num_answered"] == 1
+
+
+def test_example_calls_are_made_once_for_each_model(server: PageServer) -> None:
+    reader = StateReader(server.catalog, server.routes, needs_key=False)
+    first, second = (reader.read(["infer"]).models for _ in range(2))
+    assert all(a.call is b.call for a, b in zip(first, second, strict=True))
 
 
 def test_no_secret_is_in_the_state(locked: PageServer) -> None:
