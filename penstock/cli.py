@@ -216,6 +216,12 @@ def main() -> None:
     "fast a model would be that is not here; what it says is nonsense.",
 )
 @click.option(
+    "--reload",
+    is_flag=True,
+    help="Reload Python models when their files change. For development: a change that cannot be "
+    "loaded leaves the old code in place.",
+)
+@click.option(
     "--exit-on-error/--no-exit-on-error",
     default=True,
     show_default=True,
@@ -268,6 +274,7 @@ def serve(
     allow_hard_links: bool,
     gpu_memory_reserve: float,
     random_weights: bool,
+    reload: bool,
     exit_on_error: bool,
     log_level: str | None,
     log_format: str | None,
@@ -299,6 +306,7 @@ def serve(
         logs_requests=log_requests,
         limits=HttpLimits(max_body_bytes, max_json_bytes),
         has_random_weights=random_weights,
+        reloads=reload,
     )
     try:
         _run(path, config, insecure, exit_on_error)
