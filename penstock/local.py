@@ -8,32 +8,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from penstock import devices
+from penstock.arrays import Given, to_tensors
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, InvalidRequest, NotReady, PenstockError
+from penstock.errors import ConfigError, NotReady, PenstockError
 from penstock.model_source import resolve
+from penstock.repository import Found
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
 from penstock.serving.supervisor import StartLife, ThreadLife
-from penstock.types import (
-    DATATYPES,
-    Array,
-    CallbackSink,
-    Request,
-    Response,
-    TensorSpec,
-    from_array,
-    to_array,
-)
+from penstock.types import Array, CallbackSink, Request, Response, to_array
 
 log = logging.getLogger("penstock.local")
 
@@ -41,9 +31,11 @@ log = logging.getLogger("penstock.local")
 class LocalModel:
     """Owns an event loop in its own thread; `infer` may be called from any thread."""
 
-    def __init__(self, path: str, version: str = "") -> None:
-        self.config = _config(path, version)
-        self._inputs = {spec.name: spec for spec in self.config.inputs}
+    def __init__(self, model: str | ModelConfig, version: str = "") -> None:
+        """`model` is a model's folder, or a configuration that is placed already."""
+        if not isinstance(model, ModelConfig):
+            model = choose(resolve(model).read(), model, version)
+        self.config = model
         # Guards the hand-over to the loop against closing.
         self._lock = threading.Lock()
         self._is_closed = False
@@ -73,12 +65,12 @@ class LocalModel:
     def __repr__(self) -> str:
         return f"<LocalModel {self.config.name}/{self.config.version}>"
 
-    def infer(self, inputs: Array | Mapping[str, Array]) -> dict[str, Array]:
+    def infer(self, inputs: Given) -> dict[str, Array]:
         """Return outputs by name. A model with one input takes a single array; if the model has a
         batch dimension, so must the arrays."""
         return self.submit(inputs).result()
 
-    def submit(self, inputs: Array | Mapping[str, Array]) -> Future[dict[str, Array]]:
+    def submit(self, inputs: Given) -> Future[dict[str, Array]]:
         """Like `infer`, without waiting: concurrent requests are batched."""
         future: Future[dict[str, Array]] = Future()
 
@@ -90,10 +82,10 @@ class LocalModel:
             else:
                 future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
 
-        tensors = [
-            from_array(name, self._spec(name).datatype, _cast(self._spec(name), array))
-            for name, array in self._named(inputs).items()
-        ]
+        config = self.config
+        tensors = to_tensors(
+            inputs, config.inputs, config.name, has_batch=config.max_batch_size > 0
+        )
         request = Request(CallbackSink(deliver), tensors, time.monotonic())
         self.send(request)
         future.add_done_callback(lambda done: self._cancel_if(done, request))
@@ -154,25 +146,6 @@ class LocalModel:
         self._thread.join()
         self._loop.close()
 
-    def _named(self, inputs: Array | Mapping[str, Array]) -> Mapping[str, Array]:
-        if isinstance(inputs, Mapping):
-            return inputs
-        if len(self._inputs) != 1:
-            raise InvalidRequest(
-                f"model '{self.config.name}' has {len(self._inputs)} inputs; "
-                f"give them by name: {', '.join(self._inputs)}"
-            )
-        return {next(iter(self._inputs)): inputs}
-
-    def _spec(self, name: str) -> TensorSpec:
-        spec = self._inputs.get(name)
-        if spec is None:
-            raise InvalidRequest(
-                f"unexpected inference input '{name}' for model '{self.config.name}'; "
-                f"it takes {', '.join(self._inputs)}"
-            )
-        return spec
-
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:
     """Start a model on the running loop with this kind of workers; ConfigError when they cannot
@@ -195,41 +168,16 @@ def placed(config: ModelConfig) -> ModelConfig:
     return place(config, devices.read_gpus()) if config.uses_gpu else config
 
 
-def _cast(spec: TensorSpec, values: Array) -> Array:
-    """Cast within the kind of the datatype (float64 to FP32); refuse other casts."""
-    array = np.asarray(values)
-    if spec.datatype == "BYTES":
-        if array.dtype.kind not in "OSUT":
-            raise _wrong_type(spec, array)
-        return array.astype(np.object_)
-    target = DATATYPES[spec.datatype].numpy
-    if array.dtype.kind in "iu" and target.kind in "iu":
-        limits = np.iinfo(target)
-        if array.size and (array.min() < limits.min or array.max() > limits.max):
-            raise InvalidRequest(
-                f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
-            )
-    elif not np.can_cast(array.dtype, target, "same_kind"):
-        raise _wrong_type(spec, array)
-    return array.astype(target, copy=False)
-
-
-def _wrong_type(spec: TensorSpec, array: Array) -> InvalidRequest:
-    return InvalidRequest(
-        f"inference input '{spec.name}' data-type is {array.dtype}, "
-        f"which cannot be given as '{spec.datatype}'"
-    )
-
-
-def _config(path: str, version: str) -> ModelConfig:
-    found = resolve(path).read()
+def choose(found: Found, where: object, version: str = "") -> ModelConfig:
+    """Return the one model that was found, placed on its devices; ConfigError if there are several
+    or none of this version."""
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
     if problems:
         raise ConfigError(problems)
     configs = [config for config in found.configs if version in ("", config.version)]
     names = sorted({config.name for config in configs})
     if not configs:
-        raise ConfigError([f"{path}: no version {version}"])
+        raise ConfigError([f"{where}: no version {version}"])
     if len(names) > 1:
-        raise ConfigError([f"{path}: holds {', '.join(names)}; give the folder of one model"])
+        raise ConfigError([f"{where}: holds {', '.join(names)}; give the folder of one model"])
     return placed(configs[-1])

@@ -1,4 +1,4 @@
-"""A model in this process: `penstock.load(path).infer(x)`."""
+"""A model in this process: `LocalModel(path).infer(x)`."""
 
 import subprocess
 import sys
@@ -13,7 +13,6 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
-import penstock
 from penstock import devices
 from penstock.errors import (
     BackendFailed,
@@ -58,7 +57,7 @@ def model_folder(root: Path, text: str | None, *versions: str) -> str:
 
 @pytest.fixture(scope="module")
 def digits(examples: Path) -> Iterator[LocalModel]:
-    with penstock.load(str(examples / "digits")) as model:
+    with LocalModel(str(examples / "digits")) as model:
         yield model
 
 
@@ -149,13 +148,13 @@ def test_model_of_several_inputs_takes_them_by_name_in_any_order(
         {"difference": ("FP32", [2])},
     )
     a, b = np.array([5, 6], np.float32), np.array([1, 1], np.float32)
-    with penstock.load(path) as model:
+    with LocalModel(path) as model:
         assert model.infer({"a": a, "b": b})["difference"].tolist() == [4, 5]
         assert model.infer({"b": b, "a": a})["difference"].tolist() == [4, 5]
 
 
 def test_text_may_be_given_as_str(tmp_path: Path) -> None:
-    with penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model:
+    with LocalModel(model_folder(tmp_path, TWO_INPUTS)) as model:
         inputs = {"a": np.zeros(1, np.int8), "b": np.array(["é"])}
         assert model.infer(inputs)["d"].tolist() == ["é".encode()]
 
@@ -169,7 +168,7 @@ def test_a_text_for_each_row_is_an_output_without_dimensions(tmp_path: Path, wri
     ]
     inputs, outputs = {"x": ("FP32", ["batch", 2])}, {"name": ("BYTES", ["batch"])}
     write_onnx(tmp_path / "m" / "1" / "model.onnx", nodes, inputs, outputs, [names])
-    with penstock.load(tmp_path / "m") as model:
+    with LocalModel(tmp_path / "m") as model:
         answer = model.infer(np.eye(2, dtype=np.float32)[::-1])
     assert answer["name"].tolist() == [b"dog", b"cat"]
 
@@ -192,20 +191,20 @@ def test_repr_and_config_say_which_model_it_is(digits: LocalModel) -> None:
 def test_the_highest_version_answers_unless_one_is_named(tmp_path: Path, order: str) -> None:
     text = f"version_policy {{ specific {{ versions: [ {order} ] }} }}" + NULL
     path = model_folder(tmp_path, text, "1", "2", "10")
-    with penstock.load(path) as model:
+    with LocalModel(path) as model:
         assert model.config.version == "10"
-    with penstock.load(path, version="2") as model:
+    with LocalModel(path, version="2") as model:
         assert model.config.version == "2"
 
 
 def test_a_version_that_is_not_there_is_refused_by_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="7"):
-        penstock.load(model_folder(tmp_path, NULL), version="7")
+        LocalModel(model_folder(tmp_path, NULL), version="7")
 
 
 def test_a_repository_of_several_models_is_refused_with_their_names(examples: Path) -> None:
     with pytest.raises(ConfigError, match=r"digits, identity"):
-        penstock.load(str(examples))
+        LocalModel(str(examples))
 
 
 # Errors
@@ -235,7 +234,7 @@ def test_wrong_input_is_refused_in_words_and_the_next_request_is_answered(
 
 def test_a_bare_array_is_refused_where_there_are_several_inputs(tmp_path: Path) -> None:
     with (
-        penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model,
+        LocalModel(model_folder(tmp_path, TWO_INPUTS)) as model,
         pytest.raises(InvalidRequest, match="a, b"),
     ):
         model.infer(np.zeros(1, np.int8))
@@ -249,7 +248,7 @@ def test_inputs_whose_batches_differ_are_refused(tmp_path: Path) -> None:
     output { name: "c" data_type: TYPE_FP32 dims: [ 1 ] }
     """
     with (
-        penstock.load(model_folder(tmp_path, text)) as model,
+        LocalModel(model_folder(tmp_path, text)) as model,
         pytest.raises(InvalidRequest, match="batch"),
     ):
         model.infer({"a": np.zeros((1, 1), np.float32), "b": np.zeros((2, 1), np.float32)})
@@ -257,14 +256,14 @@ def test_inputs_whose_batches_differ_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_numbers_of_another_kind_are_refused(tmp_path: Path, dtype: type) -> None:
-    with penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model:
+    with LocalModel(model_folder(tmp_path, TWO_INPUTS)) as model:
         inputs = {"a": np.zeros(1, dtype), "b": np.array([b""], np.object_)}
         with pytest.raises(InvalidRequest, match=f"a.*{np.dtype(dtype)}.*INT8"):
             model.infer(inputs)
 
 
 def test_whole_numbers_that_fit_the_datatype_are_converted(tmp_path: Path) -> None:
-    with penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model:
+    with LocalModel(model_folder(tmp_path, TWO_INPUTS)) as model:
         inputs = {"a": np.array([-128, 127]), "b": np.array([b""], np.object_)}
         assert model.infer(inputs)["c"].tolist() == [-128, 127]
 
@@ -273,7 +272,7 @@ def test_whole_numbers_that_fit_the_datatype_are_converted(tmp_path: Path) -> No
 def test_a_number_that_does_not_fit_the_datatype_is_refused(
     tmp_path: Path, array: np.ndarray
 ) -> None:
-    with penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model:
+    with LocalModel(model_folder(tmp_path, TWO_INPUTS)) as model:
         inputs = {"a": array, "b": np.array([b""], np.object_)}
         with pytest.raises(InvalidRequest, match="'a'.*INT8"):
             model.infer(inputs)
@@ -281,7 +280,7 @@ def test_a_number_that_does_not_fit_the_datatype_is_refused(
 
 def test_numbers_are_not_text(tmp_path: Path) -> None:
     with (
-        penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model,
+        LocalModel(model_folder(tmp_path, TWO_INPUTS)) as model,
         pytest.raises(InvalidRequest, match="b.*BYTES"),
     ):
         model.infer({"a": np.zeros(1, np.int8), "b": np.array([1.5])})
@@ -291,7 +290,7 @@ def test_an_error_of_the_model_reaches_the_caller_and_the_next_request_is_answer
     tmp_path: Path,
 ) -> None:
     text = NULL + parameter("null.fail_on", "7") + parameter("null.a_ms", "0")
-    with penstock.load(model_folder(tmp_path, text)) as model:
+    with LocalModel(model_folder(tmp_path, text)) as model:
         for _ in range(2):
             with pytest.raises(BackendFailed, match="fail_on"):
                 model.infer(np.full((1, 2), 7, np.float32))
@@ -301,7 +300,7 @@ def test_an_error_of_the_model_reaches_the_caller_and_the_next_request_is_answer
 def test_an_error_of_one_request_is_not_the_error_of_its_batch(tmp_path: Path) -> None:
     text = NULL + "dynamic_batching { }" + parameter("null.fail_on", "7")
     text += parameter("null.a_ms", "20")
-    with penstock.load(model_folder(tmp_path, text)) as model:
+    with LocalModel(model_folder(tmp_path, text)) as model:
         futures = [model.submit(np.full((1, 2), n, np.float32)) for n in (1, 2, 7, 3)]
         for number, future in zip((1, 2, 7, 3), futures, strict=True):
             if number == 7:
@@ -316,7 +315,7 @@ def test_cancelling_one_request_does_not_harm_those_in_its_batch(tmp_path: Path)
     wait_for_three = "preferred_batch_size: [ 3 ] max_queue_delay_microseconds: 1000000"
     text = NULL + f"dynamic_batching {{ {wait_for_three} }}"
     row = np.zeros((1, 2), np.float32)
-    with penstock.load(model_folder(tmp_path, text)) as model:
+    with LocalModel(model_folder(tmp_path, text)) as model:
         cancelled = model.submit(row)
         assert cancelled.cancel()
         futures = [model.submit(row + n) for n in (1, 2)]
@@ -345,7 +344,7 @@ def started_since(before: set[threading.Thread]) -> list[threading.Thread]:
 
 def test_close_ends_its_threads(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    model = penstock.load(model_folder(tmp_path, NULL))
+    model = LocalModel(model_folder(tmp_path, NULL))
     assert set(threading.enumerate()) > before
     model.infer(np.zeros((1, 2), np.float32))
     model.close()
@@ -354,14 +353,14 @@ def test_close_ends_its_threads(tmp_path: Path) -> None:
 
 def test_leaving_the_with_block_closes_the_model_even_after_an_error(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(ZeroDivisionError), penstock.load(model_folder(tmp_path, NULL)):
+    with pytest.raises(ZeroDivisionError), LocalModel(model_folder(tmp_path, NULL)):
         raise ZeroDivisionError
     assert started_since(before) == []
 
 
 def test_close_answers_everything_that_still_waits(tmp_path: Path) -> None:
     path = model_folder(tmp_path, NULL + parameter("null.a_ms", "50"))
-    model = penstock.load(path)
+    model = LocalModel(path)
     futures: list[Future[dict[str, np.ndarray]]] = [
         model.submit(np.zeros((1, 2), np.float32)) for _ in range(20)
     ]
@@ -374,7 +373,7 @@ def test_close_answers_everything_that_still_waits(tmp_path: Path) -> None:
 
 
 def test_a_closed_model_refuses_requests_with_our_error(tmp_path: Path) -> None:
-    model = penstock.load(model_folder(tmp_path, NULL))
+    model = LocalModel(model_folder(tmp_path, NULL))
     model.close()
     with pytest.raises(PenstockError, match="closed"):
         model.infer(np.zeros((1, 2), np.float32))
@@ -398,7 +397,7 @@ def test_closing_twice_is_harmless(examples: Path) -> None:
 def test_a_broken_model_is_a_config_error_and_leaves_no_thread(tmp_path: Path, text: str) -> None:
     before = set(threading.enumerate())
     with pytest.raises(ConfigError):
-        penstock.load(model_folder(tmp_path, text))
+        LocalModel(model_folder(tmp_path, text))
     assert started_since(before) == []
 
 
@@ -409,7 +408,7 @@ def test_a_file_that_onnx_runtime_refuses_is_a_config_error_and_leaves_no_thread
     write_identity(Path(path) / "1" / "model.onnx")
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="'x'.*x0"):
-        penstock.load(path)
+        LocalModel(path)
     assert started_since(before) == []
 
 
@@ -474,9 +473,9 @@ def test_a_model_of_the_gpus_is_placed_on_those_there_are(
 ) -> None:
     monkeypatch.setattr(devices, "read_gpus", FakeGpus(1 << 30, 1 << 30))
     path = model_folder(tmp_path, NULL + "instance_group { kind: KIND_GPU }")
-    with penstock.load(path) as model:
+    with LocalModel(path) as model:
         assert model.config.devices == ("cuda:0", "cuda:1")
         np.testing.assert_array_equal(model.infer(np.ones((1, 2)))["y"], np.ones((1, 2)))
     monkeypatch.setattr(devices, "read_gpus", FakeGpus())
     with pytest.raises(ConfigError, match="no NVIDIA GPU is seen here"):
-        penstock.load(path)
+        LocalModel(path)

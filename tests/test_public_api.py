@@ -4,14 +4,34 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import penstock
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_public_names_are_these_and_no_others() -> None:
-    assert sorted(penstock.__all__) == ["Tensor", "__version__", "load", "model"]
+    functions = ["bench", "explain", "inspect", "load", "model", "optimize", "profile", "serve"]
+    assert sorted(penstock.__all__) == ["Client", "Tensor", "__version__", *functions]
     assert all(hasattr(penstock, name) for name in penstock.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(set(penstock.__all__) - {"__version__"}))
+def test_public_names_have_a_contract(name: str) -> None:
+    assert getattr(penstock, name).__doc__
+
+
+def test_the_page_names_every_public_function() -> None:
+    """tests/test_docs.py runs its examples."""
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    for name in set(penstock.__all__) - {"__version__"}:
+        assert f"penstock.{name}(" in page, name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'penstock' has no attribute 'launch'"):
+        penstock.launch  # noqa: B018
 
 
 def test_version_is_the_one_of_the_distribution() -> None:

@@ -1,4 +1,5 @@
-"""The v2 inference protocol as Triton's protobuf messages: infer requests in, answers out. Pure.
+"""The v2 inference protocol as Triton's protobuf messages: infer requests in, answers out, and
+the other way round for clients. Pure.
 
 Tensors arrive raw (`raw_input_contents`) or typed (`contents`), never both, and leave raw. Every
 error names its input, with the same text as in `wire.v2` where both can fail.
@@ -6,14 +7,14 @@ error names its input, with the same text as in `wire.v2` where both can fail.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import InvalidRequest, TooLarge, Unsupported
+from penstock.errors import BackendFailed, InvalidRequest, TooLarge, Unsupported
 from penstock.types import (
     DATATYPES,
     Array,
@@ -25,6 +26,7 @@ from penstock.types import (
     Tensor,
     num_elements,
     pack_bytes,
+    to_array,
 )
 from penstock.wire.v2 import MAX_TENSORS, apply_parameters, check_outputs, check_shape
 
@@ -206,3 +208,31 @@ def _pack(item: Any, left: int) -> bytes:
     except OverflowError:
         raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
     return array.tobytes()
+
+
+# The client's side.
+
+
+def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Any:
+    """Return a ModelInferRequest with raw tensors."""
+    inputs = service_pb2.ModelInferRequest.InferInputTensor
+    return service_pb2.ModelInferRequest(
+        model_name=model,
+        model_version=version,
+        inputs=[
+            inputs(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            for tensor in tensors
+        ],
+        raw_input_contents=[bytes(tensor.data) for tensor in tensors],
+    )
+
+
+def read_answer(message: Any) -> dict[str, Array]:
+    """Return the outputs of a ModelInferResponse by name; BackendFailed if they are not raw."""
+    outputs, contents = message.outputs, message.raw_output_contents
+    if len(outputs) != len(contents):
+        raise BackendFailed("the server's answer cannot be read: its tensors are not raw")
+    found = {}
+    for item, data in zip(outputs, contents, strict=True):
+        found[item.name] = to_array(Tensor(item.name, item.datatype, tuple(item.shape), data))
+    return found

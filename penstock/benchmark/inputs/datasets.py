@@ -73,6 +73,12 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
     return TextExamples(samples, sizes.answers, shares(len(samples), spec.seed, *place), origin)
 
 
+def read_columns(spec: InputSpec, form: RequestForm) -> Columns:
+    """Return all examples of a data set in its own order; ConfigError when it does not fit."""
+    path = existing(spec)
+    return _columns(spec, form, path, Account([path]))
+
+
 def existing(spec: InputSpec) -> Path:
     """Return a file or folder that has a reader; ConfigError says what was expected."""
     path = Path(spec.path)

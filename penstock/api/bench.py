@@ -1,0 +1,203 @@
+"""Load tests: a plan to runs. Used by `penstock.bench` and `penstock bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.api import shown
+from penstock.api.bench_options import BenchOptions
+from penstock.api.bench_plan import make_plans
+from penstock.benchmark import ci_gate, headline, run_files, summary
+from penstock.benchmark.plan import Plan
+from penstock.benchmark.results import Run
+from penstock.benchmark.run import Conductor
+from penstock.benchmark.summary import Figures
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from penstock.benchmark.ci_gate import Check
+    from penstock.benchmark.progress import Progress
+
+Watch = Callable[["Progress"], None]
+Keep = Callable[[Run], None]
+# Percent, of --tolerance.
+TOLERANCE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """What a load test measured: one run, or one for each batch size."""
+
+    runs: tuple[Run, ...]
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def run(self) -> Run:
+        """The run; of a sweep, the first."""
+        return self.runs[0]
+
+    @property
+    def levels(self) -> list[Figures]:
+        """The figures of each level: throughput, percentiles of latency, failures."""
+        return [summary.figures_of(run, level) for run in self.runs for level in run.levels]
+
+    @property
+    def headline(self) -> str:
+        return headline.headline_of(self.run).text
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the SLO was kept and nothing is slower than the baseline."""
+        return all(check.is_passed for check in self.checks)
+
+    def save(self, path: str | Path) -> None:
+        """Write a .json, .html or .csv file, by the name's ending. `penstock report` shows .json
+        files again; of a sweep, each batch size has its own."""
+        save(self.runs, Path(path))
+
+    def __rich__(self) -> RenderableType:
+        return render(self.runs)
+
+    def __str__(self) -> str:
+        return shown.to_text(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return shown.to_html(self.__rich__())
+
+
+def bench(model: str, options: BenchOptions, *, progress: bool = False) -> BenchResult:
+    """Measure a model or a running server under load."""
+    from penstock.report.live import Live
+
+    plans = make_plans(model, options, command=_as_typed(model, options))
+    baseline = run_files.read_run(Path(options.baseline)) if options.baseline else None
+    with Live() if progress else contextlib.nullcontext() as live:
+        watch = (lambda progress: None) if live is None else live.update
+        runs = measure(plans, watch)
+    return BenchResult(tuple(runs), judge(runs, plans[0], baseline, options.tolerance))
+
+
+def _as_typed(model: str, options: BenchOptions) -> str:
+    """Return the call in Python, for the report."""
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    defaults = BenchOptions()
+    changed = [f"{k}={v!r}" for k, v in given.items() if v != getattr(defaults, k)]
+    return f"penstock.bench({', '.join([repr(model), *changed])})"
+
+
+def measure(plans: Sequence[Plan], watch: Watch, keep: Keep = lambda run: None) -> list[Run]:
+    """Measure each plan. Ctrl-C ends the level and keeps what was measured. `keep` receives each
+    run after each of its levels."""
+    runs: list[Run] = []
+    for plan in plans:
+        conductor = Conductor(plan, watch, keep)
+        runs.append(_run(conductor))
+        if conductor.is_interrupted:
+            break
+    return runs
+
+
+def judge(
+    runs: Sequence[Run], plan: Plan, baseline: Run | None, tolerance: float | None
+) -> tuple[Check, ...]:
+    """Return the checks of SLO and baseline; `tolerance` in percent."""
+    share = (TOLERANCE if tolerance is None else tolerance) / 100
+    return tuple(check for run in runs for check in ci_gate.checks(run, plan.slo, baseline, share))
+
+
+def render(runs: Sequence[Run]) -> RenderableType:
+    from penstock.report import bench_table, sweep
+
+    return bench_table.shown(runs[0]) if len(runs) == 1 else sweep.shown(runs)
+
+
+def save(runs: Sequence[Run], path: Path) -> None:
+    """Write runs to a file, by the name's ending; each run of a sweep to its own JSON or CSV."""
+    from penstock.benchmark.comparison import Named
+    from penstock.report import bench, compare
+
+    if path.suffix == ".html":
+        named = [Named(f"batch size {run.batch_size}", run) for run in runs]
+        page = bench.page(runs[0]) if len(runs) == 1 else compare.page(named)
+        run_files.write_text(page, path)
+        return
+    if path.suffix not in (".json", ".csv"):
+        raise ConfigError([f"{path}: expected a name that ends in .json, .html or .csv"])
+    for run in runs:
+        target = path if len(runs) == 1 else sweep_path(path, run.batch_size)
+        if path.suffix == ".json":
+            run_files.write_run(run, target)
+        else:
+            run_files.write_text(run_files.csv_text(run), target)
+
+
+def sweep_path(path: Path, batch_size: int) -> Path:
+    return path.with_stem(f"{path.stem}-b{batch_size}")
+
+
+def _run(conductor: Conductor) -> Run:
+    """Run on an event loop of its own: in the main thread if that has none, so that signals are
+    handled; otherwise, as in a notebook, in another thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        is_main = False
+    if is_main:
+        return asyncio.run(_interruptible(conductor))
+    found: list[Run] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(conductor.measure()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        conductor.interrupt()
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+async def _interruptible(conductor: Conductor) -> Run:
+    with _signals(conductor):
+        return await conductor.measure()
+
+
+@contextlib.contextmanager
+def _signals(conductor: Conductor) -> Iterator[None]:
+    """Handle Ctrl-C: the first ends the level and keeps its measurements; the second ends the run,
+    as does the first if nothing was measured yet."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        if conductor.is_interrupted or not conductor.is_measuring:
+            task.cancel()
+        conductor.interrupt()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, interrupt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)

@@ -1,0 +1,306 @@
+"""Options of `penstock bench` to a plan: parsed, checked together, and every problem reported at
+once, under the name of its flag."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock import slo as slos
+from penstock.api.bench_options import BenchOptions
+from penstock.benchmark import pacer
+from penstock.benchmark.inputs import InputSpec, lengths, traces
+from penstock.benchmark.pacer import Closed, Load
+from penstock.benchmark.plan import Plan, decides_for
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.kinds import kind_of
+from penstock.benchmark.targets.path_target import is_text
+from penstock.errors import CommandLineError, ConfigError
+from penstock.slo import Slo
+
+SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
+LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
+DURATION_S = 10.0
+MAX_CONNECTIONS = 1024
+# Kinds of targets, in words.
+KINDS = {
+    "v2 HTTP": "v2 over HTTP",
+    "v2 gRPC": "v2 over gRPC",
+    "in process": "a model in this process",
+    "text in process": "a language model in this process",
+    "OpenAI": "OpenAI servers",
+    "HTTP": "plain URLs",
+}
+# Kinds of targets that a flag has an effect for; flags that are not here have one for all.
+OVER_HTTP = ("v2 HTTP", "OpenAI", "HTTP")
+NETWORK = ("v2 HTTP", "v2 gRPC", "OpenAI", "HTTP")
+TEXTS = ("OpenAI", "text in process")
+APPLIES = {
+    "tensors": ("v2 HTTP",),
+    "model": ("v2 HTTP", "v2 gRPC", "in process", "text in process", "OpenAI"),
+    "version": ("v2 HTTP", "v2 gRPC", "in process", "text in process"),
+    "api": TEXTS,
+    "extra": TEXTS,
+    "body": ("HTTP",),
+    "method": ("HTTP",),
+    "header": OVER_HTTP,
+    "api_key": NETWORK,
+    "max_connections": NETWORK,
+}
+
+
+def make_plans(
+    model: str, options: BenchOptions, *, command: str = "", ambient: Collection[str] = ()
+) -> list[Plan]:
+    """Make a plan for each batch size; ConfigError lists everything that is wrong. `ambient` names
+    options that came from the environment, which is for many commands: they may have no effect."""
+    if options.seed is None:
+        options = replace(options, seed=secrets.randbelow(2**31))
+    reading = Reading(options)
+    sizes = reading.parse("batch_size", parse_batch_sizes) or [1]
+    slo: Slo | None = reading.parse("slo", slos.parse)
+    duration_s = reading.parse("duration", slos.parse_duration)
+    inputs = _inputs(reading)
+    loads = _loads(reading, slo, duration_s)
+    spec = _target(model, reading, loads)
+    question = _question(reading)
+    is_cold = options.warm_up in ("0", "0s")
+    warm_up_s = None if is_cold else reading.parse("warm_up", slos.parse_duration)
+    if options.gate and slo is None and not options.baseline:
+        reading.problems.append("--gate needs --slo, --baseline or both")
+    _check_unused(reading, spec, ambient)
+    _check_alone(reading, slo)
+    reading.check()
+    is_endless = not options.trace and not options.steps
+    rate = None if slo is None else slo.rate
+    plan = Plan(
+        target=spec,
+        inputs=inputs,
+        loads=() if question else loads,
+        question=question,
+        slo=slo,
+        decides=decides_for(slo),
+        duration_s=duration_s or (DURATION_S if is_endless else None),
+        precision=options.precision / 100,
+        max_warm_up_s=warm_up_s or 0.0,
+        num_processes=options.processes,
+        arrivals=options.arrivals or (rate.arrivals if rate else "poisson"),
+        cv=options.cv or (rate.cv if rate and rate.cv else 1.0),
+        seed=inputs.seed,
+        price_per_hour=options.price,
+        command=_without_secrets(command, options),
+    )
+    return [replace(plan, inputs=_with_size(inputs, size)) for size in sizes]
+
+
+def parse_batch_sizes(text: str) -> list[int]:
+    """Parse `8`, `1,8,32`, `1:32`, which doubles, or `1:32:4`, which steps by 4."""
+    expected = "expected one like 8, 1,8,32, 1:32 or 1:32:4"
+    parts = text.split(":")
+    if len(parts) == 3:
+        if not all(part.strip().isdigit() and int(part) for part in parts):
+            raise ValueError(f"'{text}' is not a batch size; {expected}")
+        first, last, step = map(int, parts)
+        if first > last:
+            raise ValueError(f"'{text}' begins above its end; {expected}")
+        # 1:32:4 is 1, 4, 8 ... 32: multiples of the step are what batchers like.
+        multiples = range(step * (first // step + 1), last + 1, step)
+        return sorted({first, *multiples, last})
+    try:
+        return pacer.parse_concurrency(text)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a batch size; {expected}") from None
+
+
+def _with_size(inputs: InputSpec, size: int) -> InputSpec:
+    import msgspec
+
+    return msgspec.structs.replace(inputs, batch_size=size)
+
+
+def _without_secrets(command: str, options: BenchOptions) -> str:
+    """Return the command with secrets masked: runs are shared."""
+    secret_texts = [options.api_key] if options.api_key else []
+    for header in options.header:
+        name, _, value = header.partition(":")
+        if value.strip() and SECRET_HEADERS.search(name):
+            secret_texts.append(value.strip())
+    for text in secret_texts:
+        command = command.replace(text, "...")
+    return command
+
+
+class Reading:
+    """Parses options to values and collects problems."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        # Options that are malformed or contradict each other.
+        self.problems: list[str] = []
+        # Files named by options that cannot be used.
+        self.file_problems: list[str] = []
+
+    def check(self) -> None:
+        """Raise CommandLineError, or ConfigError if only files are wrong, with all problems."""
+        if self.problems:
+            raise CommandLineError([*self.problems, *self.file_problems])
+        if self.file_problems:
+            raise ConfigError(self.file_problems)
+
+    def file(self, name: str, read: Callable[[str], Any]) -> Any:
+        """Read an option's file; None if it is not given or cannot be used."""
+        text = getattr(self.options, name)
+        try:
+            return read(text) if text else None
+        except ConfigError as error:
+            is_usage = isinstance(error, CommandLineError)
+            problems = self.problems if is_usage else self.file_problems
+            problems += [f"{_flag(name)}: {each}" for each in error.problems]
+        return None
+
+    def parse(self, name: str, parse: Callable[[str], Any]) -> Any:
+        """Parse an option; None if it is not given or invalid."""
+        text = getattr(self.options, name)
+        if not text:
+            return None
+        try:
+            return parse(text)
+        except ConfigError as error:
+            self.problems += [f"{_flag(name)}: {each}" for each in error.problems]
+        except ValueError as error:
+            self.problems.append(f"{_flag(name)}: {error}")
+        return None
+
+    def given(self, *names: str) -> list[str]:
+        """Return which of these options were given, as flags."""
+        return [_flag(name) for name in names if getattr(self.options, name)]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
+    options = reading.options
+    given = reading.given(*LOADS)
+    if len(given) > 1:
+        reading.problems.append(f"{' and '.join(given)} contradict each other; give one load")
+    rate = None if slo is None else slo.rate
+    arrivals = options.arrivals or (rate.arrivals if rate else "poisson")
+    cv = options.cv or (rate.cv if rate and rate.cv else 1.0)
+    if options.cv and arrivals != "gamma":
+        reading.problems.append("--cv applies to gamma arrivals; give --arrivals gamma too")
+    if options.arrivals and (closed := reading.given("concurrency", "trace", "find_knee")):
+        reading.problems.append(f"--arrivals has no effect with {closed[0]}; leave one of them out")
+    if options.rate_scale and not options.trace:
+        reading.problems.append("--rate-scale needs --trace")
+    counts = reading.parse("concurrency", pacer.parse_concurrency) or []
+    loads: list[Load] = [pacer.Closed(count) for count in counts]
+    rates = reading.parse("rate", pacer.parse_rates) or []
+    profiles: list[Any] = [pacer.Flat(each) for each in rates]
+    ramp = reading.parse("ramp", lambda text: pacer.parse_ramp(text, duration_s or DURATION_S))
+    steps = reading.parse("steps", pacer.parse_steps)
+    profiles += [each for each in (ramp, steps) if each is not None]
+    loads += [pacer.Open(profile, arrivals, cv) for profile in profiles]
+    if trace := reading.file("trace", lambda text: traces.read_trace(Path(text))):
+        loads.append(pacer.Replay(trace.times_s, options.rate_scale or 1.0, trace.name))
+    if not given and rate is not None:
+        loads = [pacer.Open(pacer.Flat(rate.per_s), arrivals, cv)]
+    return tuple(loads) or (pacer.Closed(1),)
+
+
+def _question(reading: Reading) -> str:
+    if reading.options.find_knee:
+        return "knee"
+    if not reading.options.max_rate:
+        return ""
+    if not reading.options.slo:
+        reading.problems.append("--max-rate needs --slo, e.g. --slo 'p99 < 20 ms'")
+    return "max rate"
+
+
+def _check_unused(reading: Reading, spec: TargetSpec, ambient: Collection[str]) -> None:
+    """Report options that have no effect for this target: they are mistakes."""
+    if any(each.startswith("--body:") for each in reading.file_problems):
+        # The body decides the kind.
+        return
+    try:
+        kind = kind_of(spec)
+        if kind == "in process" and is_text(spec):
+            kind = "text in process"
+    except CommandLineError as error:
+        reading.problems += error.problems
+        return
+    except ConfigError as error:
+        reading.file_problems += error.problems
+        return
+    for name, kinds in APPLIES.items():
+        if kind not in kinds and name not in ambient:
+            where = ", ".join(KINDS[each] for each in kinds)
+            reading.problems += [
+                f"{flag} applies to {where}; MODEL is {KINDS[kind]}" for flag in reading.given(name)
+            ]
+
+
+def _check_alone(reading: Reading, slo: Slo | None) -> None:
+    """Report options that have no effect without another one."""
+    options = reading.options
+    if options.data_name and not options.data:
+        reading.problems.append("--data-name needs --data")
+    if options.tolerance is not None and not options.baseline:
+        reading.problems.append("--tolerance needs --baseline")
+    has_rate = slo is not None and slo.rate is not None
+    if options.arrivals and not (reading.given(*LOADS) or has_rate or options.slo and not slo):
+        rates = "--rate, --ramp, --steps, --max-rate or an SLO with a rate"
+        reading.problems.append(f"--arrivals applies to {rates}; give one of them")
+
+
+def _inputs(reading: Reading) -> InputSpec:
+    options = reading.options
+    assert options.seed is not None
+    return InputSpec(
+        path=options.data,
+        name=options.data_name,
+        lengths=reading.file("lengths", lengths.parse),
+        output_lengths=reading.file("output_lengths", lengths.parse),
+        seed=options.seed,
+        trace_path=options.trace,
+    )
+
+
+def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSpec:
+    options = reading.options
+    headers = {}
+    for text in options.header:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            reading.problems.append(f"--header '{text}': expected 'Name: value'")
+        headers[name.strip()] = value.strip()
+    counts = [load.concurrency for load in loads if isinstance(load, Closed)]
+    return TargetSpec(
+        address=address,
+        model=options.model,
+        version=options.version,
+        is_binary=options.tensors != "json",
+        api=options.api or "chat",
+        method=options.method or ("POST" if options.body else "GET"),
+        headers=headers,
+        body=reading.file("body", _read_body) or "",
+        api_key=options.api_key,
+        timeout_s=reading.parse("timeout", slos.parse_duration) or 0.0,
+        max_connections=options.max_connections or max([MAX_CONNECTIONS, *counts]),
+        extra=options.extra,
+    )
+
+
+def _read_body(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{text[1:]} cannot be read: {error}"]) from None

@@ -1,0 +1,117 @@
+"""The v2 protocol over gRPC, from the client's side. One channel, which gRPC shares safely between
+threads; errors of the server are those of `penstock.errors`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Must precede the import: gRPC would log lost connections into the caller's output.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from penstock.api.endpoint import Access, Endpoint, ModelMetadata
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    NotReady,
+    PenstockError,
+    Quarantined,
+    QuotaExceeded,
+    Unsupported,
+)
+from penstock.types import Array, Tensor, TensorSpec
+from penstock.wire import v2_pb
+
+SERVICE = "/inference.GRPCInferenceService/"
+NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+ERRORS: Mapping[str, type[PenstockError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "UNAUTHENTICATED": NotAllowed,
+    "PERMISSION_DENIED": NotAllowed,
+    "NOT_FOUND": NotFound,
+    "UNAVAILABLE": NotReady,
+    "RESOURCE_EXHAUSTED": QuotaExceeded,
+    "FAILED_PRECONDITION": Quarantined,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "UNIMPLEMENTED": Unsupported,
+}
+
+
+class GrpcCalls:
+    def __init__(self, endpoint: Endpoint, access: Access) -> None:
+        self._endpoint = endpoint
+        self._timeout_s = access.timeout_s
+        self._metadata = (
+            (("authorization", f"Bearer {access.api_key}"),) if access.api_key else None
+        )
+        if endpoint.is_tls:
+            issuers = Path(access.ca_file).read_bytes() if access.ca_file else None
+            credentials = grpc.ssl_channel_credentials(issuers)
+            self._channel = grpc.secure_channel(endpoint.authority, credentials, NO_LIMIT)
+        else:
+            self._channel = grpc.insecure_channel(endpoint.authority, NO_LIMIT)
+
+    def is_server_ready(self) -> bool:
+        return bool(self._ask("ServerReady").ready)
+
+    def is_model_ready(self, model: str, version: str) -> bool:
+        return bool(self._ask("ModelReady", name=model, version=version).ready)
+
+    def models(self) -> Sequence[str]:
+        return [each.name for each in self._ask("RepositoryIndex", ready=True).models]
+
+    def metadata(self, model: str, version: str) -> ModelMetadata:
+        found = self._ask("ModelMetadata", name=model, version=version)
+        return ModelMetadata(
+            found.name,
+            tuple(found.versions),
+            found.platform,
+            tuple(map(_spec, found.inputs)),
+            tuple(map(_spec, found.outputs)),
+        )
+
+    def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
+        message = v2_pb.make_infer(model, version, tensors)
+        return v2_pb.read_answer(self._send("ModelInfer", message))
+
+    def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
+        raise Unsupported(f"{self._endpoint.url}: text is generated over HTTP; use an http:// URL")
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _ask(self, method: str, **fields: object) -> Any:
+        return self._send(method, getattr(service_pb2, f"{method}Request")(**fields))
+
+    def _send(self, method: str, message: Any) -> Any:
+        call = self._channel.unary_unary(
+            SERVICE + method,
+            request_serializer=type(message).SerializeToString,
+            response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
+        )
+        try:
+            return call(message, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: Any) -> PenstockError:
+        code, text = error.code().name, error.details() or error.code().name
+        if code == "UNAVAILABLE" and "failed to connect" in text:
+            text = "no server is listening there; start one with: penstock serve MODEL"
+        if code == "UNAUTHENTICATED":
+            text += "; give a key by api_key="
+        return ERRORS.get(code, BackendFailed)(f"{self._endpoint.url}: {text}")
+
+
+def _spec(tensor: Any) -> TensorSpec:
+    return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape))

@@ -1,0 +1,229 @@
+"""The v2 protocol over HTTP, from the client's side: binary tensors, kept connections, and errors
+of the server as those of `penstock.errors`."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.api.endpoint import Access, Endpoint, ModelMetadata
+from penstock.errors import (
+    BackendFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    Quarantined,
+    QuotaExceeded,
+    TooLarge,
+    Unsupported,
+)
+from penstock.types import Array, Tensor, TensorSpec
+from penstock.wire import v2_client
+
+# The errors that a server means; others are BackendFailed. 503 is told apart by its text.
+ERRORS: Mapping[int, type[PenstockError]] = {
+    400: InvalidRequest,
+    401: NotAllowed,
+    403: NotAllowed,
+    404: NotFound,
+    413: TooLarge,
+    422: Quarantined,
+    429: QuotaExceeded,
+    499: DeadlineExceeded,
+    501: Unsupported,
+    503: Overloaded,
+    504: DeadlineExceeded,
+}
+NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
+MAX_KEPT = 32
+
+
+class _Tensor(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+    versions: list[str] = []
+    platform: str = ""
+    inputs: list[_Tensor] = []
+    outputs: list[_Tensor] = []
+
+
+class _Indexed(msgspec.Struct):
+    name: str
+
+
+class _Generated(msgspec.Struct):
+    text_output: str
+
+
+class HttpCalls:
+    """Thread-safe: each call takes a connection of its own, and keeps it open for the next."""
+
+    def __init__(self, endpoint: Endpoint, access: Access) -> None:
+        self._endpoint = endpoint
+        self._access = access
+        self._context: ssl.SSLContext | None = None
+        if endpoint.is_tls:
+            self._context = ssl.create_default_context(cafile=access.ca_file or None)
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+
+    def is_server_ready(self) -> bool:
+        return self._status("/v2/health/ready") == 200
+
+    def is_model_ready(self, model: str, version: str) -> bool:
+        status, _, body = self._send("GET", f"{_path(model, version)}/ready")
+        if status == 404:
+            raise self._error(status, body)
+        return status == 200
+
+    def models(self) -> Sequence[str]:
+        body = self._ask("POST", "/v2/repository/index", b'{"ready":true}')
+        return [each.name for each in _decode(body, list[_Indexed])]
+
+    def metadata(self, model: str, version: str) -> ModelMetadata:
+        found: _Metadata = _decode(self._ask("GET", _path(model, version)), _Metadata)
+        return ModelMetadata(
+            found.name,
+            tuple(found.versions),
+            found.platform,
+            tuple(map(_spec, found.inputs)),
+            tuple(map(_spec, found.outputs)),
+        )
+
+    def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
+        packed = [_Packed(each) for each in tensors]
+        head_length, body = v2_client.encode_infer(packed)
+        headers = {v2_client.HEAD_LENGTH: str(head_length)}
+        status, answered, answer = self._send(
+            "POST", f"{_path(model, version)}/infer", body, headers
+        )
+        if status != 200:
+            raise self._error(status, answer)
+        length = answered.get(v2_client.HEAD_LENGTH.lower(), str(len(answer)))
+        return v2_client.decode_answer(int(length), answer)
+
+    def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
+        body = msgspec.json.encode(fields)
+        answer = self._ask("POST", f"{_path(model, version)}/generate", body)
+        generated: _Generated = _decode(answer, _Generated)
+        return generated.text_output
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _status(self, path: str) -> int:
+        return self._send("GET", path)[0]
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        status, _, answer = self._send(method, path, body)
+        if status != 200:
+            raise self._error(status, answer)
+        return answer
+
+    def _send(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request and return status, headers and body. A kept connection that the server
+        has closed meanwhile is replaced."""
+        access, url = self._access, self._endpoint.url
+        sent = dict(headers or {})
+        if access.api_key:
+            sent["X-API-Key"] = access.api_key
+        while True:
+            connection, is_new = self._take()
+            try:
+                connection.request(method, path, body or None, sent)
+                answer = connection.getresponse()
+                read = answer.read()
+            except TimeoutError:
+                connection.close()
+                text = f"{url}: no answer within {access.timeout_s:g} s"
+                raise DeadlineExceeded(text) from None
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if is_new:
+                    raise NotReady(f"{url}: {_why(error)}") from None
+                continue
+            self._keep(connection)
+            return answer.status, {key.lower(): value for key, value in answer.getheaders()}, read
+
+    def _take(self) -> tuple[http.client.HTTPConnection, bool]:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), False
+        place, timeout_s = (self._endpoint.host, self._endpoint.port), self._access.timeout_s
+        if self._context is not None:
+            secure = http.client.HTTPSConnection(*place, timeout=timeout_s, context=self._context)
+            return secure, True
+        return http.client.HTTPConnection(*place, timeout=timeout_s), True
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if connection.sock is not None and len(self._idle) < MAX_KEPT:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _error(self, status: int, body: bytes) -> PenstockError:
+        try:
+            text = msgspec.json.decode(body, type=dict[str, Any])["error"]
+        except (msgspec.DecodeError, KeyError):
+            text = f"status {status}"
+        text = f"{self._endpoint.url}: {text}"
+        if status == 401:
+            text += "; give a key by api_key="
+        if status == 503 and any(word in text for word in NOT_READY):
+            return NotReady(text)
+        return ERRORS.get(status, BackendFailed)(text)
+
+
+class _Packed:
+    """A tensor with its data as bytes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.name = tensor.name
+        self.datatype = tensor.datatype
+        self.shape = tensor.shape
+        self.data = bytes(tensor.data)
+
+
+def _path(model: str, version: str) -> str:
+    path = f"/v2/models/{quote(model, safe='')}"
+    return f"{path}/versions/{quote(version, safe='')}" if version else path
+
+
+def _spec(tensor: _Tensor) -> TensorSpec:
+    return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape))
+
+
+def _decode(body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise BackendFailed(f"the server's answer cannot be read: {error}") from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "no server is listening there; start one with: penstock serve MODEL"
+    if isinstance(error, http.client.HTTPException):
+        return "the answer is not HTTP: is this the server's HTTP port?"
+    return f"the server cannot be reached: {error}"

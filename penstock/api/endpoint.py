@@ -1,0 +1,79 @@
+"""Addresses of servers and their models, and what clients know about them. Values only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from penstock.errors import ConfigError
+from penstock.types import TensorSpec
+
+EXPECTED = "http://host:port or grpc://host:port (https and grpcs for TLS)"
+DEFAULT_PORTS = {"http": 8000, "https": 443, "grpc": 8001, "grpcs": 8001}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """A model as the server describes it; shapes include the batch dimension."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The address of a server, with the model that the URL names, if any."""
+
+    scheme: str
+    host: str
+    port: int
+    model: str = ""
+    version: str = ""
+
+    @property
+    def is_tls(self) -> bool:
+        return self.scheme in ("https", "grpcs")
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.authority}"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How requests are sent: key, time limit, and the issuers of the server's certificate."""
+
+    api_key: str = ""
+    timeout_s: float = 60.0
+    ca_file: str = ""
+
+
+def parse_endpoint(url: str) -> Endpoint:
+    """Parse a server's or a model's URL; ConfigError says what is accepted."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigError([f"{url}: invalid host or port; expected {EXPECTED}"]) from None
+    if "@" in parts.netloc:
+        raise ConfigError(["the URL has a user or password; give a key by api_key= instead"])
+    if parts.scheme not in DEFAULT_PORTS or not host:
+        raise ConfigError([f"{url}: expected {EXPECTED}"])
+    pattern = r"(?:/v2(?:/models/(?P<m>[^/]+)(?:/versions/(?P<v>[^/]+))?)?)?/?"
+    if parts.scheme in ("grpc", "grpcs"):
+        pattern = r"(?:/(?P<m>[^/]+)(?:/(?P<v>[^/]+))?)?/?"
+    match = re.fullmatch(pattern, parts.path)
+    if match is None:
+        forms = "/v2/models/NAME[/versions/V]" if "http" in parts.scheme else "/NAME[/V]"
+        raise ConfigError([f"{url}: unknown path; expected {parts.scheme}://host:port{forms}"])
+    model, version = (unquote(match[key] or "") for key in ("m", "v"))
+    return Endpoint(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], model, version)

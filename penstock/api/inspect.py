@@ -1,0 +1,66 @@
+"""What a MODEL resolves to, without loading it. Used by `penstock.inspect` and `penstock
+inspect`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock import devices, pbtxt, repository
+from penstock.api import shown
+from penstock.model_source import resolve
+from penstock.serving import placement
+
+if TYPE_CHECKING:
+    from penstock.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedModel:
+    """One version as it would be served."""
+
+    name: str
+    version: str
+    artifact: str
+    # What else is known about the files, one sentence each.
+    notes: tuple[str, ...]
+    # The complete configuration, as config.pbtxt.
+    config_text: str
+
+    def __str__(self) -> str:
+        lines = [f"# {self.name}, version {self.version}: {self.artifact}"]
+        lines += [f"#   {note}" for note in self.notes]
+        return "\n".join([*lines, self.config_text])
+
+
+@dataclass(frozen=True, slots=True)
+class InspectResult:
+    """Every version of every model that was found, and why others cannot be served."""
+
+    models: tuple[InspectedModel, ...]
+    # By model.
+    problems: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        problems = [f"{name}: {text}" for name, texts in self.problems.items() for text in texts]
+        return "\n".join([*map(str, self.models), *problems])
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="{shown.STYLE}">{shown.escaped(str(self))}</pre>'
+
+
+def inspect(model: str) -> InspectResult:
+    """Resolve a model or repository; ConfigError if there is none."""
+    found = resolve(model).read()
+    models = [_inspected(config, found) for config in found.configs]
+    return InspectResult(tuple(models), found.problems)
+
+
+def _inspected(config: ModelConfig, found: repository.Found) -> InspectedModel:
+    notes = list(repository.about(found.folders[config.name], config))
+    if config.uses_gpu:
+        notes.append(f"instances: {placement.told(config, devices.read_gpus())}")
+    artifact = os.path.relpath(config.artifact)
+    text = pbtxt.describe(config)
+    return InspectedModel(config.name, config.version, artifact, tuple(notes), text)

@@ -1,0 +1,125 @@
+"""Keywords of the public functions, for type checkers and editors: the fields of their options.
+Texts that are paths, numbers or durations may be given as such; durations in seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypedDict
+
+PathText = str | os.PathLike[str]
+Number = str | float
+
+
+class ServeKeywords(TypedDict, total=False):
+    """Fields of `ServeOptions`."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    grpc: bool
+    metrics_port: int
+    metrics: bool
+    fronts: int
+    id: str
+    model_control_mode: str
+    load_model: Sequence[str]
+    exit_on_error: bool
+    gpu_memory_reserve: float
+    allow_hard_links: bool
+    reload: bool
+    random_weights: bool
+    api_keys: PathText
+    insecure: bool
+    tls_cert: PathText
+    tls_key: PathText
+    tls_client_ca: PathText
+    allow_host: Sequence[str]
+    max_body_bytes: int
+    max_json_bytes: int
+    grpc_max_message_bytes: int
+    grpc_compression: str
+    drain_s: float
+    log_level: str | None
+    log_format: str | None
+    log_requests: bool
+
+
+class BenchKeywords(TypedDict, total=False):
+    """Fields of `BenchOptions`."""
+
+    concurrency: Number
+    rate: Number
+    max_rate: bool
+    find_knee: bool
+    arrivals: str
+    cv: float | None
+    ramp: str
+    steps: str
+    trace: PathText
+    rate_scale: float | None
+    slo: str
+    gate: bool
+    baseline: PathText
+    tolerance: float | None
+    price: float | None
+    duration: Number
+    precision: float
+    warm_up: Number
+    timeout: Number
+    data: PathText
+    data_name: str
+    batch_size: Number
+    lengths: str
+    output_lengths: str
+    seed: int | None
+    model: str
+    version: str
+    api_key: str
+    tensors: str
+    api: str
+    extra: str
+    body: str
+    method: str
+    header: Sequence[str]
+    max_connections: int | None
+    processes: int
+
+
+class OptimizeKeywords(TypedDict, total=False):
+    """Fields of `OptimizeOptions`."""
+
+    slo: str
+    accuracy: str
+    out: PathText
+    name: str
+    device: str
+    price: float | None
+    data: PathText
+    data_name: str
+    labels: str
+    eval: str
+    calibration: PathText
+    outputs: str
+    preprocess: str
+    postprocess: str
+    budget: Number
+    duration: Number
+    exhaustive: bool | None
+    fresh: bool | None
+    seed: int | None
+    plan: PathText
+
+
+class ProfileKeywords(TypedDict, total=False):
+    """Fields of `ProfileOptions`."""
+
+    model: str
+    batch_size: int
+    data: PathText
+    data_name: str
+    lengths: str
+    seed: int
+    threads: int | None
+    runs: int
+    chrome_trace: PathText

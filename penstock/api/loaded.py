@@ -1,0 +1,129 @@
+"""A model in this process, as `penstock.load` returns it: tensors or texts in, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import local
+from penstock.api import predictions
+from penstock.config import LLM, ModelConfig
+from penstock.errors import Unsupported
+from penstock.local import LocalModel
+from penstock.types import Array
+
+if TYPE_CHECKING:
+    from penstock.arrays import Given
+    from penstock.local_text import LocalTextModel, Prompt
+    from penstock.repository import Found
+
+
+class LoadedModel:
+    """Safe to use from any thread. Close it, or use it in a `with` block: it owns threads and, for
+    language models, processes."""
+
+    def __init__(self, found: Found, where: str, version: str = "") -> None:
+        self.config: ModelConfig = local.choose(found, where, version)
+        self._tensors: LocalModel | None = None
+        self._text: LocalTextModel | None = None
+        if self.config.backend == LLM:
+            from penstock.local_text import LocalTextModel
+
+            self._text = LocalTextModel(self.config)
+        else:
+            self._tensors = LocalModel(self.config)
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<LoadedModel {self.config.name}/{self.config.version}>"
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def version(self) -> str:
+        return self.config.version
+
+    def infer(self, inputs: Given) -> dict[str, Array]:
+        """Return outputs by name. A model with one input takes a single array, text or list of
+        texts; if the model has a batch dimension, so must the arrays."""
+        return self.submit(inputs).result()
+
+    async def infer_async(self, inputs: Given) -> dict[str, Array]:
+        """Like `infer`, for callers with an event loop. Cancelling it cancels the request."""
+        return await asyncio.wrap_future(self.submit(inputs))
+
+    def submit(self, inputs: Given) -> Future[dict[str, Array]]:
+        """Like `infer`, without waiting: concurrent requests are batched."""
+        if self._tensors is None:
+            raise Unsupported(f"'{self.name}' is a language model: use generate, not infer")
+        return self._tensors.submit(inputs)
+
+    def generate(self, prompt: Prompt, **parameters: object) -> str:
+        """Return the answer of a language model. A text is continued; a list of messages is a
+        chat. `parameters` are fields of OpenAI's requests: max_tokens, temperature, stop, ..."""
+        return "".join(self.stream(prompt, **parameters))
+
+    async def generate_async(self, prompt: Prompt, **parameters: object) -> str:
+        """Like `generate`, for callers with an event loop."""
+        return await asyncio.to_thread(self.generate, prompt, **parameters)
+
+    def stream(self, prompt: Prompt, **parameters: object) -> Iterator[str]:
+        """Like `generate`, piece by piece. Leaving the loop early cancels the request."""
+        if self._text is None:
+            raise Unsupported(f"'{self.name}' is not a language model: use infer, not generate")
+        return self._text.stream(prompt, **parameters)
+
+    def predict(
+        self,
+        dataset: str | os.PathLike[str] | Given,
+        *,
+        batch_size: int = 0,
+        progress: bool = True,
+        **parameters: object,
+    ) -> dict[str, Array]:
+        """Run the model over a whole data set and return the outputs of all rows, in order.
+
+        `dataset` is a file or folder as for `bench --data`, or arrays with a first dimension of
+        rows. Language models take prompts, or a file of them, and return {"text": ...}.
+        `batch_size` 0 uses the model's largest batch. `progress` shows a bar on stderr."""
+        if self._text is not None:
+            prompts = predictions.read_prompts(dataset)
+            with predictions.Bar(len(prompts), progress) as bar:
+                texts = predictions.generate_all(
+                    lambda prompt: self.generate(prompt, **parameters), prompts, bar
+                )
+            return {"text": np.array(texts, dtype=np.object_)}
+        assert self._tensors is not None
+        columns = predictions.read_rows(dataset, self.config)
+        with predictions.Bar(columns.num_examples, progress) as bar:
+            return predictions.run(self._tensors, columns, batch_size, bar)
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Return an entry of v2's statistics, as in a server's `/stats`."""
+        served = self._tensors or self._text
+        assert served is not None
+        return served.statistics()
+
+    def close(self) -> None:
+        """Answer queued requests with an error and stop. Closing again does nothing."""
+        for each in (self._tensors, self._text):
+            if each is not None:
+                each.close()

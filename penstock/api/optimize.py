@@ -1,0 +1,113 @@
+"""Optimisations: options to a plan, a plan to a version in a repository. Used by
+`penstock.optimize` and `penstock optimize`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.api import shown
+from penstock.api.optimize_options import OptimizeOptions
+from penstock.benchmark import run_files
+from penstock.errors import ConfigError
+from penstock.optimizer import optimization_files, plan_file
+from penstock.optimizer.first_line import exit_code
+from penstock.optimizer.llm.recognise import is_language_model
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Optimization
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from penstock.optimizer.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizeResult:
+    """What an optimisation found. `optimization` has every candidate with its figures."""
+
+    optimization: Optimization
+
+    @property
+    def headline(self) -> str:
+        return self.optimization.headline
+
+    @property
+    def outcome(self) -> str:
+        """kept, missed, refused, disturbed, interrupted or failed."""
+        return self.optimization.outcome
+
+    @property
+    def version(self) -> str:
+        """The new version in the repository; empty if none was committed."""
+        return self.optimization.version
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder in the repository, as `penstock.serve` takes it."""
+        return Path(self.optimization.out) / self.optimization.name
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of `penstock optimize`."""
+        return int(exit_code(self.optimization))
+
+    def save(self, path: str | Path) -> None:
+        """Write a .json or .html file, by the name's ending."""
+        save(self.optimization, Path(path))
+
+    def __rich__(self) -> RenderableType:
+        from penstock.report import optimize_table
+
+        return optimize_table.shown(self.optimization)
+
+    def __str__(self) -> str:
+        return shown.to_text(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return shown.to_html(self.__rich__())
+
+
+def optimize(model: str, options: OptimizeOptions, *, progress: bool = False) -> OptimizeResult:
+    """Optimise a model and commit the best version."""
+    from penstock.report.optimize_live import Live
+
+    plan = make_plan(model, options)
+    command = f"penstock.optimize({model!r}, ...)"
+    with Live() if progress else contextlib.nullcontext() as live:
+        watch = (lambda progress: None) if live is None else live.update
+        return OptimizeResult(run(plan, watch, command))
+
+
+def make_plan(model: str, options: OptimizeOptions) -> Plan:
+    """Combine options and plan file; the problems of both are reported together."""
+    file = plan_file.read(Path(options.plan)) if options.plan else None
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    del given["plan"]
+    flags = {"model": model, **given}
+    return plan_file.make_plan(
+        {key: value for key, value in flags.items() if value not in (None, "")}, file
+    )
+
+
+def run(plan: Plan, watch: Callable[[Progress], None], command: str = "") -> Optimization:
+    """Search, prove and commit. Interrupted runs resume with the same plan."""
+    if is_language_model(plan.model):
+        from penstock.optimizer.llm.text_run import optimize
+    else:
+        from penstock.optimizer.run import optimize
+    return optimize(plan, watch, command)
+
+
+def save(optimization: Optimization, path: Path) -> None:
+    from penstock.report import optimize as report
+
+    if path.suffix == ".html":
+        run_files.write_text(report.page(optimization), path)
+    elif path.suffix == ".json":
+        optimization_files.write_optimization(optimization, path)
+    else:
+        raise ConfigError([f"{path}: expected a name that ends in .json or .html"])

@@ -1,0 +1,156 @@
+"""Offline runs over a whole data set: rows in, the outputs of all of them out, in order. Batches
+are kept in flight, so that the model never waits for the caller."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.benchmark.inputs import InputSpec, RequestForm
+from penstock.benchmark.inputs.datasets import read_columns
+from penstock.benchmark.inputs.example_sets import Columns, from_arrays
+from penstock.benchmark.inputs.files import read_rows as read_file_rows
+from penstock.benchmark.inputs.prompts import samples_from_rows
+from penstock.config import ModelConfig
+from penstock.errors import InvalidRequest
+from penstock.types import Array
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from penstock.local import LocalModel
+
+# Batches in flight: enough that one waits while another runs.
+NUM_IN_FLIGHT = 4
+# Prompts in flight; the engine batches them continuously.
+NUM_PROMPTS_IN_FLIGHT = 32
+
+
+class Bar:
+    """A progress bar on stderr, in terminals and notebooks; nothing if it is not wanted."""
+
+    def __init__(self, num_rows: int, is_shown: bool) -> None:
+        self._progress: Progress | None = None
+        if is_shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+            columns = ("predict", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._progress.add_task("predict", total=num_rows)
+
+    def __enter__(self) -> Bar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def advance(self, num_rows: int) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._task, num_rows)
+
+
+def read_rows(dataset: object, config: ModelConfig) -> Columns:
+    """Return the examples of a file, a folder or arrays; ConfigError if they do not fit."""
+    has_batch = config.max_batch_size > 0
+    form = RequestForm(kind="tensors", inputs=tuple(config.inputs), has_batch=has_batch)
+    if isinstance(dataset, str | os.PathLike):
+        return read_columns(InputSpec(path=os.fspath(dataset)), form)
+    if isinstance(dataset, Mapping):
+        arrays = {name: np.asarray(values) for name, values in dataset.items()}
+    elif len(config.inputs) == 1:
+        arrays = {config.inputs[0].name: np.asarray(dataset)}
+    else:
+        names = ", ".join(spec.name for spec in config.inputs)
+        raise InvalidRequest(f"'{config.name}' has several inputs; give them by name: {names}")
+    return from_arrays(form, arrays, "dataset")
+
+
+def read_prompts(dataset: object) -> list[Any]:
+    """Return prompts: texts, or lists of messages."""
+    if not isinstance(dataset, str | os.PathLike):
+        assert isinstance(dataset, Sequence)
+        return list(dataset)
+    path = Path(dataset)
+    samples = samples_from_rows(RequestForm(kind="prompt"), read_file_rows(path), path.name)
+    return [sample.fields["prompt"] for sample in samples]
+
+
+def run(model: LocalModel, columns: Columns, batch_size: int, bar: Bar) -> dict[str, Array]:
+    """Run all rows and return the outputs by name."""
+    has_batch = model.config.max_batch_size > 0
+    parts: list[dict[str, Array]] = []
+    waiting: deque[tuple[int, Future[dict[str, Array]]]] = deque()
+
+    def take() -> None:
+        num_rows, future = waiting.popleft()
+        parts.append(future.result())
+        bar.advance(num_rows)
+
+    try:
+        for num_rows, tensors in _batches(columns, model.config, batch_size):
+            if len(waiting) == NUM_IN_FLIGHT:
+                take()
+            waiting.append((num_rows, model.submit(tensors)))
+        while waiting:
+            take()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+    return {name: _join([part[name] for part in parts], has_batch) for name in parts[0]}
+
+
+def generate_all(generate: Callable[[Any], str], prompts: Sequence[Any], bar: Bar) -> list[str]:
+    """Answer all prompts, several at a time, in order."""
+    with ThreadPoolExecutor(NUM_PROMPTS_IN_FLIGHT) as threads:
+        texts = []
+        for text in threads.map(generate, prompts):
+            texts.append(text)
+            bar.advance(1)
+        return texts
+
+
+def _batches(
+    columns: Columns, config: ModelConfig, batch_size: int
+) -> Iterator[tuple[int, dict[str, Array]]]:
+    """Yield the rows as requests. Rows of different shapes are requests of their own."""
+    if batch_size > max(1, config.max_batch_size):
+        limit = config.max_batch_size or "one row, without a batch dimension"
+        raise InvalidRequest(f"batch_size {batch_size}: the model takes at most {limit}")
+    is_even = all(isinstance(column, np.ndarray) for column in columns.by_name.values())
+    size = 1
+    if config.max_batch_size and is_even:
+        size = batch_size or config.max_batch_size
+    for start in range(0, columns.num_examples, size):
+        end = min(start + size, columns.num_examples)
+        tensors: dict[str, Array] = {}
+        for name, column in columns.by_name.items():
+            rows = [each for each in column[start:end] if each is not None]
+            if rows:
+                tensors[name] = np.stack(rows) if config.max_batch_size else np.asarray(rows[0])
+        yield end - start, tensors
+
+
+def _join(arrays: Sequence[Array], has_batch: bool) -> Array:
+    """Join the outputs of all requests; an array of arrays where their shapes differ."""
+    rows = [row for array in arrays for row in array] if has_batch else list(arrays)
+    if len({np.shape(row) for row in rows}) == 1:
+        return np.concatenate(arrays) if has_batch else np.stack(rows)
+    joined: Array = np.empty(len(rows), dtype=np.object_)
+    joined[:] = rows
+    return joined

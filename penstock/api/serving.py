@@ -1,0 +1,107 @@
+"""Serve models in this process until a signal arrives: resolve, check, load, listen. `penstock
+serve` runs it in the foreground, `penstock.serve` in a child process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock import logs, repository, server
+from penstock.api.serve_options import ServeOptions
+from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.model_source import resolve
+
+if TYPE_CHECKING:
+    from penstock.config import ServerConfig
+    from penstock.repository import Found
+    from penstock.server import Progress, Server
+    from penstock.serving.memory_plan import GpuPlan
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """What the caller does with events of the start. Names are those of the repository's models."""
+
+    started: Callable[[Server, Sequence[str]], None]
+    progress: Callable[[Progress], None] = lambda progress: None
+    memory_plan: Callable[[Sequence[GpuPlan]], None] = lambda plan: None
+
+
+def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signals:
+    """Serve until a signal arrives, and return it. ConfigError, or CommandLineError for options
+    that contradict each other, before anything is served."""
+    import uvloop
+
+    configure_logs(options)
+    config = options.config()
+    server.check(config, options.insecure)
+    found = _find(model, config)
+    if not config.allows_hard_links:
+        found = repository.refuse_hard_links(found)
+    server.check_models(found, config)
+    if found.problems and options.exit_on_error:
+        raise ConfigError(flat(found.problems))
+    _check_gpus(found, options, listeners)
+
+    def started(running: Server) -> None:
+        failures = flat({f.name: list(f.problems) for f in running.catalog.failures})
+        if failures and options.exit_on_error:
+            raise ConfigError(failures)
+        is_made_up = config.has_random_weights
+        names = list(found.folders) if is_made_up else resolve(model).names()
+        listeners.started(running, names)
+
+    return uvloop.run(server.serve(model, found, config, started, listeners.progress))
+
+
+def configure_logs(options: ServeOptions) -> None:
+    settings = logs.from_environment()
+    level, form = options.log_level or settings.level, options.log_format or settings.format
+    settings = replace(settings, level=level, format=form)
+    logs.configure(settings)
+    logs.hand_down(settings)
+
+
+def flat(problems: dict[str, list[str]]) -> list[str]:
+    return [f"{model}: {problem}" for model, items in problems.items() for problem in items]
+
+
+def _check_gpus(found: Found, options: ServeOptions, listeners: Listeners) -> None:
+    """Report the memory plan of the GPUs, and fail if the models do not fit."""
+    from penstock.serving.fleet import Fleet
+
+    arranged = Fleet(options.gpu_memory_reserve).arrange(found.configs)
+    if arranged.plan:
+        listeners.memory_plan(arranged.plan)
+    if arranged.problems and options.exit_on_error:
+        raise ConfigError(flat(arranged.problems))
+
+
+def _find(path: str, config: ServerConfig) -> Found:
+    """Return what to load at start."""
+    if config.has_random_weights:
+        return repository.read_made_up(path)
+    if not config.is_explicit:
+        if config.load:
+            raise CommandLineError(["--load-model needs --model-control-mode explicit"])
+        return resolve(path).read()
+    source = resolve(path)
+    if "*" in config.load:
+        return source.read()
+    source.names()
+    found = repository.Found()
+    for name in config.load:
+        try:
+            one = source.read_one(name)
+        except NotFound as error:
+            found.problems[name] = [str(error)]
+            continue
+        found.configs += one.configs
+        found.problems.update(one.problems)
+        found.folders.update(one.folders)
+    return found

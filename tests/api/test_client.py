@@ -1,0 +1,175 @@
+"""`penstock.Client` against a real server: the same calls over HTTP and gRPC."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock.api.endpoint import Endpoint, parse_endpoint
+from penstock.api.server_handle import ServerHandle
+from penstock.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    NotReady,
+    Unsupported,
+)
+
+SLOW = """
+backend: "null"
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+parameters { key: "null.a_ms" value { string_value: "3000" } }
+"""
+
+
+@pytest.fixture(scope="module")
+def server(examples: Path) -> Iterator[ServerHandle]:
+    with penstock.serve(examples, http_port=0, grpc_port=0, metrics=False) as handle:
+        yield handle
+
+
+@pytest.fixture(params=[False, True], ids=["http", "grpc"])
+def client(server: ServerHandle, request: pytest.FixtureRequest) -> Iterator[penstock.Client]:
+    with server.client("digits", grpc=request.param) as made:
+        yield made
+
+
+def test_arrays_in_and_out(client: penstock.Client) -> None:
+    found = client.infer(np.zeros((2, 1, 8, 8)))
+    assert found["logits"].shape == (2, 10)
+    assert found["logits"].dtype == np.float32
+    found["logits"][0, 0] = 1.0  # The answer is the caller's.
+
+
+def test_texts_in_and_out(client: penstock.Client) -> None:
+    found = client.infer(["four", "seven!!"], model="text_length")
+    assert [value.tolist() for value in found.values()] == [[[4], [7]]]
+    assert client.infer("four", model="text_length").keys() == found.keys()
+
+
+def test_several_inputs_go_by_name(client: penstock.Client) -> None:
+    ones = np.ones((1, 16), np.int32)
+    found = client.infer({"INPUT0": ones, "INPUT1": ones}, model="simple")
+    assert found["OUTPUT0"].tolist() == (ones + ones).tolist()
+    with pytest.raises(InvalidRequest, match="give them by name: INPUT0, INPUT1"):
+        client.infer(ones, model="simple")
+
+
+def test_metadata_models_and_readiness(client: penstock.Client) -> None:
+    described = client.metadata()
+    assert (described.name, described.versions) == ("digits", ("1",))
+    assert described.inputs[0].shape == (-1, 1, 8, 8)
+    assert client.models() == ["digits", "identity", "simple", "text_length"]
+    assert client.ready() and client.ready("simple")
+
+
+def test_what_is_wrong_is_an_error_of_its_kind(client: penstock.Client) -> None:
+    with pytest.raises(NotFound, match="unknown model: 'digit'"):
+        client.infer(np.zeros((1, 1, 8, 8)), model="digit")
+    with pytest.raises(InvalidRequest, match="shape"):
+        client.infer(np.zeros((1, 3)))
+    with pytest.raises(InvalidRequest, match="cannot be given as 'FP32'"):
+        client.infer(np.array([["a"]]))
+
+
+def test_a_server_of_several_models_needs_a_name(server: ServerHandle) -> None:
+    with (
+        penstock.Client(server.url) as client,
+        pytest.raises(InvalidRequest, match="has digits, identity, simple, text_length; say which"),
+    ):
+        client.infer(np.zeros(1))
+
+
+def test_the_url_may_name_the_model(server: ServerHandle) -> None:
+    for url in (f"{server.url}/v2/models/digits", f"{server.grpc_url}/digits/1"):
+        with penstock.Client(url) as client:
+            assert client.metadata().name == "digits"
+
+
+def test_connections_serve_threads_and_survive_a_restart(server: ServerHandle) -> None:
+    with server.client("identity") as client:
+        width = client.metadata().inputs[0].shape[-1]
+        inputs = np.arange(max(width, 1), dtype=np.float32)[None]
+        answers: list[dict[str, np.ndarray]] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(client.infer(inputs))) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(answers) == 8
+    assert all((value == inputs).all() for each in answers for value in each.values())
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "grpc://127.0.0.1:1"])
+def test_nobody_there_says_what_to_do(url: str) -> None:
+    with penstock.Client(url, model="m", timeout_s=5) as client:
+        assert not client.ready()
+        with pytest.raises(NotReady, match="no server is listening there; start one"):
+            client.infer(np.zeros(1))
+
+
+def test_keys_and_time_limits(tmp_path: Path) -> None:
+    folder = tmp_path / "slow"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(SLOW)
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nsecret = "s3cret-s3cret-s3cret"\nscopes = ["infer"]\n')
+    keys.chmod(0o600)
+    options = {"http_port": 0, "grpc_port": 0, "metrics": False, "api_keys": keys}
+    with penstock.serve(folder, **options) as server:
+        for is_grpc in (False, True):
+            with (
+                server.client(grpc=is_grpc) as stranger,
+                pytest.raises(NotAllowed, match="give a key by api_key="),
+            ):
+                stranger.metadata()
+            url = server.grpc_url if is_grpc else server.url
+            hasty = penstock.Client(
+                url, model="slow", api_key="s3cret-s3cret-s3cret", timeout_s=0.3
+            )
+            with hasty, pytest.raises(DeadlineExceeded):
+                hasty.infer(np.zeros((1, 2)))
+
+
+def test_text_is_generated_over_http(server: ServerHandle) -> None:
+    with server.client("digits", grpc=True) as client, pytest.raises(Unsupported, match="http://"):
+        client.generate("a")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://h", Endpoint("http", "h", 8000)),
+        ("https://h:1/v2", Endpoint("https", "h", 1)),
+        ("http://[::1]:2/v2/models/a%20b/versions/3", Endpoint("http", "::1", 2, "a b", "3")),
+        ("grpc://h", Endpoint("grpc", "h", 8001)),
+        ("grpcs://h:5/m/2", Endpoint("grpcs", "h", 5, "m", "2")),
+    ],
+)
+def test_urls(url: str, expected: Endpoint) -> None:
+    assert parse_endpoint(url) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("localhost:8000", "expected http://host:port or grpc://host:port"),
+        ("ftp://h", "expected http://host:port"),
+        ("http://h:99999", "invalid host or port"),
+        ("http://h/v1/chat", "unknown path; expected http://host:port/v2/models/NAME"),
+        ("grpc://h/a/b/c", "unknown path; expected grpc://host:port/NAME"),
+        ("http://u:p@h", "api_key="),
+    ],
+)
+def test_wrong_urls_say_what_is_accepted(url: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+        penstock.Client(url)

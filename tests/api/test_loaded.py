@@ -1,0 +1,115 @@
+"""`penstock.load`: tensors and texts through a model in this process, one by one or a whole data
+set."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import text_server
+
+import penstock
+from penstock.api.loaded import LoadedModel
+from penstock.errors import ConfigError, InvalidRequest, NotReady, Unsupported
+
+RAGGED = """
+backend: "null"
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(examples: Path):
+    with penstock.load(examples / "digits") as model:
+        yield model
+
+
+def images(count: int) -> np.ndarray:
+    return np.random.default_rng(0).random((count, 1, 8, 8), dtype=np.float32)
+
+
+def test_a_file_is_loaded(digits: LoadedModel) -> None:
+    file = digits.config.artifact
+    with penstock.load(file) as model:
+        assert np.array_equal(model.infer(images(2))["logits"], digits.infer(images(2))["logits"])
+
+
+def test_an_event_loop_waits_without_blocking(digits: LoadedModel) -> None:
+    async def both() -> list[dict[str, np.ndarray]]:
+        return await asyncio.gather(*(digits.infer_async(images(1)) for _ in range(2)))
+
+    first, second = asyncio.run(both())
+    assert np.array_equal(first["logits"], second["logits"])
+
+
+def test_a_data_set_is_predicted_in_order(digits: LoadedModel, tmp_path: Path) -> None:
+    rows = images(150)
+    expected = np.concatenate([digits.infer(rows[i : i + 1])["logits"] for i in range(150)])
+    np.savez(tmp_path / "d.npz", image=rows, label=np.zeros(150))
+    for dataset in (rows, {"image": rows}, tmp_path / "d.npz"):
+        found = digits.predict(dataset, progress=False)
+        assert found.keys() == {"logits"}
+        np.testing.assert_allclose(found["logits"], expected, rtol=1e-4, atol=1e-5)
+    found = digits.predict(rows, batch_size=7, progress=False)
+    np.testing.assert_allclose(found["logits"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_progress_bar_is_on_stderr(
+    digits: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digits.predict(images(3))
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_of_different_shapes_are_predicted_one_by_one(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(RAGGED)
+    (tmp_path / "d.jsonl").write_text('{"x": [1.0]}\n{"x": [1.0, 2.0]}\n')
+    with penstock.load(folder) as model:
+        found = model.predict(tmp_path / "d.jsonl", progress=False)
+    assert [row.shape for row in found["y"]] == [(1,), (2,)]
+
+
+def test_what_does_not_fit_is_told(digits: LoadedModel) -> None:
+    with pytest.raises(InvalidRequest, match="batch_size 1000: the model takes at most 64"):
+        digits.predict(images(2), batch_size=1000, progress=False)
+    with pytest.raises(ConfigError, match="dataset"):
+        digits.predict(np.zeros((2, 3)), progress=False)
+    with pytest.raises(Unsupported, match="not a language model: use infer"):
+        digits.generate("a")
+
+
+def test_it_says_what_it_is_until_it_is_closed(examples: Path) -> None:
+    model = penstock.load(examples / "digits")
+    assert (model.name, model.version, repr(model)) == ("digits", "1", "<LoadedModel digits/1>")
+    model.infer(images(1))
+    assert model.statistics()["inference_count"] == 1
+    model.close()
+    model.close()
+    with pytest.raises(NotReady, match="closed"):
+        model.infer(images(1))
+
+
+def test_a_language_model_generates_chats_streams_and_predicts(tmp_path: Path) -> None:
+    folder = text_server.write_model(tmp_path)
+    with penstock.load(folder) as model:
+        options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        text = model.generate("a b c", **options)
+        assert text and text == "".join(model.stream("a b c", **options))
+        assert asyncio.run(model.generate_async("a b c", **options)) == text
+        assert model.generate([{"role": "user", "content": "a"}], **options)
+        found = model.predict(["a b c", "a"], progress=False, **options)
+        assert found["text"].tolist() == [text, model.generate("a", **options)]
+        (tmp_path / "p.txt").write_text("a b c\na\n")
+        again = model.predict(tmp_path / "p.txt", progress=False, **options)
+        assert again["text"].tolist() == found["text"].tolist()
+        with pytest.raises(InvalidRequest, match="temperature"):
+            model.generate("a", temperature=-1)
+        with pytest.raises(InvalidRequest, match="n is 2"):
+            model.generate("a", n=2)
+        with pytest.raises(Unsupported, match="language model: use generate"):
+            model.infer("a")
+    with pytest.raises(NotReady, match="closed"):
+        model.generate("a")
