@@ -240,6 +240,8 @@ class ModelConfig:
     # config.pbtxt as read, for `/config`; and the fields in it without effect.
     written: str = field(default="", compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    # How the model is served and why, where that was worked out from its file.
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def unkept_note(self) -> str:

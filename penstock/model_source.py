@@ -38,6 +38,7 @@ BACKENDS: Mapping[ModelKind, str] = {
 }
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 URL = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
+ADDRESS = re.compile(r"[\w.-]+:\d+(/|$)")
 # Characters of a name that is made from a file's name; others become "-".
 NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 FROM_TORCH = (
@@ -154,8 +155,9 @@ def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:
     if text and path.exists():
         return _resolve_path(path, text, name)
     if FACTORY.fullmatch(text):
-        return ModelSource(ModelKind.FACTORY, text, name or valid_name(text.partition(":")[2]))
-    raise ConfigError([f"{text}: {_missing(path) if text else 'is empty'}; expected {FORMS}"])
+        module = text.partition(":")[0].rpartition(".")[2]
+        return ModelSource(ModelKind.FACTORY, text, name or module)
+    raise ConfigError([f"{text}: {_missing(path, text) if text else 'is empty'}; expected {FORMS}"])
 
 
 def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
@@ -183,9 +185,11 @@ def valid_name(text: str) -> str:
     return NOT_IN_NAMES.sub("-", text).strip(".-") or "model"
 
 
-def _missing(path: Path) -> str:
+def _missing(path: Path, text: str) -> str:
     """Say that there is no such file, and what is there."""
     folder = path.parent
+    if ADDRESS.match(text):
+        return f"no such file or folder; did you mean http://{text}?"
     if not folder.is_dir():
         return "no such file or folder"
     there = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))

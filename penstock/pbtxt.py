@@ -437,6 +437,7 @@ class _Resolver:
         self._folder = folder
         self._named = artifact
         self._problems: list[str] = []
+        self._notes: list[str] = []
 
     def resolve(self) -> ModelConfig:
         message = self._message
@@ -503,6 +504,7 @@ class _Resolver:
             metric_tags=dict(message.metric_tags),
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
+            notes=tuple(self._notes),
             warnings=(*pbtxt_fields.unused(message), *_ineffective(config, message), *skipped),
         )
 
@@ -633,6 +635,9 @@ class _Resolver:
         max_batch = self._message.max_batch_size
         if not max_batch and not inputs and not outputs and signature.has_batch:
             max_batch = min(DEFAULT_MAX_BATCH, signature.max_batch or DEFAULT_MAX_BATCH)
+        if not self._message.max_batch_size and not inputs and not outputs:
+            self._notes += _batching_notes(signature, max_batch)
+        self._notes += signature.notes
         skip = 1 if max_batch else 0
         return (
             inputs or tuple(_without(spec, skip) for spec in signature.inputs),
@@ -1051,6 +1056,20 @@ def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signatur
         case "llm", _:
             return lambda path: TEXT_SIGNATURE
     return None
+
+
+def _batching_notes(signature: Signature, max_batch: int) -> list[str]:
+    """Say how a model is batched whose configuration was worked out from its file, and why."""
+    if signature is TEXT_SIGNATURE:
+        return []
+    if max_batch:
+        why = "the first dimension of every input and output is variable"
+        return [f"batches of up to {max_batch} rows, as {why}"]
+    fixed = [s for s in (*signature.inputs, *signature.outputs) if s.shape[:1] != (-1,)]
+    if not fixed:
+        return ["no batching, as the file allows none"]
+    name, shape = fixed[0].name, list(fixed[0].shape)
+    return [f"no batching, as the first dimension of '{name}' {shape} is not variable"]
 
 
 def _without(spec: TensorSpec, skip: int) -> TensorSpec:

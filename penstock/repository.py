@@ -438,6 +438,12 @@ def _with_warning(config: ModelConfig, version: str) -> ModelConfig:
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
     """Return the lines that `penstock inspect` prints about a version besides its configuration."""
+    notes = [f"note: {note}" for note in config.notes]
+    notes += [f"warning: {warning}" for warning in config.warnings]
+    if not has_version_folder(folder, config):
+        # A Hugging Face folder may have a configuration; files beside a single file are not its.
+        is_folder = Path(config.artifact).name == TEXT_CONFIG and (folder / CONFIG).is_file()
+        return [f"configuration: {CONFIG if is_folder else 'worked out from the file'}", *notes]
     version = config.version
     where = f"{version}/{CONFIG}" if has_own_config(folder, version) else CONFIG
     has_config = (folder / where).is_file()
@@ -459,7 +465,7 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
         lines.append(f"slo: {config.slo}, from {source if config.is_slo_from_evidence else where}")
     elif note := config.unkept_note:
         lines.append(f"slo: none; {note}")
-    return lines + [f"warning: {warning}" for warning in config.warnings]
+    return lines + notes
 
 
 def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:

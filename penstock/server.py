@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.config import LLM, ModelConfig, ServerConfig
+from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.exit_codes import ExitCode
@@ -207,6 +207,14 @@ class Server:
         gc.collect()
         gc.freeze()
         self.routes.is_loading = False
+
+    @property
+    def needs_key(self) -> bool:
+        return self._gate.keys is not None
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        return self._config.tls
 
     @property
     def scheme(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,9 @@ from rich.text import Text
 
 import penstock
 from penstock import logs
-from penstock.config import CPU
+from penstock.config import CPU, TlsConfig
+from penstock.dashboard.example_calls import KEY, curl_line, key_options
+from penstock.dashboard.state import call_of
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -88,8 +91,10 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
     for failure in server.catalog.failures:
         for problem in failure.problems:
             out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
-    for what, address in _addresses(server, host).items():
-        out.print(f"{what:7}  {address}", highlight=False, markup=False, soft_wrap=True)
+    lines = [f"{what:7}  {address}" for what, address in _addresses(server, host).items()]
+    lines += [f"Page     {_root(server, reachable(host))}/", *_try_it(server, reachable(host))]
+    for line in lines:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def log_start(server: Server, host: str, names: Sequence[str]) -> None:
@@ -110,9 +115,43 @@ def log_start(server: Server, host: str, names: Sequence[str]) -> None:
         server_log.info("%s is served at %s", what, address, extra={"address": address})
 
 
+def reachable(host: str) -> str:
+    """Return an address under which clients on this machine reach a server that listens on `host`:
+    listening on all addresses includes the loopback one."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def _root(server: Server, host: str) -> str:
+    address = f"[{host}]" if ":" in host else host
+    return f"{server.scheme}://{address}:{server.http_port}"
+
+
+def _try_it(server: Server, host: str) -> list[str]:
+    """Return a command that calls the first model that is ready, and what it needs."""
+    ready = [model for model in server.catalog if model.is_ready]
+    if not ready:
+        return []
+    model = min(ready, key=lambda each: (each.config.name, -int(each.config.version)))
+    options = [*_tls_options(server.tls), *(key_options() if server.needs_key else [])]
+    line = curl_line(call_of(server.catalog, model), _root(server, host), options)
+    lines = ["", "Try it:"]
+    if server.needs_key:
+        lines.append(f"  export {KEY}=...  # a key with the scope infer")
+    if server.tls is not None:
+        lines.append("  # If the certificate is not for this address: -k instead of --cacert.")
+    return [*lines, f"  {line}"]
+
+
+def _tls_options(tls: TlsConfig | None) -> list[str]:
+    if tls is None:
+        return []
+    client = ["--cert", "client.pem", "--key", "client-key.pem"] if tls.client_ca else []
+    return ["--cacert", shlex.quote(tls.cert), *client]
+
+
 def _addresses(server: Server, host: str) -> dict[str, str]:
     address = f"[{host}]" if ":" in host else host
-    found = {"HTTP": f"{server.scheme}://{address}:{server.http_port}/v2"}
+    found = {"HTTP": f"{_root(server, host)}/v2"}
     if server.grpc is not None:
         found["gRPC"] = f"{address}:{server.grpc.port}"
     if server.metrics_port is not None:

@@ -101,6 +101,8 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     # Most rows that the file allows, if it says so; 0: the first dimension is not a batch.
     max_batch: int | None = None
+    # What the user should know about how the file is served.
+    notes: tuple[str, ...] = ()
 
     @property
     def has_batch(self) -> bool:

@@ -179,10 +179,9 @@ ROWS = (
         16,
         "fuzzed parsers",
         "0 crashes, 0 uncaught exceptions",
-        ("tests/fuzz/test_targets.py",),
+        ("tests/fuzz/test_targets.py", "tests/e2e/test_openapi_conformance.py"),
         runs=1,
         missing="a million inputs a parser (`make fuzz`), 100,000 over the wire",
-        pending="OpenAPI",
     ),
     Row(
         17,

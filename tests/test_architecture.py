@@ -31,7 +31,7 @@ ORDER = [
         "openvino_file",
     }
     | {"pbtxt_fields", "pbtxt_warmup", "links", "pretrained", "pretrained_message"}
-    | {"pt2_file", "metrics", "usage", "kernels", "backends"},
+    | {"pt2_file", "python_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},
     {"local", "local_text"},

@@ -15,7 +15,8 @@ from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import APPLIES, KINDS, make_plans
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.plan import Decides, Plan
-from penstock.benchmark.targets import CLASSES, TargetSpec, path_target
+from penstock.benchmark.targets import TargetSpec, path_target
+from penstock.benchmark.targets.kinds import CLASSES
 from penstock.cli.bench import bench
 from penstock.cli.options import from_environment, from_params
 from penstock.cli.report import report
@@ -307,7 +308,7 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["no/such/model"], "no/such/model: there is no such folder"),
+        (["no/such/model"], "no/such/model: no such file or folder"),
         ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
         ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
         ([IN_PROCESS, "--json", str(ROOT)], "is a folder; expected the name of a file"),

@@ -96,7 +96,7 @@ def test_a_url_is_a_running_server_and_is_measured_instead_of_served(url: str) -
 
 def test_a_factory_is_a_module_and_a_function(tmp_path: Path) -> None:
     source = resolve("package.module:make_net")
-    assert (source.kind, source.name) == (ModelKind.FACTORY, "make_net")
+    assert (source.kind, source.name) == (ModelKind.FACTORY, "module")
     assert source.location == "package.module:make_net"
 
 
@@ -204,3 +204,78 @@ def test_a_missing_file_tells_what_is_there(tmp_path: Path) -> None:
     assert f"did you mean {tmp_path / 'resnet50.onnx'}?" in text
     assert "no such file or folder; expected model.onnx" in refusal(tmp_path / "other")
     assert "is empty" in refusal("")
+
+
+def classifier(path: Path, classes: dict[str, list[str] | list[int]]) -> Path:
+    """A classifier as skl2onnx writes it: probabilities end in a ZipMap."""
+    value, types = helper.make_tensor_value_info, onnx.TensorProto
+    maps = helper.make_map_type_proto(
+        types.STRING if "classlabels_strings" in classes else types.INT64,
+        helper.make_tensor_type_proto(types.FLOAT, []),
+    )
+    probability = helper.make_value_info("probability", helper.make_sequence_type_proto(maps))
+    nodes = [
+        helper.make_node("Softmax", ["x"], ["p"], axis=1),
+        helper.make_node("ArgMax", ["p"], ["label"], axis=1, keepdims=0),
+        helper.make_node("ZipMap", ["p"], ["probability"], domain="ai.onnx.ml", **classes),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value("x", types.FLOAT, [None, 3])],
+        [value("label", types.INT64, [None]), probability],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    path.write_bytes(
+        helper.make_model(graph, ir_version=9, opset_imports=opsets).SerializeToString()
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [{"classlabels_strings": ["cat", "dog", "owl"]}, {"classlabels_int64s": [3, 5, 8]}],
+    ids=["texts", "numbers"],
+)
+def test_maps_of_probabilities_are_served_as_a_tensor(
+    tmp_path: Path, classes: dict[str, list[str] | list[int]]
+) -> None:
+    path = classifier(tmp_path / "c.onnx", classes)
+    before = path.read_bytes()
+    with penstock.load(str(path)) as model:
+        assert any("ZipMap" in note for note in model.config.notes)
+        (named,) = classes.values()
+        assert any(", ".join(map(str, named)) in note for note in model.config.notes)
+        assert model.config.outputs[1].shape == (3,) and model.config.max_batch_size > 1
+        answer = model.infer(np.float32([[0, 0, 0], [0, 9, 0]]))
+    assert answer["label"].tolist() == [0, 1]
+    np.testing.assert_allclose(answer["probability"][0], [1 / 3] * 3, rtol=1e-6)
+    assert answer["probability"][1].argmax() == 1
+    assert path.read_bytes() == before
+
+
+def test_other_outputs_that_are_no_tensors_are_refused(
+    tmp_path: Path, write_onnx: WriteOnnx
+) -> None:
+    node = helper.make_node("SequenceConstruct", ["x"], ["s"])
+    path = write_onnx(tmp_path / "s.onnx", [node], {"x": ("FP32", [1])}, {"s": ("FP32", [1])})
+    model = onnx.load(path)
+    tensor = helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [1])
+    model.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(tensor))
+    onnx.save(model, path)
+    (problem,) = resolve(path).read().problems["s"]
+    assert "'s': not a tensor" in problem
+
+
+def test_notes_say_how_a_file_is_batched_and_why(tmp_path: Path, write_onnx: WriteOnnx) -> None:
+    [config] = resolve(relu(write_onnx, tmp_path / "a.onnx")).read().configs
+    assert config.notes == (
+        "batches of up to 64 rows, as the first dimension of every input and output is variable",
+    )
+    node = helper.make_node("Relu", ["x"], ["y"])
+    fixed = write_onnx(tmp_path / "b.onnx", [node], {"x": ("FP32", [2])}, {"y": ("FP32", [2])})
+    [config] = resolve(fixed).read().configs
+    assert config.notes == ("no batching, as the first dimension of 'x' [2] is not variable",)
+    # Nothing was worked out where a configuration says it.
+    [config] = resolve(model_folder(tmp_path)).read().configs
+    assert config.notes == ()

@@ -10,6 +10,7 @@ from tiny_text import TOKENIZER
 
 from penstock import repository
 from penstock.config import LLM, HttpLimits
+from penstock.dashboard.pages import Pages
 from penstock.llm.text_model import TextModel
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.gate import Gate
@@ -67,6 +68,7 @@ class TextServer:
         gate = gate or Gate()
         if gate.keys is not None:
             self.catalog.quotas.replace(gate.keys.quotas)
+        self.routes.pages = Pages(self.catalog, self.routes, gate).handlers()
         models = Models(self.catalog, self.routes, True, openai.handle, generate.handle, gate)
         self.v2 = V2Http(models, HttpLimits(), gate)
         self.http = HttpServer(self.v2.handle, HttpLimits())

@@ -21,6 +21,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
+from penstock import onnx_file
 from penstock.backends import Batch, Execution, Finished
 from penstock.backends.checks import (
     check_signature,
@@ -72,6 +73,9 @@ ELEMENT_TYPES = {
     "tensor(string)": "BYTES",
 }
 ONNX_BFLOAT16 = 16
+# The type of a ZipMap output, and the option that says where a model from memory has its weights.
+MAPS = "seq(map("
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 # Source location in an error of the library, with the name or signature of the function.
 _SOURCE = re.compile(
     r"(?:/[\w.+-]+)*/?\b[\w.+-]+\.(?:cc|cpp|cxx|cu|cuh|h|hpp):\d+ "
@@ -95,7 +99,7 @@ class OnnxRunner:
         if problems:
             raise ConfigError(problems)
         try:
-            self._session = ort.InferenceSession(config.artifact, options, providers=providers)
+            self._session = _session(config.artifact, options, providers)
         except Exception as error:  # The library raises its own types and plain Exception.
             reason = shown_error(error, config)
             raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
@@ -167,6 +171,17 @@ class OnnxRunner:
             raise ConfigError(
                 [f"parameters.providers: asked for {', '.join(missing)}, got {', '.join(got)}"]
             )
+
+
+def _session(
+    path: str, options: ort.SessionOptions, providers: list[tuple[str, dict[str, str]]]
+) -> ort.InferenceSession:
+    session = ort.InferenceSession(path, options, providers=providers)
+    if not any(node.type.startswith(MAPS) for node in session.get_outputs()):
+        return session
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(Path(path).parent))
+    model = onnx_file.without_zip_maps(Path(path)).SerializeToString()
+    return ort.InferenceSession(model, options, providers=providers)
 
 
 def load(config: ModelConfig) -> OnnxRunner:

@@ -42,7 +42,8 @@ from penstock.benchmark.messages import (
     encode,
 )
 from penstock.benchmark.pacer import Closed, Replay
-from penstock.benchmark.targets import Target, open_target
+from penstock.benchmark.targets import Target
+from penstock.benchmark.targets.kinds import open_target
 from penstock.errors import ConfigError, PenstockError
 
 REPORT_S = 0.1

@@ -88,8 +88,9 @@ function show(state) {
   const names = JSON.stringify(state.models.map((model) => [model.name, model.version, model.call]));
   if (names !== shownModels) {
     shownModels = names;
-    const isOpen = (index) => index === 0 || state.models.length <= MAX_OPEN;
-    cards = new Map(state.models.map((model, index) => [keyOf(model), new Card(model, state, isOpen(index))]));
+    const first = state.models.find((model) => model.call);
+    const isOpen = (model) => model === first || state.models.length <= MAX_OPEN;
+    cards = new Map(state.models.map((model) => [keyOf(model), new Card(model, state, isOpen(model))]));
     const nodes = [...cards.values()].map((card) => card.node);
     byId("models").replaceChildren(...(nodes.length ? nodes : [nothing(state)]));
   }

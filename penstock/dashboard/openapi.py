@@ -57,7 +57,7 @@ OF_HANDLERS = {
     "explain": (404, 503),
     "ready": (503,),
     "index": (413,),
-    "load": (413, 501, 507),
+    "load": (404, 413, 501, 507),
     "unload": (413,),
     "trace": (413, 501),
     "logging": (413, 501),
@@ -181,12 +181,15 @@ def _responses(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
 
 def _error_responses(by_type: dict[Any, Any]) -> dict[str, Any]:
     """Return the errors of both protocols by name."""
+    error = by_type[ErrorAnswer]
+    # What is not an HTTP message is refused before its path is known.
+    either = {"anyOf": [by_type[OpenAiErrorAnswer], error]}
     return {
         f"{form}{status}": {
             "description": text,
-            "content": {JSON: {"schema": by_type[schema]}},
+            "content": {JSON: {"schema": schema}},
         }
-        for form, schema in ((_V2, ErrorAnswer), (_OPENAI, OpenAiErrorAnswer))
+        for form, schema in ((_V2, error), (_OPENAI, either))
         for status, text in STATUSES.items()
     }
 
@@ -196,11 +199,11 @@ def _content(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
     if route.answer is not None:
         content[JSON] = {"schema": by_type[route.answer]}
     if route.media:
-        content[route.media] = {"schema": {"type": "string"}}
+        content[route.media] = {} if route.media == EVENTS else {"schema": {"type": "string"}}
     if route.handler == "infer":
         content[BINARY] = {}
     if route.path in ("/v1/completions", "/v1/chat/completions"):
-        content[EVENTS] = {"schema": {"type": "string"}}
+        content[EVENTS] = {}
     return content
 
 

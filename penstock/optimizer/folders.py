@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import manifest, pbtxt, repository
+from penstock import manifest, onnx_file, pbtxt, repository
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.model_source import ModelSource
 from penstock.optimizer.candidates import Build
+from penstock.python_file import local_imports
+from penstock.repository import ModelKind
 
 VERSION = "1"
 # Files written by a commit, not part of a build. A version's own configuration would override that
@@ -37,6 +40,46 @@ def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Pa
             (version / name).parent.mkdir(parents=True, exist_ok=True)
             link(path, version / name)
     return version
+
+
+def take_file(source: ModelSource, version: Path, place: Callable[[Path, Path], object]) -> None:
+    """Bring a model that is a file by itself into a version folder, under the name that its backend
+    expects, with the files beside it that it needs. `place` copies or links a file."""
+    path = source.path
+    beside: list[str] = []
+    match source.kind:
+        case ModelKind.ONNX_FILE:
+            beside = _weight_files(path)
+        case ModelKind.OPENVINO_FILE if path.with_suffix(".bin").is_file():
+            place(path.with_suffix(".bin"), version / "model.bin")
+        case ModelKind.PYTHON_FILE:
+            beside = [str(each.relative_to(path.parent)) for each in local_imports(path)]
+    for name in beside:
+        (version / name).parent.mkdir(parents=True, exist_ok=True)
+        place(path.parent / name, version / name)
+    if source.kind is ModelKind.ONNX_FILE and onnx_file.has_zip_maps(path):
+        (version / "model.onnx").write_bytes(onnx_file.without_zip_maps(path).SerializeToString())
+    else:
+        place(path, version / f"model{path.suffix.lower()}")
+
+
+def _weight_files(path: Path) -> list[str]:
+    """Return the external weight files of an ONNX model, which must be in its folder or below."""
+    try:
+        names = onnx_file.weight_files(path)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
+    folder = path.resolve().parent
+    problems: list[str] = []
+    for name in names:
+        place = (folder / name).resolve()
+        if not place.is_relative_to(folder):
+            problems.append(f"{path}: its weights '{name}' lie outside the model's folder")
+        elif not place.is_file():
+            problems.append(f"{path}: its weights '{name}' are not beside it")
+    if problems:
+        raise ConfigError(problems)
+    return names
 
 
 def write_config(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock import slo, versions
 from penstock.errors import CommandLineError, ConfigError
+from penstock.model_source import resolve
 from penstock.optimizer import budget
 from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
@@ -174,10 +175,12 @@ def _check_paths(plan: Plan, problems: Problems) -> None:
     """Check that files exist. Missing ones count as problems of files, even if a flag names
     them."""
     missing = "no such file or folder"
-    if plan.model and not _is_reference(plan.model) and not os.path.exists(plan.model):
-        expected = "an .onnx, .pt2 or .gguf file, a model's folder or package.module:factory"
-        label = problems.label("model")
-        problems.of_files.append(f"{label}: {plan.model}: {missing}; expected {expected}")
+    if plan.model:
+        try:
+            resolve(plan.model)
+        except ConfigError as error:
+            label = problems.label("model")
+            problems.of_files += [f"{label}: {problem}" for problem in error.problems]
     if os.path.exists(plan.out) and not os.path.isdir(plan.out):
         label = problems.label("out")
         problems.of_files.append(f"{label}: {plan.out}: is a file; expected a repository's folder")

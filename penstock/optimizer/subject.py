@@ -1,8 +1,7 @@
 """The model to optimise, in any form, as a model's folder that can be served.
 
-An ONNX file, a PyTorch factory (`package.module:factory`), a `.pt2` file, a Hugging Face folder, or
-a model's folder of a repository. With preprocessing, the folder includes it and takes the user's
-inputs; with postprocessing, it returns the user's outputs.
+Every form that `model_source` knows, except running servers. With preprocessing, the folder
+includes it and takes the user's inputs; with postprocessing, it returns the user's outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import devices, onnx_file, pbtxt, pt2_file, repository
+from penstock import devices, pbtxt, pt2_file, repository
 from penstock import manifest as manifests
 from penstock.backends.processing import apply, apply_after, checked
 from penstock.config import (
@@ -29,11 +28,13 @@ from penstock.config import (
     Preprocess,
 )
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import folders, onnx_model, sent, torch_source, trials, user_code, weights
+from penstock.model_source import ModelSource, resolve
+from penstock.optimizer import folders, sent, torch_source, trials, user_code, weights
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import Row
+from penstock.repository import ModelKind
 from penstock.serving.placement import place
 from penstock.types import Array
 
@@ -42,11 +43,17 @@ MAX_BATCH = 32
 MAX_BATCH_ON_GPU = torch_source.MAX_BATCH
 PREPROCESS_FILE, POSTPROCESS_FILE = "preprocess.py", "postprocess.py"
 FORMS = (
-    "an .onnx or .pt2 file, a Hugging Face folder (config.json and model.safetensors), a model's "
-    "folder of a repository, or package.module:factory"
+    "model.onnx, model.pt2, model.xml, model.py, a Hugging Face folder, a model's folder, a "
+    "version of it, or package.module:factory"
 )
-
-
+KINDS = {
+    ModelKind.ONNX_FILE: "ONNX",
+    ModelKind.PT2_FILE: "exported program",
+    ModelKind.OPENVINO_FILE: "OpenVINO",
+    ModelKind.PYTHON_FILE: "Python",
+    ModelKind.HUGGING_FACE: "Hugging Face",
+    ModelKind.FACTORY: "PyTorch module",
+}
 # Kind of models from a repository, before the version number.
 SERVED = "served version"
 
@@ -119,24 +126,32 @@ def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.Use
 
 
 def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
-    path = Path(plan.model)
-    if path.suffix == ".onnx":
-        return _take_onnx(path, version)
-    if path.suffix == ".pt2":
-        _check_file(path)
-        shutil.copyfile(path, version / "model.pt2")
-        return Taken("exported program", _as_exported(folders.read_config(version.parent)))
-    if path.is_dir() and (path / "config.json").is_file():
-        config, name = torch_source.take_hugging_face(path, rows, version)
-        return Taken("Hugging Face", config, name)
-    if path.is_dir():
-        return _take_served(path, version)
-    if ":" in plan.model and not path.exists():
-        config, note = torch_source.take_factory(plan.model, rows, version)
-        return Taken("PyTorch module", config, note)
-    if path.exists():
-        raise ConfigError([f"{path}: not a model that can be optimised; expected {FORMS}"])
-    raise ConfigError([f"{path}: no such file or folder; expected {FORMS}"])
+    source = resolve(plan.model)
+    match source.kind:
+        case ModelKind.ONNX_FILE | ModelKind.OPENVINO_FILE | ModelKind.PYTHON_FILE:
+            return _take_file(source, version)
+        case ModelKind.PT2_FILE:
+            taken = _take_file(source, version)
+            return replace(taken, config=_as_exported(taken.config))
+        case ModelKind.HUGGING_FACE:
+            config, name = torch_source.take_hugging_face(source.path, rows, version)
+            return Taken(KINDS[source.kind], config, name)
+        case ModelKind.FACTORY:
+            config, note = torch_source.take_factory(str(source.location), rows, version)
+            return Taken(KINDS[source.kind], config, note)
+        case ModelKind.MODEL_FOLDER | ModelKind.VERSION_FOLDER | ModelKind.REPOSITORY:
+            return _take_served(source, version)
+    raise ConfigError([f"{plan.model}: is {source.kind.value}; expected {FORMS}"])
+
+
+def _take_file(source: ModelSource, version: Path) -> Taken:
+    folders.take_file(source, version, shutil.copyfile)
+    try:
+        config = folders.read_config(version.parent)
+    except ConfigError as error:
+        problems = [each.removeprefix(f"{folders.VERSION}/") for each in error.problems]
+        raise ConfigError([f"{source.path}: {problem}" for problem in problems]) from None
+    return Taken(KINDS[source.kind], config)
 
 
 def _as_exported(config: ModelConfig) -> ModelConfig:
@@ -147,43 +162,9 @@ def _as_exported(config: ModelConfig) -> ModelConfig:
     return replace(config, max_batch_size=min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU))
 
 
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise ConfigError([f"{path}: {'not a file' if path.exists() else 'no such file'}"])
-
-
-def _take_onnx(path: Path, version: Path) -> Taken:
-    _check_file(path)
-    try:
-        onnx_file.read_signature(path)
-    except ConfigError as error:
-        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
-    for name in _external_files(path):
-        (version / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path.parent / name, version / name)
-    shutil.copyfile(path, version / "model.onnx")
-    return Taken("ONNX", folders.read_config(version.parent))
-
-
-def _external_files(path: Path) -> list[str]:
-    """Return the external weight files of an ONNX model, which must be in its folder or below."""
-    names = onnx_model.external_files(onnx_model.read(path, weights=False))
-    folder = path.resolve().parent
-    problems: list[str] = []
-    for name in sorted(names):
-        place = (folder / name).resolve()
-        if not place.is_relative_to(folder):
-            problems.append(f"{path}: its weights '{name}' lie outside the model's folder")
-        elif not place.is_file():
-            problems.append(f"{path}: its weights '{name}' are not beside it")
-    if problems:
-        raise ConfigError(problems)
-    return sorted(names)
-
-
-def _take_served(path: Path, version: Path) -> Taken:
+def _take_served(model: ModelSource, version: Path) -> Taken:
     """Take a version of a repository with its own configuration, but without its SLO."""
-    folder, config = _served_version(path)
+    folder, config = _served_version(model)
     source = folder / config.version
     without = (repository.CONFIG, "manifest.json")
     for each in sorted(source.rglob("*")):
@@ -214,18 +195,13 @@ def _author_limit(folder: Path, config: ModelConfig) -> int | None:
     return written or None
 
 
-def _served_version(path: Path) -> tuple[Path, ModelConfig]:
-    path = path.resolve()
-    if path.name.isdigit() and path.name in repository.version_folders(path.parent):
-        folder = path.parent
-        message = repository.read_message(folder)
-        return folder, repository.read_version(folder, path.name, message)
-    found = repository.read(path)
+def _served_version(model: ModelSource) -> tuple[Path, ModelConfig]:
+    found = model.read()
     for name, problems in found.problems.items():
         raise ConfigError([f"{name}: {problem}" for problem in problems])
     if len(found.folders) > 1:
         names = ", ".join(found.folders)
-        raise ConfigError([f"{path}: holds several models ({names}); name the folder of one"])
+        raise ConfigError([f"{model.path}: holds several models ({names}); name the folder of one"])
     (folder,) = found.folders.values()
     return folder, max(found.configs, key=lambda config: int(config.version))
 

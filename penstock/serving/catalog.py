@@ -261,6 +261,8 @@ class Catalog:
         log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
         for warning in config.warnings:
             log.warning("%s/%s: config.pbtxt: %s", *where.values(), warning, extra=where)
+        for note in config.notes:
+            log.info("%s/%s: %s", *where.values(), note, extra=where)
         model = self._made(config)
         limit = asyncio.timeout(config.load_timeout_s)
         try:

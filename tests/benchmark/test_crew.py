@@ -167,7 +167,7 @@ def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("address", "text"),
     [
-        ("no/such/folder", "there is no such folder"),
+        ("no/such/folder", "no such file or folder"),
         ("http://127.0.0.1:1/v2/models/x", "http://127.0.0.1:1"),
         ("gopher://x", "unknown protocol 'gopher'"),
     ],

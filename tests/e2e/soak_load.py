@@ -51,6 +51,10 @@ class Client(asyncio.Protocol):
         self._answered: Callable[[Client, float, bool], None] | None = None
         self._sent_at = 0.0
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
     def connection_made(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
 
@@ -122,24 +126,28 @@ async def cancel(port: int, count: int, done: Done) -> None:
         done.num_cancelled += 1
 
 
-async def connect(port: int) -> list[Client]:
+def make_clients(port: int) -> list[Client]:
     load = Load(port, 0, model="model")
-    clients = []
-    for number in range(NUM_CONNECTIONS):
-        payload = load.payload(1_000_000 + number)
-        make = lambda payload=payload: Client(load.message(payload), payload)  # noqa: E731
-        _, client = await asyncio.get_running_loop().create_connection(make, "127.0.0.1", port)
-        clients.append(client)
-    return clients
+    payloads = [load.payload(1_000_000 + number) for number in range(NUM_CONNECTIONS)]
+    return [Client(load.message(payload), payload) for payload in payloads]
+
+
+async def connect(clients: list[Client], port: int) -> None:
+    """Connect those that are not: the server closes connections that were idle between orders."""
+    for client in clients:
+        if not client.is_open:
+            make = lambda client=client: client  # noqa: E731
+            await asyncio.get_running_loop().create_connection(make, "127.0.0.1", port)
 
 
 async def main() -> None:
     port = int(sys.argv[1])
     loop = asyncio.get_running_loop()
-    clients = await connect(port)
+    clients = make_clients(port)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         done = Done()
+        await connect(clients, port)
         shares = [order["cancels"] // NUM_CANCELLING] * NUM_CANCELLING
         shares[0] += order["cancels"] - sum(shares)
         await asyncio.gather(

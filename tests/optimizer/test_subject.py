@@ -412,8 +412,8 @@ def test_nor_are_they_of_a_module(here: Path) -> None:
     [
         ("none.onnx", "none.onnx: no such file"),
         ("text.onnx", "text.onnx: cannot be read as ONNX"),
-        ("none", "none: no such file or folder; expected an .onnx or .pt2 file"),
-        ("model.bin", "model.bin: not a model that can be optimised; expected an .onnx"),
+        ("none", "none: no such file or folder; expected model.onnx, model.pt2"),
+        ("model.bin", "model.bin: weights have no code; give the folder"),
         ("subject_code:not_a_module", "gave a int, expected a torch.nn.Module"),
         ("subject_code:absent", "'subject_code' has no function 'absent'"),
     ],

@@ -1,34 +1,16 @@
-"""Targets of the load. A target lives in one process; `open_target` makes it from a spec.
+"""Targets of the load. A target lives in one process; `kinds.open_target` makes it from a spec.
 
 A target knows its protocol, but nothing of pacing, statistics or other processes.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
-from penstock.benchmark.targets.http_messages import hide_password
-from penstock.errors import CommandLineError, ConfigError
-
-ADDRESSES = (
-    "http://host:port/v2/models/NAME, grpc://host:port/NAME, openai+http://host:port/v1, "
-    "another http:// URL, or the folder of a model or repository, or a GGUF file"
-)
-# Module and constructor by kind of target.
-CLASSES: Mapping[str, tuple[str, str]] = {
-    "v2 HTTP": ("penstock.benchmark.targets.v2_target", "V2Http"),
-    "v2 gRPC": ("penstock.benchmark.targets.grpc_target", "GrpcTarget"),
-    "in process": ("penstock.benchmark.targets.path_target", "open_path"),
-    "OpenAI": ("penstock.benchmark.targets.openai", "OpenAI"),
-    "HTTP": ("penstock.benchmark.targets.plain", "PlainHttp"),
-}
 
 
 class TargetSpec(msgspec.Struct, frozen=True):
@@ -133,39 +115,3 @@ class Target(Protocol):
     async def close(self) -> None:
         """Close; exchanges in flight fail with "cancelled"."""
         ...
-
-
-def open_target(spec: TargetSpec) -> Target:
-    """Make a target, importing only its own module; ConfigError for an unknown kind of address."""
-    module, name = CLASSES[kind_of(spec)]
-    target: Target = getattr(importlib.import_module(module), name)(spec)
-    return target
-
-
-def kind_of(spec: TargetSpec) -> str:
-    """Return one of CLASSES."""
-    scheme, is_url, rest = spec.address.partition("://")
-    if not is_url:
-        if not spec.address or not Path(spec.address).exists():
-            where = hide_password(spec.address)
-            raise ConfigError([f"{where}: there is no such folder; expected {ADDRESSES}"])
-        return "in process"
-    if scheme in ("grpc", "grpcs"):
-        return "v2 gRPC"
-    if scheme in ("openai+http", "openai+https"):
-        return "OpenAI"
-    if scheme in ("http", "https"):
-        return _kind_of_path(spec, "/" + rest.partition("/")[2].partition("?")[0])
-    where = hide_password(spec.address)
-    raise CommandLineError([f"{where}: unknown protocol '{scheme}'; expected {ADDRESSES}"])
-
-
-def _kind_of_path(spec: TargetSpec, path: str) -> str:
-    """Return the kind of a URL. A `--body` makes any URL a plain one."""
-    if spec.body:
-        return "HTTP"
-    if path.endswith(("/v1/chat/completions", "/v1/completions")):
-        return "OpenAI"
-    if spec.model or "/v2/models/" in path or path.rstrip("/").endswith("/v2"):
-        return "v2 HTTP"
-    return "HTTP"

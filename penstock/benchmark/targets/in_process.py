@@ -19,14 +19,15 @@ from itertools import takewhile
 from pathlib import Path
 
 import penstock
-from penstock import local, pbtxt, repository
+from penstock import local, onnx_file, pbtxt, repository
 from penstock import manifest as manifests
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.shared import config_digest, counters_of, in_short, tensors_of
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotFound, PenstockError
+from penstock.errors import ConfigError, PenstockError
+from penstock.model_source import resolve
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline
 from penstock.serving.supervisor import ProcessLife
@@ -79,7 +80,7 @@ class InProcess:
             num_instances=config.num_instances,
             max_batch_size=config.max_batch_size,
             config_digest=config_digest(pbtxt.to_json(config)),
-            model_digest=await asyncio.to_thread(files_digest, folder / config.version),
+            model_digest=await asyncio.to_thread(model_digest, folder, config),
         )
         return description, self._form
 
@@ -172,11 +173,7 @@ def _was_sent_before(moment: float, item: tuple[Request, Exchange]) -> bool:
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
     """Return the model's folder and the configuration of the requested or newest version."""
     where = spec.address
-    try:
-        found = repository.read_one(where, spec.model) if spec.model else repository.read(where)
-    except NotFound:
-        there = repository.listed(repository.names(where))
-        raise ConfigError([f"{where}: holds no model '{spec.model}'; there: {there}"]) from None
+    found = resolve(where, name=spec.model).read()
     if len(found.folders) > 1:
         names = repository.listed(sorted(found.folders))
         raise ConfigError([f"{where}: holds {names}; say which by --model"])
@@ -191,6 +188,16 @@ def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
     return folder, configs[-1]
 
 
+def model_digest(folder: Path, config: ModelConfig) -> str:
+    """Return SHA-256 of a version's files, or of a model that is a file by itself."""
+    if repository.has_version_folder(folder, config):
+        return files_digest(folder / config.version)
+    path = Path(config.artifact)
+    weights = onnx_file.weight_files(path) if path.suffix == ".onnx" else []
+    digests = {name: file_digest(path.parent / name) for name in (path.name, *weights)}
+    return _digest(digests)
+
+
 def files_digest(folder: Path) -> str:
     """Return SHA-256 over the names and digests of a version's files: from the manifest of a
     committed version, otherwise computed. Both give the same digest."""
@@ -201,6 +208,10 @@ def files_digest(folder: Path) -> str:
         digests = {
             path.relative_to(folder).as_posix(): file_digest(path) for path in _files_below(folder)
         }
+    return _digest(digests)
+
+
+def _digest(digests: Mapping[str, str]) -> str:
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from penstock import repository
 from penstock.benchmark.targets import Target, TargetSpec
 from penstock.config import LLM
 from penstock.errors import PenstockError
+from penstock.model_source import resolve
 
 
 def is_text(spec: TargetSpec) -> bool:
     """Whether it is a language model; problems with it are reported by `describe`."""
     try:
-        if spec.model:
-            found = repository.read_one(spec.address, spec.model)
-        else:
-            found = repository.read(spec.address)
+        found = resolve(spec.address, name=spec.model).read()
     except PenstockError:
         return False
     configs = [config for config in found.configs if spec.version in ("", config.version)]

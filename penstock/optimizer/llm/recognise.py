@@ -6,21 +6,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock import repository
+from penstock.errors import ConfigError
+from penstock.model_source import resolve
+from penstock.repository import ModelKind
 
 
 def is_language_model(model: str) -> bool:
-    path = Path(model)
-    if path.suffix == repository.GGUF:
-        return path.is_file()
     try:
-        return path.is_dir() and any(map(_holds_one, [path, *_versions(path)]))
-    except OSError:
+        source = resolve(model)
+    except ConfigError:
         return False
-
-
-def _versions(folder: Path) -> list[Path]:
-    """Return the newest version folder, if any."""
-    return [folder / name for name in repository.version_folders(folder)[-1:]]
+    match source.kind:
+        case ModelKind.GGUF_FILE:
+            return True
+        case ModelKind.HUGGING_FACE | ModelKind.VERSION_FOLDER:
+            return _holds_one(source.path)
+        case ModelKind.MODEL_FOLDER:
+            # The newest version decides.
+            return any(
+                _holds_one(source.path / name)
+                for name in repository.version_folders(source.path)[-1:]
+            )
+    return False
 
 
 def _holds_one(folder: Path) -> bool:

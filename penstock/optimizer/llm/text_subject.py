@@ -14,9 +14,11 @@ from penstock import devices, repository
 from penstock.config import EACH_GPU, LLM, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.settings import PREFIX, settings_of
+from penstock.model_source import ModelSource, resolve
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.subject import SERVED, digest_of
+from penstock.repository import ModelKind
 from penstock.serving.placement import place
 
 if TYPE_CHECKING:
@@ -71,19 +73,14 @@ def _with_dtype(config: ModelConfig) -> ModelConfig:
 
 def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
     """Return its configuration, its kind, and its files by the names they get in the folder."""
-    if path.suffix == repository.GGUF:
-        return _read(path), "GGUF", {f"model{repository.GGUF}": path}
-    if (path / repository.TEXT_CONFIG).is_file() and not repository.version_folders(path):
-        is_version = path.name in repository.version_folders(path.resolve().parent)
-        if not is_version:
-            return _read(path), "Hugging Face", _folder_files(path)
-    folder = path.resolve()
-    if folder.name in repository.version_folders(folder.parent):
-        message = repository.read_message(folder.parent)
-        config = repository.read_version(folder.parent, folder.name, message)
-    else:
-        config = _read(folder)
-        folder = folder / config.version
+    source = resolve(path)
+    config = _read(source)
+    if source.kind is ModelKind.GGUF_FILE:
+        return config, "GGUF", {f"model{repository.GGUF}": path}
+    if source.kind is ModelKind.HUGGING_FACE:
+        return config, "Hugging Face", _folder_files(path)
+    is_version = source.kind is ModelKind.VERSION_FOLDER
+    folder = source.path if is_version else source.path / config.version
     files = {each.name: each for each in folder.iterdir() if each.is_file()}
     kept = {name: each for name, each in files.items() if name not in folders.OF_A_COMMIT}
     # The SLO of the old version does not apply to the new one.
@@ -91,8 +88,9 @@ def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
     return config, f"{SERVED} {config.version}", kept
 
 
-def _read(path: Path) -> ModelConfig:
-    found = repository.read(path)
+def _read(source: ModelSource) -> ModelConfig:
+    path = source.path
+    found = source.read()
     for problems in found.problems.values():
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     config = found.configs[-1]

@@ -1,77 +1,60 @@
 """Open the user's model as a loadable folder: the folder itself, or a temporary copy if the model
-is a bare ONNX file or another number of threads is requested."""
+is a file by itself or another number of threads is requested."""
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import repository
-from penstock.errors import BackendFailed, ConfigError, NotFound
-from penstock.optimizer import folders, onnx_model, shapes
+from penstock.errors import ConfigError
+from penstock.model_source import ModelSource, resolve
+from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.profile.profiler import read_config
+from penstock.repository import ModelKind
 
 
 @contextmanager
 def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterator[Path]:
     """Yield the folder, which may be temporary. ConfigError says what is expected."""
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
-        path = Path(model)
-        folder = _from_file(path, Path(made)) if path.is_file() else _from_repository(path, name)
+        source = resolve(model, name=name)
+        folder = _from_file(source, Path(made)) if source.is_file else _from_folder(source)
         if num_threads is not None:
             folder = _with_threads(folder, num_threads, Path(made) / "threads")
         yield folder
 
 
-def _from_repository(path: Path, name: str) -> Path:
-    if not name:
-        found = repository.read(path).folders
-        if len(found) > 1:
-            there = repository.listed(sorted(found))
-            raise ConfigError([f"{path}: holds {there}; say which by --model"])
-        return next(iter(found.values()))
-    try:
-        return repository.read_one(path, name).folders[name]
-    except NotFound:
-        there = repository.listed(repository.names(path))
-        raise ConfigError([f"{path}: holds no model '{name}'; there: {there}"]) from None
+def _from_folder(source: ModelSource) -> Path:
+    found = source.read().folders
+    if len(found) > 1:
+        there = repository.listed(sorted(found))
+        raise ConfigError([f"{source.path}: holds {there}; say which by --model"])
+    if source.kind is ModelKind.VERSION_FOLDER:
+        return source.path
+    return next(iter(found.values()))
 
 
-def _from_file(path: Path, made: Path) -> Path:
-    if path.suffix != ".onnx":
+def _from_file(source: ModelSource, made: Path) -> Path:
+    if source.kind is ModelKind.GGUF_FILE:
         raise ConfigError(
-            [f"{path}: expected a model's folder, a repository, or a file that ends in .onnx"]
+            [f"{source.path}: is a language model, which is not profiled; use penstock bench"]
         )
-    folder = made / (re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "model")
-    version = folder / "1"
+    version = made / source.name / folders.VERSION
     version.mkdir(parents=True)
-    folders.link(path, version / "model.onnx")
-    for name in _external(path):
-        source = (path.parent / name).resolve()
-        if not source.is_relative_to(path.parent.resolve()) or not source.is_file():
-            raise ConfigError([f"{path}: its weights '{name}' are not beside it"])
-        (version / name).parent.mkdir(parents=True, exist_ok=True)
-        folders.link(source, version / name)
-    return folder
-
-
-def _external(path: Path) -> set[str]:
-    """Return the files beside the model that hold its weights."""
-    try:
-        return onnx_model.external_files(onnx_model.read(path, weights=False))
-    except BackendFailed as error:
-        raise ConfigError([f"{path.parent}: {error}"]) from None
+    folders.take_file(source, version, folders.link)
+    return version.parent
 
 
 def _with_threads(folder: Path, num_threads: int, made: Path) -> Path:
     config = read_config(folder)
     if config.backend not in shapes.THREADS:
         raise ConfigError([f"--threads: backend '{config.backend}' has no threads of its own"])
-    target = made / folder.name
+    target = made / config.name
     changed = shapes.with_instances(config, config.num_instances, num_threads)
-    folders.write(Build(Candidate(), folder, config), changed, target)
+    model = folder.parent if repository.folder_kind(folder) is ModelKind.VERSION_FOLDER else folder
+    folders.write(Build(Candidate(), model, config), changed, target)
     return target

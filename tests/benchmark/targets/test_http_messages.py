@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.benchmark.targets import TargetSpec, open_target
+from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.http_messages import (
     MAX_TEXT,
     MAX_TEXTS,
@@ -17,6 +17,7 @@ from penstock.benchmark.targets.http_messages import (
     request_bytes,
     server_timing,
 )
+from penstock.benchmark.targets.kinds import open_target
 from penstock.errors import ConfigError
 
 

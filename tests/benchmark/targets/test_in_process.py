@@ -132,9 +132,26 @@ def test_the_newest_version_unless_another_is_asked_for(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_by_itself_is_a_target_whose_digest_is_that_of_the_file(
+    tmp_path: Path, examples: Path
+) -> None:
+    path = tmp_path / "mine.onnx"
+    content = (examples / "simple" / "1" / "model.onnx").read_bytes()
+    path.write_bytes(content)
+    told, form = described(TargetSpec(str(path)))
+    assert (told.model, told.version) == ("mine", "1")
+    assert [spec.name for spec in form.inputs] == ["INPUT0", "INPUT1"]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "other").write_text("not of the model")
+    assert described(TargetSpec(str(path)))[0].model_digest == told.model_digest
+    # An unknown field of the message changes the bytes, not the model.
+    path.write_bytes(content + b"\xa2\x06\x00")
+    assert described(TargetSpec(str(path)))[0].model_digest != told.model_digest
+
+
 def test_what_cannot_be_found(tmp_path: Path, examples: Path) -> None:
     (text,) = problems(TargetSpec(str(tmp_path / "none")))
-    assert "no such folder" in text
+    assert "no such file or folder" in text
     assert problems(TargetSpec(str(examples), model="nope")) == [
         f"{examples}: holds no model 'nope'; there: digits, identity, simple, text_length"
     ]

@@ -11,7 +11,8 @@ from suites.target import Sent, TargetContract, run
 
 import penstock
 from penstock.benchmark.inputs import Sample
-from penstock.benchmark.targets import TargetSpec, open_target
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.kinds import open_target
 from penstock.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "the cat"}]

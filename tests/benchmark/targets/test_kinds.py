@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.benchmark.targets import CLASSES, TargetSpec, kind_of, open_target
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.kinds import CLASSES, kind_of, open_target
 from penstock.benchmark.targets.plain import PlainHttp
 from penstock.benchmark.targets.v2_target import V2Http
 from penstock.errors import ConfigError
@@ -39,10 +40,11 @@ def test_a_folder_is_a_model_in_this_process(tmp_path):
 @pytest.mark.parametrize(
     "address, problem",
     [
-        ("no/such/folder", "there is no such folder; expected http://host:port/v2/models/NAME"),
-        ("localhost:8000/v2/models/m", "there is no such folder; expected http://"),
+        ("no/such/folder", "no such file or folder; expected model.onnx"),
+        ("localhost:8000/v2/models/m", "did you mean http://localhost:8000/v2/models/m"),
+        ("me:secret@localhost/v2", r"^[^s]*\*\*\*"),
         ("redis://a", "unknown protocol 'redis'; expected http://"),
-        ("", "there is no such folder"),
+        ("", "is empty"),
     ],
 )
 def test_anything_else_is_refused_with_what_was_expected(address, problem):

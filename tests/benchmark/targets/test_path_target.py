@@ -4,9 +4,10 @@ import pytest
 import text_server
 from e2e.served import null_model
 
-from penstock.benchmark.targets import TargetSpec, kind_of, open_target
+from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.in_process import InProcess
 from penstock.benchmark.targets.in_process_text import InProcessText
+from penstock.benchmark.targets.kinds import kind_of, open_target
 from penstock.benchmark.targets.path_target import is_text
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from suites.target import NetworkTargetContract, Sent, run
 
 from penstock.benchmark.inputs import Sample
-from penstock.benchmark.targets import TargetSpec, open_target
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.kinds import open_target
 from penstock.benchmark.targets.plain import PlainHttp, Template
 from penstock.errors import ConfigError
 

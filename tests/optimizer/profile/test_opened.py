@@ -59,10 +59,17 @@ def test_other_threads_are_for_a_copy(encoder) -> None:
 
 def test_what_is_no_model_is_told(tmp_path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"ends in \.onnx"):
+    with pytest.raises(ConfigError, match=r"not a model; expected model\.onnx"):
         opened(str(tmp_path / "notes.txt")).__enter__()
     (tmp_path / "broken.onnx").write_bytes(b"no model")
     with pytest.raises(ConfigError, match="cannot be read as ONNX"):
         opened(str(tmp_path / "broken.onnx")).__enter__()
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="no such file or folder"):
         opened(str(tmp_path / "nowhere")).__enter__()
+
+
+def test_a_version_is_profiled_by_itself(encoder) -> None:
+    with opened(str(encoder / "1")) as folder:
+        assert (read_config(folder).name, read_config(folder).version) == ("encoder", "1")
+    with opened(str(encoder / "1"), num_threads=3) as folder:
+        assert read_config(folder).options["intra_op_thread_count"] == "3"
