@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
@@ -13,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # Tests that start no process and load no model: seconds, for `make check`.
 PURE := tests/wire tests/benchmark/test_stats.py
 
-.PHONY: demo demo-llm check test test-slow test-gpu lint verify fuzz bench-gate bench-serving clean
+.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify fuzz bench-gate bench-serving clean
 
 # Optimise a sentiment classifier to a latency target: 3 minutes, plus set-up on the first run.
 demo: $(READY)
@@ -72,6 +73,14 @@ bench-gate: $(READY)
 # Side by side with Triton, MLServer, LitServe and BentoML; each gets a virtual environment under .bench/.
 bench-serving: $(READY)
 	$(BIN)/python benchmarks/serving_overhead.py
+
+# The documentation as a site in build/site, which needs no network; fails on a broken link.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	touch $(DOCS_READY)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -22,6 +22,13 @@ def test_public_names_have_a_contract(name: str) -> None:
     assert getattr(penstock, name).__doc__
 
 
+def test_the_page_names_every_public_function() -> None:
+    """tests/test_docs.py runs its examples."""
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    for name in set(penstock.__all__) - {"__version__"}:
+        assert f"penstock.{name}(" in page, name
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'penstock' has no attribute 'launch'"):
         penstock.launch  # noqa: B018

@@ -26,7 +26,7 @@ from penstock.optimizer.this_machine import read_machine
 DURATION = ("--duration", "1s")
 # A gate has said no, or it could not even be built.
 REFUSED = ("rejected", "failed")
-OPTIMIZE_MD = Path(__file__).parents[2] / "docs" / "optimize.md"
+ADVERSARIES_MD = Path(__file__).parents[2] / "docs" / "adversaries.md"
 BY_NAME = {each.name: each for each in [*ADVERSARIES, *TWINS]}
 OUTCOMES = {0: "kept", 1: "error", 2: "missed", 3: "refused", 4: "disturbed"}
 
@@ -151,8 +151,8 @@ def test_a_healthy_twin_passes(adversary, outcomes):
 
 
 def test_the_documentation_lists_all_adversaries():
-    """The table in docs/optimize.md, row by row."""
-    section = OPTIMIZE_MD.read_text().split("## Adversaries", 1)[1].split("\n## ", 1)[0]
+    """The table in docs/adversaries.md, row by row."""
+    section = ADVERSARIES_MD.read_text().split("## Adversaries", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)[1:]
     assert rows == [(each.name, each.planted, each.must) for each in [*ADVERSARIES, *TWINS]]
 

@@ -1,0 +1,195 @@
+"""Write the figures of the README from the committed results: its table and its chart.
+
+    python benchmarks/readme_figures.py            write README.md and docs/pictures/serving.svg
+    python benchmarks/readme_figures.py --check    exit with 1 if they are not up to date
+    python benchmarks/readme_figures.py --live     measure Penstock again, about 20 s; needs wrk
+
+Every other figure of the README is a link to benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from overhead.results import Results, best_points
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+CHART = ROOT / "docs" / "pictures" / "serving.svg"
+BEGIN, END = "<!-- figures: benchmarks/readme_figures.py -->\n", "<!-- end of figures -->"
+MODEL, CONNECTIONS = "identity", 64
+PARTS = {"binary": "binary tensors", "json": "JSON"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One server's requests/s in the chart."""
+
+    group: str
+    label: str
+    value: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if stale")
+    parser.add_argument("--live", action="store_true", help="measure Penstock's bars again")
+    args = parser.parse_args()
+    results = Results.load(RESULTS / "serving_overhead.json")
+    if args.live:
+        return measure_again(bars(results))
+    wanted = {README: with_figures(README.read_text(), table()), CHART: chart(results)}
+    stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is stale' if args.check else 'written'}")
+        if not args.check:
+            path.write_text(wanted[path])
+    return 1 if args.check and stale else 0
+
+
+def with_figures(readme: str, figures: str) -> str:
+    before, _, rest = readme.partition(BEGIN)
+    return before + BEGIN + figures + END + rest.partition(END)[2]
+
+
+def bars(results: Results) -> list[Bar]:
+    """The best setting of each server under the chart's load, Penstock first."""
+    points = [
+        point
+        for point in best_points(results.runs)
+        if (point.model, point.connections) == (MODEL, CONNECTIONS)
+    ]
+    points.sort(key=lambda point: (point.part, point.server != "penstock", -point.requests_per_s))
+    return [
+        Bar(PARTS[point.part], results.titles[point.server], point.requests_per_s)
+        for point in points
+    ]
+
+
+# The table
+
+
+def table() -> str:
+    gpu = read("gpu_beside_others")
+    by_what = {row["what"]: row for row in gpu["rows"]}
+    served = by_what["Qwen3-0.6B over HTTP, 1, 64 and 256 clients"]
+    images = by_what["ResNet-50 FP16, batch 256, inputs on the GPU"]
+    rates = read("optimize_minilm")["rates"]
+    eager, onnx, optimised = (
+        statistics.median(rates[name]) for name in ("eager", "FP32 ONNX", "optimised")
+    )
+    rows = [
+        ("what", "Penstock", "beside it", "ratio"),
+        ("---",) * 4,
+        (
+            "`penstock optimize`, MiniLM classifier, highest rate with p99 < 100 ms, 2 cores",
+            f"{optimised:,.0f}/s",
+            f"PyTorch eager {eager:,.0f}/s; FP32 ONNX at its best {onnx:,.0f}/s",
+            f"{optimised / eager:.1f}x; {optimised / onnx:.1f}x",
+        ),
+        (
+            "Qwen3-0.6B over HTTP, 256 clients, H200",
+            f"{served['penstock'][-1]:,} tokens/s",
+            f"vLLM 0.25.1 {served['others'][-1]:,} tokens/s",
+            f"{served['penstock'][-1] / served['others'][-1]:.2f}x",
+        ),
+        (
+            "ResNet-50 FP16, batch 256, H200",
+            f"{images['penstock'][0]:,} images/s",
+            f"ONNX Runtime 1.31 CUDA {images['others'][0]:,} images/s",
+            f"{images['penstock'][0] / images['others'][0]:.1f}x",
+        ),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def read(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
+
+
+# The chart
+
+WIDTH, LEFT, ROW, GAP, TOP = 760, 220, 26, 16, 56
+STYLE = """<style>
+text { font: 13px system-ui, sans-serif; fill: #24292f }
+.small { font-size: 11px; fill: #57606a }
+.title { font-size: 15px; font-weight: 600 }
+.ours { fill: #0a7ea4 } .theirs { fill: #9aa7b4 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .small { fill: #9198a1 }
+  .ours { fill: #3fb6dd } .theirs { fill: #6e7a87 }
+}
+</style>"""
+
+
+def chart(results: Results) -> str:
+    shown = bars(results)
+    machine = results.machine
+    scale = (WIDTH - LEFT - 90) / max(bar.value for bar in shown)
+    y, parts, group = TOP, [], ""
+    for bar in shown:
+        if bar.group != group:
+            y += GAP if group else 0
+            group = bar.group
+            parts.append(text(0, y + 17, group, "small"))
+        parts.append(draw_bar(bar, y, scale))
+        y += ROW
+    caption = (
+        f"{machine['cpu']}, {machine['cores']} cores shared with the load generator, "
+        f"{machine['date']}; make bench-serving; best setting of each server"
+    )
+    title = f"HTTP requests/s, model “{MODEL}”, {CONNECTIONS} connections"
+    head = [text(0, 18, title, "title"), text(0, 38, caption, "small")]
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" role="img" '
+        f'aria-label="{escape(title)}">'
+    )
+    return "\n".join([opening, STYLE, *head, *parts, "</svg>", ""])
+
+
+def draw_bar(bar: Bar, y: int, scale: float) -> str:
+    kind = "ours" if bar.label.startswith("Penstock") else "theirs"
+    width = round(bar.value * scale, 1)
+    return "\n".join(
+        [
+            text(LEFT - 8, y + 17, bar.label, "", "end"),
+            f'<rect class="{kind}" x="{LEFT}" y="{y + 3}" width="{width}" height="{ROW - 8}"/>',
+            text(LEFT + width + 6, y + 17, f"{bar.value:,.0f}"),
+        ]
+    )
+
+
+def text(x: float, y: int, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+# Measured again
+
+
+def measure_again(known: Sequence[Bar]) -> int:
+    """Penstock's own bars on this machine, beside the committed ones."""
+    output = ROOT / ".bench" / "results"
+    command = [sys.executable, str(ROOT / "benchmarks" / "serving_overhead.py"), "--quick"]
+    command += ["--servers", "penstock", "--models", MODEL, "--connections", str(CONNECTIONS)]
+    status = subprocess.run([*command, "--output", str(output)], check=False).returncode
+    if status:
+        return status
+    committed = {bar.group: bar.value for bar in known if bar.label.startswith("Penstock")}
+    for bar in bars(Results.load(output / "serving_overhead.json")):
+        print(f"{bar.group}: {bar.value:,.0f}/s now, {committed[bar.group]:,.0f}/s in the README")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
