@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from penstock.python_model import TensorType as Tensor
+from penstock.python_model import model
+
 if TYPE_CHECKING:
     from typing import Unpack
 
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Client",
+    "Tensor",
     "__version__",
     "bench",
     "explain",
     "inspect",
     "load",
+    "model",
     "optimize",
     "profile",
     "serve",

@@ -420,6 +420,8 @@ class ServerConfig:
     gpu_memory_reserve: float = GPU_MEMORY_RESERVE
     # The path is a language model's configuration; its weights are random.
     has_random_weights: bool = False
+    # Reload Python models whose files change. For development.
+    reloads: bool = False
     # None: plain text.
     tls: TlsConfig | None = None
     # A TOML file of API keys; empty: no key is required.

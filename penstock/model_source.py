@@ -7,14 +7,19 @@ read configurations.
 
 from __future__ import annotations
 
-import difflib
+import atexit
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
-from penstock import pbtxt, repository
+import msgspec
+
+from penstock import model_code, model_hints, pbtxt, repository
 from penstock.errors import ConfigError, NotFound
 from penstock.repository import Found, ModelKind
 
@@ -38,36 +43,9 @@ BACKENDS: Mapping[ModelKind, str] = {
 }
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 URL = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
-ADDRESS = re.compile(r"[\w.-]+:\d+(/|$)")
+FACTORY_WRITER = "penstock.optimizer.factory_folder"
 # Characters of a name that is made from a file's name; others become "-".
 NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
-FROM_TORCH = (
-    "write the model with torch.export.save as model.pt2, or give package.module:factory, a "
-    "function that returns the module with these weights"
-)
-# Files that hold a model, or a part of it, in a form that is not served, and what to do.
-NOT_SERVED: Mapping[str, str] = {
-    ".pt": f"a file of torch.save or TorchScript is a pickle, which can run any code; {FROM_TORCH}",
-    ".pth": f"a state dict has no code; {FROM_TORCH}",
-    ".bin": "weights have no code; give the folder that holds them and config.json, or "
-    f"{FROM_TORCH}",
-    ".ckpt": f"a checkpoint has no code; {FROM_TORCH}",
-    ".safetensors": "weights have no code; give the folder that holds them and config.json, or "
-    "package.module:factory, a function that returns the module with these weights",
-    ".keras": "Keras models are not served; write it with model.export('model.onnx', "
-    "format='onnx') and give that file",
-    ".h5": "Keras models are not served; write it with model.export('model.onnx', "
-    "format='onnx') and give that file",
-    ".pb": "TensorFlow graphs are not served; convert it with python -m tf2onnx.convert "
-    "--saved-model FOLDER --output model.onnx and give that file",
-    ".tflite": "TensorFlow Lite is not served; convert it with python -m tf2onnx.convert "
-    "--tflite FILE --output model.onnx and give that file",
-    ".pkl": "a pickle can run any code and is not read; write scikit-learn models with skl2onnx as "
-    "model.onnx, or load it in a model.py",
-    ".joblib": "a pickle can run any code and is not read; write scikit-learn models with skl2onnx "
-    "as model.onnx, or load it in a model.py",
-    ".pbtxt": "the configuration of a model; give the folder that holds it",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +72,19 @@ class ModelSource:
     def names(self) -> list[str]:
         """Return the models there are, loadable or not."""
         self._check_served()
-        return [self.name] if self.kind in BACKENDS else repository.names(self.path)
+        is_one = self.kind in BACKENDS or self.kind is ModelKind.FACTORY
+        return [self.name] if is_one else repository.names(self.path)
 
     def read(self) -> Found:
         """Read the configurations of what can be served; ConfigError if that is nothing."""
         self._check_served()
         if self.kind in BACKENDS:
             return self._read_file()
+        if self.kind is ModelKind.FACTORY:
+            return repository.read(_factory_folder(str(self.location), self.name))
+        if self.kind is ModelKind.REPOSITORY and not repository.holds_models(self.path):
+            reason = model_hints.describe_folder(self.path, tuple(FILE_KINDS), FORMS)
+            raise ConfigError([f"{self.path}: {reason}"])
         if self.kind is not ModelKind.REPOSITORY or not self.name:
             return repository.read(self.path)
         try:
@@ -112,24 +96,19 @@ class ModelSource:
 
     def read_one(self, name: str) -> Found:
         """Read one of `names()`; NotFound for others. Names are compared, never used as paths."""
-        self._check_served()
-        if self.kind not in BACKENDS:
+        if self.kind not in BACKENDS and self.kind is not ModelKind.FACTORY:
+            self._check_served()
             return repository.read_one(self.path, name)
         if name != self.name:
             raise NotFound(f"no such model: '{name}' is not served here; there: {self.name}")
-        return self._read_file()
+        # Asked for again, a factory may be other code.
+        _factory_folder.cache_clear()
+        return self.read()
 
     def _check_served(self) -> None:
         if self.kind is ModelKind.URL:
             problem = "is a running server, which serves its models already"
             raise ConfigError([f"{self.location}: {problem}; use penstock bench {self.location}"])
-        if self.kind is ModelKind.FACTORY:
-            raise ConfigError(
-                [
-                    f"{self.location}: is {self.kind.value}, which does not say what tensors it "
-                    f"takes; penstock optimize {self.location} makes a model that is served"
-                ]
-            )
 
     def _read_file(self) -> Found:
         """Read a file as version 1 of a model, configured by what the file says."""
@@ -157,7 +136,8 @@ def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:
     if FACTORY.fullmatch(text):
         module = text.partition(":")[0].rpartition(".")[2]
         return ModelSource(ModelKind.FACTORY, text, name or module)
-    raise ConfigError([f"{text}: {_missing(path, text) if text else 'is empty'}; expected {FORMS}"])
+    reason = model_hints.describe_missing(path, text) if text else "no model is given"
+    raise ConfigError([f"{text}: {reason}; expected {FORMS}".removeprefix(": ")])
 
 
 def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
@@ -175,24 +155,26 @@ def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
     if suffix in FILE_KINDS:
         stem = path.stem if suffix == repository.GGUF else valid_name(path.stem)
         return ModelSource(FILE_KINDS[suffix], path, name or stem)
-    reason = NOT_SERVED.get(suffix, f"not a model; expected {FORMS}")
-    raise ConfigError([f"{text}: {reason}"])
+    raise ConfigError([f"{text}: {model_hints.describe_file(path, FORMS)}"])
+
+
+@lru_cache(maxsize=8)
+def _factory_folder(factory: str, name: str) -> Path:
+    """Return the folder of a model that a factory makes, which exists as long as this process."""
+    made = Path(tempfile.mkdtemp(prefix="penstock-factory-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder = made / name
+    try:
+        report = model_code.run(FACTORY_WRITER, factory, str(folder))
+        problems = msgspec.json.decode(report, type=list[str])
+    except ConfigError as error:
+        problems = [f"{factory}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return folder
 
 
 def valid_name(text: str) -> str:
     """Return a model's name from a file's: ASCII letters, digits, `_`, `.` and `-`; everything else
     becomes `-`."""
     return NOT_IN_NAMES.sub("-", text).strip(".-") or "model"
-
-
-def _missing(path: Path, text: str) -> str:
-    """Say that there is no such file, and what is there."""
-    folder = path.parent
-    if ADDRESS.match(text):
-        return f"no such file or folder; did you mean http://{text}?"
-    if not folder.is_dir():
-        return "no such file or folder"
-    there = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
-    similar = difflib.get_close_matches(path.name, there, n=3)
-    also = f"; did you mean {' or '.join(str(Path(folder, each)) for each in similar)}?"
-    return "no such file or folder" + (also if similar else "")

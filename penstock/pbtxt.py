@@ -26,6 +26,7 @@ from penstock import (
     pbtxt_warmup,
     pretrained,
     pt2_file,
+    python_file,
     slo,
 )
 from penstock.config import (
@@ -634,7 +635,8 @@ class _Resolver:
             return (), (), 0
         max_batch = self._message.max_batch_size
         if not max_batch and not inputs and not outputs and signature.has_batch:
-            max_batch = min(DEFAULT_MAX_BATCH, signature.max_batch or DEFAULT_MAX_BATCH)
+            most = signature.chosen_batch or DEFAULT_MAX_BATCH
+            max_batch = min(most, signature.max_batch or most)
         if not self._message.max_batch_size and not inputs and not outputs:
             self._notes += _batching_notes(signature, max_batch)
         self._notes += signature.notes
@@ -1055,6 +1057,8 @@ def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signatur
             return pt2_file.read_signature
         case "llm", _:
             return lambda path: TEXT_SIGNATURE
+        case "python", _:
+            return python_file.read_signature
     return None
 
 
@@ -1066,14 +1070,14 @@ def _batching_notes(signature: Signature, max_batch: int) -> list[str]:
         why = "the first dimension of every input and output is variable"
         return [f"batches of up to {max_batch} rows, as {why}"]
     fixed = [s for s in (*signature.inputs, *signature.outputs) if s.shape[:1] != (-1,)]
-    if not fixed:
+    if not fixed or signature.chosen_batch == 0:
         return ["no batching, as the file allows none"]
     name, shape = fixed[0].name, list(fixed[0].shape)
     return [f"no batching, as the first dimension of '{name}' {shape} is not variable"]
 
 
 def _without(spec: TensorSpec, skip: int) -> TensorSpec:
-    return TensorSpec(spec.name, spec.datatype, spec.shape[skip:])
+    return replace(spec, shape=spec.shape[skip:])
 
 
 def _types() -> Any:

@@ -1,9 +1,52 @@
-"""What a Python model's file says about itself."""
+"""What a Python model's file says about itself: its tensors, and the modules beside it.
+
+Tensors are known only by running the file, which `backends.python_reader` does in a child process.
+"""
 
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+import msgspec
+
+from penstock import model_code
+from penstock.errors import ConfigError
+from penstock.types import Signature
+
+READER = "penstock.backends.python_reader"
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureReport:
+    """The answer of the child process: a signature, or problems."""
+
+    signature: Signature | None
+    problems: tuple[str, ...] = ()
+
+
+def read_signature(path: Path) -> Signature:
+    """Read the tensors that the model declares; ConfigError if it declares none. Runs the file in a
+    child process, once as long as neither it nor the modules beside it change."""
+    report = _report(path, tuple(map(_stamp, (path, *local_imports(path)))))
+    if report.signature is None:
+        raise ConfigError(list(report.problems))
+    return report.signature
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size
+    return 0, 0
+
+
+@lru_cache(maxsize=64)
+def _report(path: Path, stamps: tuple[tuple[int, int], ...]) -> SignatureReport:
+    return msgspec.json.decode(model_code.run(READER, str(path)), type=SignatureReport)
 
 
 def local_imports(path: Path) -> list[Path]:

@@ -84,6 +84,11 @@ def folder_kind(path: Path) -> ModelKind:
     return ModelKind.REPOSITORY
 
 
+def holds_models(root: Path) -> bool:
+    """Whether a folder is a repository with at least one model, loadable or not."""
+    return any(map(_is_model, _folders(root)))
+
+
 def read(path: str | os.PathLike[str]) -> Found:
     """Read every model of a repository, or the one model or version if `path` is its folder, or the
     language model if it is a GGUF file."""
@@ -216,7 +221,9 @@ def read_hugging_face(folder: Path) -> Found:
     try:
         if not pretrained.is_model(folder):
             expected = " or ".join((WEIGHTS[0], pretrained.ONNX[-1]))
-            raise ConfigError([f"{TEXT_CONFIG} is there, but no weights; expected {expected}"])
+            raise ConfigError(
+                [f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"]
+            )
         described, message = pretrained.read(folder), read_message(folder)
         if described is None or message.backend == LLM:
             return _read_text_model(folder)
@@ -228,6 +235,16 @@ def read_hugging_face(folder: Path) -> Found:
     except ConfigError as error:
         found.problems[name] = list(error.problems)
     return found
+
+
+def _pickled(folder: Path) -> str:
+    """Say what to do with weights in the old format."""
+    if not any(folder.glob("pytorch_model*.bin")):
+        return ""
+    return (
+        "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
+        "where it is trusted and write it with save_pretrained"
+    )
 
 
 def architectures(folder: Path) -> list[str]:
@@ -518,7 +535,9 @@ def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
     """Return the versions that the policy selects, without those that are missing."""
     available = version_folders(folder)
     if not available:
-        raise ConfigError(["no version folder; expected one named by a number"])
+        raise ConfigError(
+            ["no version folder; expected one named by a number, such as 1/ with the model's file"]
+        )
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -39,6 +39,7 @@ from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quotas
+from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
 from penstock.serving.supervisor import limited
 from penstock.watchdog import Watchdog
@@ -207,6 +208,9 @@ class Server:
         gc.collect()
         gc.freeze()
         self.routes.is_loading = False
+        if self._config.reloads:
+            reloader = Reloader(self.catalog, self.routes.control)
+            self._watching.append(asyncio.create_task(reloader.run()))
 
     @property
     def needs_key(self) -> bool:

@@ -21,7 +21,7 @@ import penstock
 from penstock import logs
 from penstock.config import CPU, TlsConfig
 from penstock.dashboard.example_calls import KEY, curl_line, key_options
-from penstock.dashboard.state import call_of
+from penstock.dashboard.state import call_of, num_ready
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -221,7 +221,7 @@ def _model_cells(model: Served | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
     config = model.config
-    ready = sum(instance.is_ready for instance in model.instances)
+    ready = num_ready(model)
     count = str(config.num_instances)
     if ready != config.num_instances:
         count = f"{ready} of {count}"

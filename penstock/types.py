@@ -101,13 +101,17 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     # Most rows that the file allows, if it says so; 0: the first dimension is not a batch.
     max_batch: int | None = None
+    # The batch size that the model's author chose; 0: no batching.
+    chosen_batch: int | None = None
     # What the user should know about how the file is served.
     notes: tuple[str, ...] = ()
 
     @property
     def has_batch(self) -> bool:
         tensors = (*self.inputs, *self.outputs)
-        return self.max_batch != 0 and all(spec.shape[:1] == (-1,) for spec in tensors)
+        if self.max_batch == 0 or self.chosen_batch == 0:
+            return False
+        return all(spec.shape[:1] == (-1,) for spec in tensors)
 
 
 class Tensor:

@@ -40,14 +40,17 @@ def body_of(document: str) -> str:
 
 
 def drawn(body: str) -> dict[str, bool]:
-    """By plot: whether it holds lines or bars. A hidden one is not in it."""
+    """By plot: whether it holds lines, bars or dots. Plots of levels that are hidden are not in
+    it."""
     found = {}
+    body = re.sub(
+        r'<div data-level="\d+" hidden="">.*?(?=<div data-level|<h2>)', "", body, flags=re.S
+    )
     for card in re.split(r'<section class="card', body)[1:]:
-        head, _, rest = card.partition(">")
-        name = re.search(r'data-plot="(\w+)"', rest)
-        if name is not None and "hidden" not in head:
-            has_marks = re.search(r'<path class="(js-line|point)|<g class="point"', rest)
-            found[name[1]] = "<svg" in rest and has_marks is not None
+        name = re.search(r'data-plot="(\w+)"', card)
+        if name is not None:
+            has_marks = re.search(r'<(path|rect) class="m"|<circle', card)
+            found[name[1]] = "<svg" in card and has_marks is not None
     return found
 
 

@@ -17,7 +17,8 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "exit_codes", "types", "arrays", "slo", "config", "columns", "logs", "devices"}
+    {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"}
+    | {"arrays", "environment", "python_model"}
     | {"units"},
     {"wire", "kernels"},
     {
@@ -31,7 +32,16 @@ ORDER = [
         "openvino_file",
     }
     | {"pbtxt_fields", "pbtxt_warmup", "links", "pretrained", "pretrained_message"}
-    | {"pt2_file", "python_file", "metrics", "usage", "kernels", "backends"},
+    | {
+        "pt2_file",
+        "python_file",
+        "model_code",
+        "model_hints",
+        "metrics",
+        "usage",
+        "kernels",
+        "backends",
+    },
     {"serving"},
     {"llm"},
     {"local", "local_text"},
@@ -114,7 +124,7 @@ PURE = [
     "optimizer/profile/work.py",
     "serving/batch_times.py",
     "serving/batcher.py",
-    "serving/environment.py",
+    "environment.py",
     "serving/explain.py",
     "serving/history.py",
     "serving/lanes.py",
@@ -173,6 +183,11 @@ WITHOUT_OWN_TEST = {
     "local_text.py": "tests/api/test_loaded.py",
     "report/sweep.py": "tests/api/test_results.py shows one",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
+    "model_hints.py": "tests/test_model_source.py gets each hint",
+    "model_code.py": "tests/backends/test_python_signature.py runs code through it",
+    "optimizer/factory_folder.py": "tests/test_model_source.py serves a factory through it",
+    "backends/python_reader.py": "tests/backends/test_python_signature.py starts it",
+    "python_model.py": "values only; tests/backends/test_python_signature.py reads them",
     "backends/checks.py": "the tests of the backends that use it",
     "backends/torch_weights.py": "tests/backends/test_pytorch.py loads weights through it",
     "benchmark/__init__.py": "empty",

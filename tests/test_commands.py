@@ -151,7 +151,8 @@ def read(*names):
     print("reading", flush=True)
     time.sleep(60)
 
-repository.read = plan_file.read = run_files.read_run = optimization_files.is_optimization = read
+repository.folder_kind = plan_file.read = read
+run_files.read_run = optimization_files.is_optimization = read
 main()
 """
 READING = {

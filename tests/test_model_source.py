@@ -203,7 +203,82 @@ def test_a_missing_file_tells_what_is_there(tmp_path: Path) -> None:
     text = refusal(tmp_path / "resnet5.onnx")
     assert f"did you mean {tmp_path / 'resnet50.onnx'}?" in text
     assert "no such file or folder; expected model.onnx" in refusal(tmp_path / "other")
-    assert "is empty" in refusal("")
+    assert refusal("").startswith("no model is given; expected model.onnx")
+    assert "did you mean http://localhost:8000/v2?" in refusal("localhost:8000/v2")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], ["is an empty folder", "model.onnx"]),
+        (["a.onnx", "b.onnx"], ["several models (a.onnx, b.onnx)", "{folder}/a.onnx"]),
+        (["notes.txt", "a.pt2"], ["holds one: give {folder}/a.pt2"]),
+        (["model.py", "other.py"], ["give {folder}/model.py"]),
+        (["train.py", "README.md"], ["holds no model", "<model>/<version>/model.onnx"]),
+        (["saved_model.pb", "variables.data"], ["tf2onnx", "--saved-model {folder}"]),
+        (["adapter_config.json", "adapter_model.safetensors"], ["merge_and_unload"]),
+        (["weights.pth"], ["weights.pth: a state dict has no code", "package.module:factory"]),
+    ],
+)
+def test_a_folder_without_a_model_says_what_to_give(
+    tmp_path: Path, files: list[str], words: list[str]
+) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for file in files:
+        (folder / file).write_bytes(b"")
+    text = refusal(folder)
+    assert text.startswith(f"{folder}: ")
+    assert all(word.replace("{folder}", str(folder)) in text for word in words), text
+
+
+def test_folders_that_lack_something_say_what(tmp_path: Path) -> None:
+    folder = tmp_path / "triton"
+    folder.mkdir()
+    (folder / "config.pbtxt").write_text(NULL)
+    (problem,) = resolve(folder).read().problems["triton"]
+    assert "no version folder; expected one named by a number, such as 1/" in problem
+    folder = hugging_face(tmp_path / "bert", "BertModel")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (problem,) = resolve(folder).read().problems["bert"]
+    assert "no weights" in problem and "save_pretrained" in problem
+
+
+FACTORY = """
+import numpy as np
+import torch
+
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def example_inputs():
+    return {"input": np.zeros((4, 3), np.float32)}
+"""
+
+
+def test_a_factory_is_served_with_the_tensors_of_its_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net_of_mine.py").write_text(FACTORY)
+    source = resolve("net_of_mine:make")
+    assert (source.kind, source.names()) == (ModelKind.FACTORY, ["net_of_mine"])
+    with penstock.load("net_of_mine:make") as model:
+        assert (model.config.name, model.config.backend) == ("net_of_mine", "pytorch")
+        assert model.config.max_batch_size > 1
+        answer = model.infer(np.ones((2, 3), np.float32))
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(3, 2)(torch.ones(2, 3)).detach().numpy()
+    np.testing.assert_allclose(answer["OUTPUT__0"], expected, rtol=1e-5)
+    with pytest.raises(NotFound, match="there: net_of_mine"):
+        source.read_one("other")
+    (tmp_path / "net_of_mine.py").write_text("def make():\n    return 3\n")
+    with pytest.raises(ConfigError, match=r"gave a int, expected a torch\.nn\.Module"):
+        source.read_one("net_of_mine")
 
 
 def classifier(path: Path, classes: dict[str, list[str] | list[int]]) -> Path:

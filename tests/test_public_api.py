@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_public_names_are_these_and_no_others() -> None:
-    functions = ["bench", "explain", "inspect", "load", "optimize", "profile", "serve"]
-    assert sorted(penstock.__all__) == ["Client", "__version__", *functions]
+    functions = ["bench", "explain", "inspect", "load", "model", "optimize", "profile", "serve"]
+    assert sorted(penstock.__all__) == ["Client", "Tensor", "__version__", *functions]
     assert all(hasattr(penstock, name) for name in penstock.__all__)
 
 

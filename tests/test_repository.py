@@ -669,7 +669,7 @@ def test_a_python_model_must_say_its_tensors(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "model", 'backend: "python"')
     (folder / "1" / "model.py").touch()
     [problem] = read(folder).problems["model"]
-    assert problem.startswith("input, output: must be given for backend 'python', for example: ")
+    assert problem.startswith("1/model.py: defines no model; expected ")
 
 
 def test_a_python_model_may_have_no_inputs(tmp_path: Path) -> None:

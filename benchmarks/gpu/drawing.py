@@ -1,38 +1,30 @@
-"""What the page of the GPU benchmarks draws, as figures in plotly's JSON form. Pure."""
+"""Plots of the page of the GPU benchmarks. Pure."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import replace
 from typing import Any
 
 import techniques
 from techniques import CLAIMS, Found, Gain
 
 from penstock import units
-from penstock.report import bench_figures
-from penstock.report.bench_figures import Figure
-from penstock.report.optimize_figures import (
-    BETTER,
-    GREY,
-    WHOLE,
-    WORSE,
-)
+from penstock.report import optimize_figures, plots
+from penstock.report.optimize_figures import BETTER, GREY, WHOLE, WaterfallStep
+from penstock.report.plots import Axis, Bars, Plot, Series
 
-ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = "#8a56c4", BETTER, "#e08e45"
-HATCHED = {"shape": "/", "fillmode": "replace", "solidity": 0.35, "size": 6}
-# Less is a loss, and not rounding.
-LOST = 0.995
-# Of the plot of gains, and of one of them in it.
-HEAD_PIXELS, PIXELS = 110, 62
+ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = plots.PURPLE, BETTER, plots.ORANGE
 # Letters of a name in a line below a bar, and beside one.
-BELOW, BESIDE = 16, 46
+BELOW, BESIDE = 12, 34
+# Pixels of a group of bars.
+GROUP = 66.0
 
 
-def figures_of(found: Found) -> dict[str, Figure | None]:
-    """By name. None: there is nothing to draw."""
+def plots_of(found: Found) -> dict[str, Plot | None]:
+    """Return the plots by name. None: nothing to draw."""
     rows = techniques.rows_of(found)
     return {
         "gains": _gains(techniques.gains(found)),
@@ -46,77 +38,64 @@ def figures_of(found: Found) -> dict[str, Figure | None]:
     }
 
 
-def _gains(gains: Sequence[Gain]) -> Figure | None:
-    """Bars side by side on an axis of doublings, from 1x: what loses goes to the left."""
+def _gains(gains: Sequence[Gain]) -> Plot | None:
+    """Plot bars side by side on an axis of doublings, from 1x: losses go to the left."""
     if not gains:
         return None
-    names = [_name(each) for each in gains]
     claims = [CLAIMS[each.technique] for each in gains]
     lows = [math.log2(each.low) if each.low else math.nan for each in claims]
-    spans = [math.log2(each.high / each.low) if each.low and each.high else 0.0 for each in claims]
-    said = {"offsetgroup": "claimed", "type": "bar", "orientation": "h", "y": names}
-    data: list[Figure] = [
-        said
-        | {"name": "guides claim", "x": lows, "marker": {"color": GREY}}
-        | {"customdata": [escape(each.text) for each in claims]}
-        | {"hovertemplate": "%{customdata}<extra>claimed</extra>"},
-        said
-        | {"name": "at best", "x": spans, "base": lows, "hoverinfo": "skip"}
-        | {"marker": {"color": GREY, "pattern": HATCHED}}
-        | {"text": [_claimed(each) for each in claims], "textposition": "outside"}
-        | {"cliponaxis": False},
+    highs = [math.log2(each.high) if each.high else math.nan for each in claims]
+    zeros = [0.0] * len(gains)
+    texts = tuple(each.text for each in claims)
+    marks = [
+        replace(_group("guides claim", -0.27, (zeros, lows), GREY), texts=texts),
+        replace(
+            _group("at best", -0.27, (lows, highs), GREY),
+            texts=texts,
+            labels=tuple(map(_claimed, claims)),
+            outlined=(True,) * len(claims),
+        ),
     ]
     measured = (
-        ("alone", "measured, one alone", ALONE_COLOUR, [each.alone for each in gains]),
-        ("largest", "measured, largest batch", LARGEST_COLOUR, [each.largest for each in gains]),
+        (0.0, "measured, one alone", ALONE_COLOUR, [each.alone for each in gains]),
+        (0.27, "measured, largest batch", LARGEST_COLOUR, [each.largest for each in gains]),
     )
-    for group, name, colour, values in measured:
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": name,
-                "offsetgroup": group,
-                "y": names,
-                "x": [math.log2(value) if value > 0 else math.nan for value in values],
-                "text": ["" if math.isnan(value) else times(value) for value in values],
-                "textposition": "outside",
-                "cliponaxis": False,
-                "marker": {"color": colour},
-                "textfont": {"color": [WORSE if value < LOST else colour for value in values]},
-                "hovertemplate": "%{y}: %{text}<extra>" + name + "</extra>",
-            }
-        )
-    ends = [*lows, *(low + span for low, span in zip(lows, spans, strict=True))]
-    ends += [x for trace in data[2:] for x in trace["x"]]
-    layout = _doublings([each for each in ends if not math.isnan(each)])
-    layout["height"] = HEAD_PIXELS + PIXELS * len(gains)
-    return {"data": data, "layout": layout}
+    for offset, name, colour, values in measured:
+        words = tuple("" if math.isnan(value) else times(value) for value in values)
+        ends = [math.log2(value) if value > 0 else math.nan for value in values]
+        bars = _group(name, offset, (zeros, ends), colour)
+        hover = tuple(f"{name}: {word}" for word in words)
+        marks.append(replace(bars, texts=hover, labels=words))
+    found = [each for mark in marks for each in mark.highs if not math.isnan(each)]
+    low, high = math.floor(min([0.0, *found])), math.ceil(max([1.0, *found]))
+    ticks = tuple((float(tick), times(2.0**tick)) for tick in range(low, high + 1))
+    return Plot(
+        Axis("times as fast", low=low - 0.3, high=high + 0.4, ticks=ticks),
+        Axis(categories=tuple(map(_name, gains)), is_reversed=True, has_grid=False),
+        tuple(marks),
+        height=80.0 + GROUP * len(gains),
+    )
 
 
-def _doublings(ends: Sequence[float]) -> Figure:
-    low, high = math.floor(min([0.0, *ends])), math.ceil(max([1.0, *ends]))
-    ticks = list(range(low, high + 1))
-    zero = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper"}
-    return {
-        "barmode": "group",
-        "bargap": 0.3,
-        "xaxis": {
-            "title": "times as fast",
-            "tickvals": ticks,
-            "ticktext": [times(2.0**tick) for tick in ticks],
-            "range": [low - 0.3, high + 0.4],
-        },
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-        "shapes": [zero | {"line": {"color": GREY, "width": 1.5}}],
-    }
+def _group(
+    name: str, offset: float, ends: tuple[Sequence[float], Sequence[float]], colour: str
+) -> Bars:
+    """Return bars beside those of other groups, without texts."""
+    lows, highs = ends
+    return Bars(
+        name,
+        tuple(index + offset for index in range(len(lows))),
+        tuple(lows),
+        tuple(highs),
+        (colour,),
+        thickness=0.24,
+        is_horizontal=True,
+    )
 
 
 def _name(gain: Gain) -> str:
     """The technique, and below it between which two rows."""
-    lines = [escape(line) for line in textwrap.wrap(gain.label, BESIDE)]
-    return f"<b>{CLAIMS[gain.technique].name}</b><br>{'<br>'.join(lines)}"
+    return "\n".join([CLAIMS[gain.technique].name, *textwrap.wrap(gain.label, BESIDE)])
 
 
 def _claimed(claim: techniques.Claim) -> str:
@@ -136,64 +115,17 @@ def _rate(loads: Found) -> tuple[float, bool]:
     return float(row.get("device_per_s") or row.get("host_per_s") or math.nan), is_there
 
 
-def waterfall(steps: Sequence[tuple[str, float, bool]], title: str) -> Figure | None:
-    """Each bar goes from what was before to what is now; hatched where it is the second choice of
+def waterfall(steps: Sequence[tuple[str, float, bool]], title: str) -> Plot | None:
+    """Each bar goes from what was before to what is now; outlined where it is the second choice of
     figure. The first and the last stand on the ground."""
-    known = [step for step in steps if not math.isnan(step[1])]
-    if len(known) < 2:
-        return None
-    values = [value for _, value, _ in known]
-    before = [0.0, *values[:-2], 0.0]
-    colours = [WHOLE, *(BETTER if b <= v else WORSE for b, v in _pairs(values)[:-1]), WHOLE]
-    trace: Figure = {
-        "type": "bar",
-        "x": [_broken(name) for name, _, _ in known],
-        "base": [min(b, v) for b, v in zip(before, values, strict=True)],
-        "y": [abs(v - b) for b, v in zip(before, values, strict=True)],
-        "marker": {
-            "color": colours,
-            "pattern": HATCHED | {"shape": ["" if is_first else "/" for _, _, is_first in known]},
-        },
-        "customdata": [f"{escape(name)}: {value:,.0f}/s" for name, value, _ in known],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-    top = max(values)
-    notes = [
-        {"x": index, "y": max(b, v), "yanchor": "bottom", "text": f"{v:,.0f}", "showarrow": False}
-        for index, (b, v) in enumerate(zip(before, values, strict=True))
+    known = [
+        WaterfallStep(
+            "\n".join(textwrap.wrap(name, BELOW)), value, f"{value:,.0f}/s", is_first, name
+        )
+        for name, value, is_first in steps
+        if not math.isnan(value)
     ]
-    layout: Figure = {
-        "xaxis": {"type": "category", "showgrid": False},
-        "yaxis": {"title": title, "range": [0, 1.12 * top]},
-        "annotations": notes,
-        "showlegend": False,
-    }
-    return {"data": [trace], "layout": layout}
-
-
-def _pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-    return list(zip(values, values[1:], strict=False))
-
-
-def _broken(name: str) -> str:
-    return "<br>".join(map(escape, textwrap.wrap(name, BELOW)))
-
-
-def _bars(name: str, rows: Mapping[str, float], colour: str) -> Figure:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": [escape(each) for each in rows],
-        "x": list(rows.values()),
-        "text": [
-            f"{value:,.0f}" if value >= 100 else units.number(value) for value in rows.values()
-        ],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "marker": {"color": colour},
-        "hovertemplate": "%{y}: %{text}<extra>" + name + "</extra>",
-    }
+    return optimize_figures.waterfall(known, title) if len(known) > 1 else None
 
 
 def _values(rows: Mapping[str, Found], load: str, key: str) -> dict[str, float]:
@@ -206,38 +138,46 @@ def _values(rows: Mapping[str, Found], load: str, key: str) -> dict[str, float]:
     }
 
 
-def _sides(rows: Mapping[str, Found], load: str, keys: tuple[str, str]) -> list[Figure]:
+def _sides(rows: Mapping[str, Found], load: str, keys: tuple[str, str], title: str) -> Plot | None:
     """On the device and from the host, without rows that have neither and sides that are empty."""
     there, host = (_values(rows, load, key) for key in keys)
     names = [name for name in rows if not math.isnan(there[name]) or not math.isnan(host[name])]
     sides = (("inputs on the device", there, LARGEST_COLOUR), ("host-fed", host, HOST_COLOUR))
-    return [
-        _bars(title, {name: values[name] for name in names}, colour)
-        for title, values, colour in sides
+    shown = [
+        (label, values, colour)
+        for label, values, colour in sides
         if any(not math.isnan(values[name]) for name in names)
     ]
-
-
-def _side_by_side(data: list[Figure], title: str) -> Figure | None:
-    if not data:
+    marks = []
+    for index, (label, values, colour) in enumerate(shown):
+        offset = 0.0 if len(shown) == 1 else (index - 0.5) * 0.34
+        ends = [values[name] for name in names]
+        words = tuple("" if math.isnan(each) else _figure(each) for each in ends)
+        hover = tuple(f"{name}, {label}: {word}" for name, word in zip(names, words, strict=True))
+        bars = _group(label, offset, ([0.0] * len(ends), ends), colour)
+        marks.append(replace(bars, texts=hover, labels=words))
+    if not marks:
         return None
-    top = max(x for trace in data for x in trace["x"] if not math.isnan(x))
-    layout: Figure = {
-        "barmode": "group",
-        "xaxis": {"title": title, "range": [0, 1.15 * top]},
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-    }
-    return {"data": data, "layout": layout}
+    categories = tuple("\n".join(textwrap.wrap(name, BESIDE)) for name in names)
+    return Plot(
+        Axis(title, has_zero=True),
+        Axis(categories=categories, is_reversed=True, has_grid=False),
+        tuple(marks),
+        height=80.0 + 46.0 * len(names),
+    )
 
 
-def _latency(rows: Mapping[str, Found]) -> Figure | None:
-    data = _sides(rows, techniques.ALONE, ("waited_ms", "host_waited_ms"))
-    return _side_by_side(data, "ms, one alone, waited for")
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else units.number(value)
 
 
-def _rates(rows: Mapping[str, Found]) -> Figure | None:
-    data = _sides(rows, "last", ("device_per_s", "host_per_s"))
-    return _side_by_side(data, "per second, largest batch")
+def _latency(rows: Mapping[str, Found]) -> Plot | None:
+    keys = ("waited_ms", "host_waited_ms")
+    return _sides(rows, techniques.ALONE, keys, "ms, one alone, waited for")
+
+
+def _rates(rows: Mapping[str, Found]) -> Plot | None:
+    return _sides(rows, "last", ("device_per_s", "host_per_s"), "per second, largest batch")
 
 
 def error_of(loads: Found) -> float:
@@ -246,30 +186,32 @@ def error_of(loads: Found) -> float:
     return float(max(found, default=math.nan))
 
 
-def _errors(rows: Mapping[str, Found]) -> Figure | None:
+def _errors(rows: Mapping[str, Found]) -> Plot | None:
     found = {name: error_of(loads) for name, loads in rows.items()}
     known = {name: value for name, value in found.items() if value > 0}
     if not known:
         return None
-    trace: Figure = {
-        "type": "scatter",
-        "mode": "markers+text",
-        "y": [escape(name) for name in known],
-        "x": list(known.values()),
-        "text": [f" {value:.1e}" for value in known.values()],
-        "textposition": "middle right",
-        "marker": {"color": WHOLE, "size": 10},
-        "hovertemplate": "%{y}: %{x:.1e}<extra></extra>",
-    }
-    axis = bench_figures.log_axis("distance from FP32, of the norm", known.values())
-    low, high = (math.log10(limit(known.values())) for limit in (min, max))
-    axis["range"] = [low - 0.2, high + 0.6]
-    layout: Figure = {"xaxis": axis, "yaxis": {"type": "category", "autorange": "reversed"}}
-    return {"data": [trace], "layout": layout}
+    series = Series(
+        "error",
+        tuple(known.values()),
+        tuple(map(float, range(len(known)))),
+        WHOLE,
+        tuple(f"{name}: {value:.1e}" for name, value in known.items()),
+        width=0.0,
+        radii=(5.0,),
+        labels=tuple(f"{value:.1e}" for value in known.values()),
+    )
+    categories = tuple("\n".join(textwrap.wrap(name, BESIDE)) for name in known)
+    return Plot(
+        Axis("distance from FP32, of the norm", is_log=True),
+        Axis(categories=categories, is_reversed=True, has_grid=False),
+        (series,),
+        height=80.0 + 40.0 * len(known),
+    )
 
 
-def chosen_steps(found: Mapping[str, Any]) -> Figure | None:
-    """What each step added that `penstock optimize` kept; hatched where it was predicted."""
+def chosen_steps(found: Mapping[str, Any]) -> Plot | None:
+    """What each step added that `penstock optimize` kept; outlined where it was predicted."""
     steps = [
         (str(phase["label"]), _number(phase.get("max_rate")), bool(phase.get("is_measured")))
         for phase in found.get("phases") or []

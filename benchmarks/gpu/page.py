@@ -24,11 +24,8 @@ from techniques import ALONE, CLAIMS, Found
 
 from penstock import units
 from penstock.errors import ConfigError
-from penstock.report.page import (
-    Card,
-    Cell,
-    rendered,
-)
+from penstock.report.page import Card, Drawn, drawn, rendered
+from penstock.report.tables import Cell
 
 HERE = Path(__file__).resolve().parent
 TITLES = {"resnet50": "ResNet-50", "bert-large": "BERT-large", "vit-b": "ViT-B/16"}
@@ -39,12 +36,12 @@ PLOTS = (
     (
         "gains",
         "Claimed and measured",
-        "Grey is what guides say, hatched up to their best case. Left of 1x is a loss.",
+        "Grey is what guides say, pale up to their best case. Left of 1x is a loss.",
     ),
     (
         "waterfall",
         "What each step adds",
-        "Answers per second at the largest batch. Hatched: host-fed.",
+        "Answers per second at the largest batch. Pale: host-fed.",
     ),
     ("latency", "One alone", "How long it takes; shorter is better."),
     (
@@ -60,7 +57,7 @@ PLOTS = (
     (
         "chosen",
         "What optimize chose",
-        "Each step that was kept, through a real server. Hatched: predicted.",
+        "Each step that was kept, through a real server. Pale: predicted.",
     ),
 )
 
@@ -123,10 +120,6 @@ def read(paths: Sequence[Path]) -> list[Section]:
 
 
 def page(sections: Sequence[Section]) -> str:
-    figures: dict[str, list[Any]] = {}
-    for each in sections:
-        drawn = drawing.figures_of(each.found) | {"chosen": drawing.chosen_steps(each.optimized)}
-        figures |= {f"{name}_{each.key}": [figure] for name, figure in drawn.items()}
     values = {
         "headline": headline(sections),
         "machines": ", ".join(sorted(set(machines(sections)))) or "no machine",
@@ -134,7 +127,7 @@ def page(sections: Sequence[Section]) -> str:
         "sections": [
             {
                 "title": each.title,
-                "plots": [(f"{name}_{each.key}", *words) for name, *words in PLOTS],
+                "figures": figures(each),
                 "head": ["row", "batch", "waited, ms", f"on the device, {each.unit}"]
                 + [f"host-fed, {each.unit}", "error"],
                 "rows": list(table(each.found)),
@@ -147,7 +140,14 @@ def page(sections: Sequence[Section]) -> str:
         "claims": CLAIMS.values(),
         "unmeasured": unmeasured(sections),
     }
-    return rendered("gpu.html.jinja", values, figures, HERE)
+    return rendered("gpu.html.jinja", values, HERE)
+
+
+def figures(section: Section) -> list[Drawn]:
+    plots = drawing.plots_of(section.found) | {"chosen": drawing.chosen_steps(section.optimized)}
+    named = {f"{name}_{section.key}": plot for name, plot in plots.items()}
+    words = {f"{name}_{section.key}": (title, text) for name, title, text in PLOTS}
+    return drawn(named, words)
 
 
 def headline(sections: Sequence[Section]) -> str:

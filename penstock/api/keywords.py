@@ -27,6 +27,7 @@ class ServeKeywords(TypedDict, total=False):
     exit_on_error: bool
     gpu_memory_reserve: float
     allow_hard_links: bool
+    reload: bool
     random_weights: bool
     api_keys: PathText
     insecure: bool

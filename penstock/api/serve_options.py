@@ -148,6 +148,15 @@ class ServeOptions:
             "the repository.",
         ),
     )
+    reload: bool = option(
+        False,
+        Flag(
+            MODELS,
+            "Reload Python models when their files change",
+            "Use it during development. A change that cannot be loaded leaves the old code in "
+            "place.",
+        ),
+    )
     random_weights: bool = option(
         False,
         Flag(
@@ -326,4 +335,5 @@ class ServeOptions:
             logs_requests=self.log_requests,
             limits=HttpLimits(self.max_body_bytes, self.max_json_bytes),
             has_random_weights=self.random_weights,
+            reloads=self.reload,
         )

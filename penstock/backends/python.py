@@ -3,8 +3,9 @@
 `class TritonPythonModel`, an unchanged Triton model, sees each request of a batch by itself and
 answers or fails each. Our own forms take the stacked batch as arrays by name and return such a
 mapping: `class Model` with `infer(self, inputs)`, optionally `__init__(self, config)`, `load` and
-`close`; or just `def infer(inputs)`. All may be `async def`. Input arrays are read-only, because a
-batch may have to run again. Triton's `auto_complete_config` is not called.
+`close`; or just `def infer(inputs)`. Both may take their inputs by name instead, and either the
+whole batch or one row (`python_signature`). All may be `async def`. Input arrays are read-only,
+because a batch may have to run again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,11 @@ import numpy as np
 from penstock import pbtxt
 from penstock.backends import Batch, BatchRequest, Execution, Finished, Outputs, PerRequest
 from penstock.backends import triton_python_backend_utils as pb_utils
+from penstock.backends.python_signature import TRITON, CallForm, Entry, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
 from penstock.types import Array, Parameter, TensorSpec
 
-TRITON = "TritonPythonModel"
-EXPECTED = f"class {TRITON}, class Model with a method infer, or function infer"
 MAX_TEXT_CHARS = 1000
 log = logging.getLogger("penstock.python")
 _numbers = itertools.count()
@@ -141,15 +141,22 @@ class StackedRunner:
     keeps_rows_apart = False
     runs_ahead = False
 
-    def __init__(self, code: Code, infer: Callable[[dict[str, Array]], Any], model: Any) -> None:
+    def __init__(
+        self, code: Code, infer: Callable[..., Any], model: Any, form: CallForm | None = None
+    ) -> None:
+        """Without a form, `infer` takes and returns arrays by name."""
         self._code = code
         self._infer = infer
         self._model = model
+        self._form = form
 
     def built(self) -> Mapping[str, str]:
         return _built("infer" if self._model is None else "Model")
 
     def start(self, batch: Batch) -> Execution:
+        if self._form is not None:
+            result = self._code.result(self._form.call(self._infer, batch.inputs))
+            return Finished(self._form.named(result))
         outputs = self._code.result(self._infer(dict(batch.inputs)))
         if not isinstance(outputs, Mapping):
             raise BackendFailed(f"infer: expected arrays by name, got {type(outputs).__name__}")
@@ -159,6 +166,51 @@ class StackedRunner:
                     f"output '{name}': expected a numpy array, got {type(values).__name__}"
                 )
         return Finished(outputs)
+
+    def close(self) -> None:
+        _end(self._code, getattr(self._model, "close", None))
+
+
+class RowRunner:
+    """A function that is called for one row at a time. It sees only rows of clients, and a row that
+    fails fails only its request."""
+
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    needs_requests = True
+    keeps_rows_apart = True
+    runs_ahead = False
+
+    def __init__(self, code: Code, infer: Callable[..., Any], model: Any, form: CallForm) -> None:
+        self._code = code
+        self._infer = infer
+        self._model = model
+        self._form = form
+
+    def built(self) -> Mapping[str, str]:
+        return _built("rows")
+
+    def start(self, batch: Batch) -> Execution:
+        if not batch.requests:
+            return Finished(self._answer(batch.inputs, 0, batch.num_rows))
+        answers: list[Outputs | Exception] = []
+        row = 0
+        for part in batch.requests:
+            try:
+                answers.append(self._answer(batch.inputs, row, part.num_rows))
+            except Exception as error:  # A model's code may raise anything.
+                answers.append(error)
+            row += part.num_rows
+        return Finished(PerRequest(answers))
+
+    def _answer(self, inputs: Mapping[str, Array], start: int, num_rows: int) -> Outputs:
+        """Call the function for some rows and stack the results."""
+        results: list[dict[str, Array]] = []
+        for row in range(start, start + num_rows):
+            values = {name: array[row] for name, array in inputs.items()}
+            result = self._code.result(self._form.call(self._infer, values))
+            results.append(self._form.named(result))
+        return {name: _stacked(name, [each[name] for each in results]) for name in results[0]}
 
     def close(self) -> None:
         _end(self._code, getattr(self._model, "close", None))
@@ -242,7 +294,7 @@ class _Anonymous:
     length: int = 0
 
 
-def load(config: ModelConfig) -> TritonRunner | StackedRunner:
+def load(config: ModelConfig) -> TritonRunner | StackedRunner | RowRunner:
     if "EXECUTION_ENV_PATH" in config.options:
         raise ConfigError(
             [
@@ -274,21 +326,46 @@ def _load_triton(config: ModelConfig, code: Code, module: ModuleType) -> TritonR
     return TritonRunner(config, code, model)
 
 
-def _load_own(config: ModelConfig, code: Code, module: ModuleType) -> StackedRunner:
-    kind, infer = getattr(module, "Model", None), getattr(module, "infer", None)
-    has_model = inspect.isclass(kind) and callable(getattr(kind, "infer", None))
-    has_infer = callable(infer) and not inspect.isclass(infer)
-    if has_model == has_infer:
-        what = "class Model and function infer" if has_model else "no model"
-        raise code.problem(f"defines {what}; expected {EXPECTED}")
-    if infer is not None and has_infer:
-        return StackedRunner(code, infer, None)
-    with code.explained("Model(): "):
-        model = _construct(kind, config)
+def _load_own(config: ModelConfig, code: Code, module: ModuleType) -> StackedRunner | RowRunner:
+    try:
+        entry = find_entry(module)
+        form = _read_form(entry)
+    except ConfigError as error:
+        raise code.problem("; ".join(error.problems)) from None
+    if not entry.method:
+        return _runner(code, entry.function, None, form)
+    with code.explained(f"{entry.target.__name__}(): "):
+        model = _construct(entry.target, config)
     if hasattr(model, "load"):
         with code.explained("load: "):
             code.result(model.load())
-    return StackedRunner(code, model.infer, model)
+    return _runner(code, getattr(model, entry.method), model, form)
+
+
+def _read_form(entry: Entry) -> CallForm | None:
+    """Return how the function is called; None: with a mapping of arrays that it does not
+    declare."""
+    if entry.takes_mapping and entry.declaration.inputs is None:
+        return None
+    return read_form(entry)
+
+
+def _runner(
+    code: Code, infer: Callable[..., Any], model: Any, form: CallForm | None
+) -> StackedRunner | RowRunner:
+    if form is not None and not form.is_batched:
+        return RowRunner(code, infer, model, form)
+    return StackedRunner(code, infer, model, form)
+
+
+def _stacked(name: str, rows: Sequence[Array]) -> Array:
+    try:
+        return np.stack(rows)
+    except ValueError:
+        shapes = ", ".join(sorted({str(list(row.shape)) for row in rows}))
+        raise BackendFailed(
+            f"output '{name}': rows of one request have different shapes: {shapes}"
+        ) from None
 
 
 def _construct(kind: Any, config: ModelConfig) -> Any:

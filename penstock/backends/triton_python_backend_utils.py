@@ -280,6 +280,48 @@ class MetricFamily:
         _refuse(f"metric family '{name}' of a model")
 
 
+class AutoConfig:
+    """Argument of `auto_complete_config`: a model without a configuration adds its tensors."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {"max_batch_size": 0, "input": [], "output": []}
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._values
+
+    def add_input(self, properties: Mapping[str, Any]) -> None:
+        self._add("input", properties)
+
+    def add_output(self, properties: Mapping[str, Any]) -> None:
+        self._add("output", properties)
+
+    def set_max_batch_size(self, max_batch_size: int) -> None:
+        self._values["max_batch_size"] = int(max_batch_size)
+
+    def set_dynamic_batching(self) -> None:
+        """Does nothing: a model without a configuration is batched anyway."""
+
+    def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
+        if policy.get("decoupled"):
+            _refuse("decoupled models")
+
+    def _add(self, kind: str, properties: Mapping[str, Any]) -> None:
+        missing = [key for key in ("name", "data_type", "dims") if key not in properties]
+        if missing:
+            raise ValueError(f"{kind} has no {', '.join(missing)}")
+        others = [each for each in self._values[kind] if each["name"] != properties["name"]]
+        self._values[kind] = [*others, dict(properties)]
+
+
+def v2_datatype(data_type: str) -> str:
+    """Return v2's name of a datatype of config.pbtxt, such as TYPE_FP32."""
+    name = str(data_type).removeprefix("TYPE_")
+    name = "BYTES" if name == "STRING" else name
+    if name not in DATATYPES:
+        raise TritonModelException(f"data_type: {data_type!r} is not known")
+    return name
+
+
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     return _by_name(inference_request.inputs(), name)
 

@@ -7,6 +7,8 @@ const MAX_VALUES = 48;
 // With more models, only the first is unfolded.
 const MAX_OPEN = 4;
 const MAX_LINES = 24;
+// Classes shown, the best ones.
+const MAX_CLASSES = 5;
 const COLOURS = { READY: "good", UNAVAILABLE: "bad", LOADING: "mixed" };
 const STATES = { ready: "good", "not ready": "bad", loading: "mixed", "shutting down": "mixed" };
 // In memory only.
@@ -152,7 +154,7 @@ function use(model) {
     const sides = [["Inputs", model.inputs], ["Outputs", model.outputs]];
     found.push(make("div", { className: "tensors" }, ...sides.map(([title, all]) => tensors(title, all))));
   }
-  return [...found, tabs(model.call)];
+  return [...found, tabs(model)];
 }
 
 function tensors(title, all) {
@@ -160,10 +162,11 @@ function tensors(title, all) {
   return make("div", {}, make("h3", {}, title), make("ul", {}, ...rows));
 }
 
-function tabs(call) {
+function tabs(model) {
+  const { call } = model;
   const address = BASE.replace(/\/$/, "");
-  const place = (text) => text.replaceAll("{url}", () => address);
-  const panels = { "Try it": form(call), curl: code(place(call.curl)), Python: code(place(call.python)) };
+  const place = (text) => text.replace("{url}", () => address);
+  const panels = { "Try it": form(model), curl: code(place(call.curl)), Python: code(place(call.python)) };
   const bar = make("div", { className: "tabs", role: "tablist" });
   const choose = (name) => {
     for (const button of bar.children) button.setAttribute("aria-selected", String(button.textContent === name));
@@ -188,7 +191,8 @@ function code(text) {
 
 // The form.
 
-function form(call) {
+function form(model) {
+  const { call } = model;
   const field = fieldOf(call);
   const button = make("button", { type: "submit" }, "Run");
   const took = make("span", { role: "status" });
@@ -207,25 +211,26 @@ function form(call) {
       const request = await requestOf(call, field);
       const response = await ask(call.path, { method: "POST", ...request });
       if (!response.ok) throw new Error(await errorOf(response));
-      await showAnswer(call, response, answer);
+      await showAnswer(model, response, answer);
       took.textContent = `${(performance.now() - began).toFixed(0)} ms`;
     } catch (error) {
       answer.append(make("p", { className: "problem" }, error.message));
     }
     button.disabled = false;
+    refresh();
   });
   return node;
 }
 
 function fieldOf(call) {
   const body = JSON.parse(call.body);
-  if (call.form === "chat") return make("textarea", { value: body.messages[0].content, ariaLabel: "Message" });
-  if (call.form === "completion") return make("textarea", { value: body.prompt, ariaLabel: "Prompt" });
-  if (call.form === "text") return make("textarea", { value: body.inputs[0].data[0], ariaLabel: "Text" });
-  if (call.form === "image") return make("input", { type: "file", accept: "image/*", required: true, ariaLabel: "Image" });
+  if (call.form === "chat") return make("textarea", { value: body.messages[0].content, "aria-label": "Message" });
+  if (call.form === "completion") return make("textarea", { value: body.prompt, "aria-label": "Prompt" });
+  if (call.form === "text") return make("textarea", { value: body.inputs[0].data[0], "aria-label": "Text" });
+  if (call.form === "image") return make("input", { type: "file", accept: "image/*", required: true, "aria-label": "Image" });
   const text = pretty(body);
   const rows = Math.min(MAX_LINES, text.split("\n").length + 1);
-  return make("textarea", { className: "code", value: text, rows, spellcheck: false, ariaLabel: "Request as JSON" });
+  return make("textarea", { className: "code", value: text, rows, spellcheck: false, "aria-label": "Request as JSON" });
 }
 
 function note(call) {
@@ -279,25 +284,34 @@ function binaryBody(body, rest) {
 
 // Answers.
 
-async function showAnswer(call, response, node) {
-  if (call.form === "chat" || call.form === "completion") return stream(response, node);
+async function showAnswer(model, response, node) {
+  if (["chat", "completion"].includes(model.call.form)) return stream(response, node);
   const length = response.headers.get("Inference-Header-Content-Length");
   const bytes = await response.arrayBuffer();
   const head = length === null ? bytes : bytes.slice(0, Number(length));
   const answer = JSON.parse(new TextDecoder().decode(head));
-  node.append(...(answer.outputs || []).map(output));
+  node.append(...(answer.outputs || []).map((tensor) => output(tensor, model.labels[tensor.name] || [])));
   if (length !== null) node.append(make("p", { className: "note" }, `${bytes.byteLength - Number(length)} bytes of tensors follow.`));
   const raw = make("details", { className: "raw" }, make("summary", {}, "Answer as JSON"), make("pre", {}, pretty(answer)));
   node.append(raw);
 }
 
-function output(tensor) {
+function output(tensor, labels) {
   const kind = make("div", { className: "part" }, `${tensor.name}  ${tensor.datatype} [${tensor.shape.join(", ")}]`);
   const data = (tensor.data || []).flat(Infinity);
+  if (labels.length > 1 && labels.length === data.length) return make("div", { className: "output" }, kind, classes(data, labels));
   const values = data.slice(0, MAX_VALUES).map(shortly).join(tensor.datatype === "BYTES" ? "\n" : ", ");
   const more = data.length > MAX_VALUES ? `, … ${data.length - MAX_VALUES} more` : "";
   const text = tensor.datatype === "BYTES" ? make("div", { className: "text" }, values + more) : make("code", {}, values + more);
   return make("div", { className: "output" }, kind, text);
+}
+
+function classes(data, labels) {
+  const least = Math.min(0, ...data);
+  const most = Math.max(1, ...data);
+  const best = data.map((value, index) => [value, labels[index]]).sort((a, b) => b[0] - a[0]).slice(0, MAX_CLASSES);
+  const cells = best.flatMap(([value, label]) => [make("span", {}, label), make("progress", { max: most - least, value: value - least }), make("code", {}, shortly(value))]);
+  return make("div", { className: "bars" }, ...cells);
 }
 
 const shortly = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(6))) : String(value));

@@ -1,11 +1,12 @@
 """A valid request to each model, as curl and as Python; for the start page and at start. Pure.
 
-The values are made up: texts are a sentence, numbers are 0. Inputs that are too large for a line of
-JSON follow it as zero bytes, as the binary tensor extension allows.
+The values are made up: texts are a sentence, images a single pixel, numbers are 0. Inputs that are
+too large for a line of JSON follow it as zero bytes, as the binary tensor extension allows.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +15,24 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.config import LLM, ModelConfig
+from penstock.config import IMAGE, LLM, ModelConfig
 from penstock.types import DATATYPES, TensorSpec, num_elements
 from penstock.wire.server_state import ExampleCall, Form
 
-# Stands for the server's address.
+# Stands for the server's address, where it comes first; names may contain it too.
 URL = "{url}"
 # Name of the environment variable with the client's API key.
 KEY = "PENSTOCK_API_KEY"
 TEXT = "The river is calm today."
 QUESTION = "Write one sentence about rivers."
 MAX_TOKENS = 64
+# A PNG file of one pixel, as base64.
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mOQj98PAAHeAT60WFnNAAAAAElFTkSuQmCC"
+)
+# The file that the calls of the page send to models of images.
+PHOTO = "photo.jpg"
+OPEN_PHOTO = (f'with open("{PHOTO}", "rb") as file:', "    photo = file.read()")
 # Elements of an input that are written out in JSON.
 MAX_ELEMENTS = 64
 # Height and width of images of any size.
@@ -47,7 +55,7 @@ def example_call(
         request.path,
         request.json,
         request.num_zeros,
-        request.curl(URL, key_options() if needs_key else ()),
+        request.shown_curl(URL, key_options() if needs_key else ()),
         request.python(needs_key),
         request.input,
     )
@@ -94,13 +102,21 @@ class ExampleRequest:
         sent = f"{{ printf %s {body}; head -c {self.num_zeros} /dev/zero; }}"
         return f"{sent} | {' '.join(parts)}"
 
+    def shown_curl(self, url: str, options: Sequence[str]) -> str:
+        """Return the command for the page: images come from a file."""
+        if self.form != "image":
+            return self.curl(url, options)
+        before, after = self.json.split(PIXEL)
+        sent = f"printf %s {shlex.quote(before)}; base64 < {PHOTO}; printf %s {shlex.quote(after)}"
+        return f"{{ {sent}; }} | {' '.join(['curl', *options, f'{url}/{self.path}'])} -d @-"
+
     def python(self, needs_key: bool) -> str:
         if self.form in ("chat", "completion"):
             return self._openai(needs_key)
         return self._urllib(needs_key)
 
     def _openai(self, needs_key: bool) -> str:
-        arguments = "".join(f"    {name}={value!r},\n" for name, value in self.body.items())
+        arguments = "".join(f"    {name}={_python(value)},\n" for name, value in self.body.items())
         key = f'os.environ["{KEY}"]' if needs_key else '"none"'
         is_chat = self.form == "chat"
         method = "chat.completions" if is_chat else "completions"
@@ -113,38 +129,52 @@ class ExampleRequest:
         ).lstrip("\n")
 
     def _urllib(self, needs_key: bool) -> str:
-        imports = ["json", *(["os"] if needs_key else []), "urllib.request"]
-        headers = []
+        is_image = self.form == "image"
+        uses = {"base64": is_image, "json": True, "os": needs_key, "urllib.request": True}
+        lines = [f"import {name}" for name, is_used in uses.items() if is_used]
+        lines += ["", f'url = "{URL}/{self.path}"', *(OPEN_PHOTO if is_image else ())]
+        lines += [f"body = {self._literal()}", "data = json.dumps(body).encode()"]
+        lines.append("request = urllib.request.Request(url, data)")
         if needs_key:
-            headers.append(f'"Authorization": f"Bearer {{os.environ[\'{KEY}\']}}"')
-        data = "data"
+            key = f"os.environ['{KEY}']"
+            lines.append(f'request.add_header("Authorization", f"Bearer {{{key}}}")')
         if self.num_zeros:
-            headers.append('"Inference-Header-Content-Length": str(len(data))')
-            data = f"data + bytes({self.num_zeros})"
-        given = f", {{{', '.join(headers)}}}" if headers else ""
+            length = '"Inference-Header-Content-Length", str(len(data))'
+            lines.append(f"request.add_header({length})")
+            lines.append(f"request.data = data + bytes({self.num_zeros})")
         read = "answer.read()" if self.is_answer_binary else "json.load(answer)"
-        return (
-            "\n".join(f"import {name}" for name in imports) + f"\n\nbody = {self._literal()}\n"
-            "data = json.dumps(body).encode()\n"
-            f'request = urllib.request.Request("{URL}/{self.path}", {data}{given})\n'
-            f"with urllib.request.urlopen(request) as answer:\n    print({read})\n"
-        )
+        lines += ["with urllib.request.urlopen(request) as answer:", f"    print({read})", ""]
+        return "\n".join(lines)
 
     def _literal(self) -> str:
         """Return the body in Python, an input a line."""
-        inputs = "".join(f"        {_short(tensor)},\n" for tensor in self.body["inputs"])
+        inputs = "".join(f"        {_tensor(each)},\n" for each in self.body["inputs"])
         rest = {name: value for name, value in self.body.items() if name != "inputs"}
-        more = "".join(f"    {name!r}: {value!r},\n" for name, value in rest.items())
-        return f"{{\n    'inputs': [\n{inputs}    ],\n{more}}}"
+        more = "".join(f'    "{name}": {_python(value)},\n' for name, value in rest.items())
+        inputs = inputs.replace(f'"{PIXEL}"', "base64.b64encode(photo).decode()")
+        return f'{{\n    "inputs": [\n{inputs}    ],\n{more}}}'
 
 
-def _short(tensor: dict[str, Any]) -> str:
+def _tensor(tensor: dict[str, Any]) -> str:
     """Return a tensor in Python; a repeated value once."""
     data = tensor.get("data", [])
     if len(data) < 2 or len(set(data)) > 1:
-        return repr(tensor)
+        return _python(tensor)
     rest = {name: value for name, value in tensor.items() if name != "data"}
-    return f"{repr(rest)[:-1]}, 'data': [{data[0]!r}] * {len(data)}}}"
+    return f'{_python(rest)[:-1]}, "data": [{_python(data[0])}] * {len(data)}}}'
+
+
+def _python(value: object) -> str:
+    """Return a JSON value in Python, with double quotes."""
+    match value:
+        case str():
+            # Every JSON string is a Python string.
+            return json.dumps(value, ensure_ascii=False)
+        case dict():
+            return f"{{{', '.join(f'{_python(name)}: {_python(value[name])}' for name in value)}}}"
+        case list():
+            return f"[{', '.join(map(_python, value))}]"
+    return repr(value)
 
 
 def _chat(config: ModelConfig) -> ExampleRequest:
@@ -170,7 +200,7 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
         tensor: dict[str, Any] = {"name": spec.name, "shape": shape, "datatype": spec.datatype}
         count = num_elements(shape)
         if count <= MAX_ELEMENTS and spec.datatype not in HALVES:
-            tensor["data"] = [_value(spec)] * count
+            tensor["data"] = [PIXEL if is_image(config) else _value(spec)] * count
         else:
             # An empty string is its length, which is 0.
             size = count * (DATATYPES[spec.datatype].itemsize or 4)
@@ -181,10 +211,16 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
     if any(spec.datatype in HALVES for spec in config.outputs):
         body["parameters"] = {"binary_data_output": True}
     is_text = len(needed) == 1 and is_text_input(needed[0])
+    form: Form = "image" if is_image(config) else "text" if is_text else "tensors"
     version = "" if is_latest else f"/versions/{config.version}"
     path = f"v2/models/{quote(config.name, safe='')}{version}/infer"
     name = needed[0].name if is_text else ""
-    return ExampleRequest("text" if is_text else "tensors", path, body, num_zeros, name)
+    return ExampleRequest(form, path, body, num_zeros, name)
+
+
+def is_image(config: ModelConfig) -> bool:
+    """Whether the model takes one encoded image for each row."""
+    return config.preprocess is not None and config.preprocess.function == IMAGE
 
 
 def is_text_input(spec: TensorSpec) -> bool:

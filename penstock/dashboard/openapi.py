@@ -100,6 +100,11 @@ def describe(needs_key: bool) -> dict[str, Any]:
     return document
 
 
+@cache
+def describe_json(needs_key: bool) -> bytes:
+    return msgspec.json.encode(describe(needs_key))
+
+
 def path_of(route: Route) -> str:
     """Return the path of a row as OpenAPI writes it."""
     return route.path.replace(":path}", "}")

@@ -6,14 +6,15 @@ the visitor's API key, so they show what that key may see and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from importlib.resources import files
 
 import msgspec
 
 import penstock
-from penstock.dashboard.openapi import describe
-from penstock.dashboard.state import server_state
+from penstock.dashboard.openapi import describe_json
+from penstock.dashboard.state import StateReader
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler
 from penstock.protocols.v2_routes import V2Routes
@@ -47,9 +48,11 @@ class Pages:
     """The pages of one server."""
 
     def __init__(self, catalog: Catalog, routes: V2Routes, gate: Gate) -> None:
-        self._catalog = catalog
         self._routes = routes
         self._gate = gate
+        # A server has a key file from its start, or none.
+        self._needs_key = gate.keys is not None
+        self._state = StateReader(catalog, routes, self._needs_key)
         folder = files("penstock.dashboard")
         self._files = {path: folder.joinpath(name).read_bytes() for path, name in FILES.items()}
 
@@ -75,10 +78,9 @@ class Pages:
         return Reply(self._files[route.path], 200, f"{route.media}; charset=utf-8", HEADERS)
 
     async def openapi(self, call: RouteCall) -> Reply:
-        return Reply(msgspec.json.encode(describe(self._gate.keys is not None)))
+        # The first time takes a tenth of a second: not on the event loop.
+        return Reply(await asyncio.to_thread(describe_json, self._needs_key))
 
     async def state(self, call: RouteCall) -> Reply:
-        needs_key = self._gate.keys is not None
-        scopes = self._gate.scopes_of(call.headers)
-        found = server_state(self._catalog, self._routes, scopes, needs_key)
+        found = self._state.read(self._gate.scopes_of(call.headers))
         return Reply(msgspec.json.encode(found), headers=PRIVATE)

@@ -6,10 +6,10 @@ Reads the catalog. Figures of load are given only to callers with the scope `met
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import penstock
-from penstock.config import LLM, SLO_OFF
+from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
 from penstock.protocols.v2_routes import V2Routes
 from penstock.serving.catalog import Catalog
@@ -22,27 +22,57 @@ if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
 
 FIGURES = "metrics"
+# The page shows no names of outputs with more elements.
+MAX_LABELS = 1000
 
 
-def server_state(
-    catalog: Catalog, routes: V2Routes, scopes: Sequence[str], needs_key: bool
-) -> ServerState:
-    """Return what a caller with these scopes may see."""
-    models = [
-        model_state(model, call_of(catalog, model, needs_key), FIGURES in scopes)
-        for model in catalog
-    ]
-    for failure in catalog.failures:
-        models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
-    models.sort(key=lambda model: (model.name, -int(model.version or 0)))
-    return ServerState(
-        routes.server_id,
-        penstock.__version__,
-        _state(catalog, routes),
-        needs_key,
-        list(scopes),
-        models,
-    )
+class CallKey(NamedTuple):
+    """A version, and what else its example call depends on."""
+
+    name: str
+    version: str
+    has_chat: bool
+    is_latest: bool
+
+
+class StateReader:
+    """Reads the state of one server. Example calls are kept while their model stays the same: the
+    event loop makes them, which also serves inference."""
+
+    def __init__(self, catalog: Catalog, routes: V2Routes, needs_key: bool) -> None:
+        self._catalog = catalog
+        self._routes = routes
+        self._needs_key = needs_key
+        self._calls: dict[CallKey, tuple[ModelConfig, ExampleCall]] = {}
+
+    def read(self, scopes: Sequence[str]) -> ServerState:
+        """Return what a caller with these scopes may see."""
+        catalog = self._catalog
+        self._make_calls()
+        models = [
+            model_state(model, self._calls[_key(catalog, model)][1], FIGURES in scopes)
+            for model in catalog
+        ]
+        for failure in catalog.failures:
+            models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
+        models.sort(key=lambda model: (model.name, -int(model.version or 0)))
+        return ServerState(
+            self._routes.server_id,
+            penstock.__version__,
+            _state(catalog, self._routes),
+            self._needs_key,
+            list(scopes),
+            models,
+        )
+
+    def _make_calls(self) -> None:
+        known, self._calls = self._calls, {}
+        for model in self._catalog:
+            key = _key(self._catalog, model)
+            kept = known.get(key)
+            if kept is None or kept[0] is not model.config:
+                kept = (model.config, call_of(self._catalog, model, self._needs_key))
+            self._calls[key] = kept
 
 
 def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelState:
@@ -58,9 +88,10 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
         "" if config.slo == SLO_OFF else config.slo,
         list(config.devices),
         config.num_instances,
-        sum(instance.is_ready for instance in model.instances),
+        num_ready(model),
         _tensors(config.inputs, has_batch),
         _tensors(config.outputs, has_batch),
+        {spec.name: list(spec.labels) for spec in config.outputs if _has_few_labels(spec)},
         call,
         _load(model) if has_figures else None,
     )
@@ -68,9 +99,13 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
 
 def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> ExampleCall:
     """Return an example call of a loaded model."""
-    config = model.config
-    is_latest = catalog.versions(config.name)[-1:] == [config.version]
-    return example_call(config, _has_chat(model), needs_key, is_latest)
+    key = _key(catalog, model)
+    return example_call(model.config, key.has_chat, needs_key, key.is_latest)
+
+
+def num_ready(model: Served) -> int:
+    """Return the number of instances that can answer, without those of earlier stages."""
+    return sum(each.is_ready for each in model.instances[: model.config.num_instances])
 
 
 def batching(model: Served) -> str:
@@ -81,9 +116,19 @@ def batching(model: Served) -> str:
     return "none" if mode == "unbatched" else f"up to {config.max_batch_size}"
 
 
+def _key(catalog: Catalog, model: Served) -> CallKey:
+    config = model.config
+    is_latest = catalog.versions(config.name)[-1:] == [config.version]
+    return CallKey(config.name, config.version, _has_chat(model), is_latest)
+
+
 def _has_chat(model: Served) -> bool:
     is_loaded = model.config.backend == LLM and model.is_ready
     return is_loaded and cast("TextModel", model).vocabulary.has_template
+
+
+def _has_few_labels(spec: TensorSpec) -> bool:
+    return 0 < len(spec.labels) <= MAX_LABELS
 
 
 def _tensors(specs: Sequence[TensorSpec], has_batch: bool) -> list[TensorDescription]:

@@ -22,7 +22,7 @@ DISTURBED = "disturbed"
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class FormattedValue:
     """A formatted value and its 95 % confidence interval."""
 
     text: str
@@ -35,8 +35,8 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Row:
     name: str
-    before: Figure
-    after: Figure
+    before: FormattedValue
+    after: FormattedValue
     # "3.1x more", "2.4x less"; empty if nothing can be said.
     change: str
     # None: neither, or unknown.
@@ -106,7 +106,7 @@ def _stream_rows(
 
 
 def _tokens(per_s: float) -> _Valued:
-    return _Valued(Figure(wording.rate(per_s)), _exactly(per_s))
+    return _Valued(FormattedValue(wording.rate(per_s)), _exactly(per_s))
 
 
 def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
@@ -114,7 +114,8 @@ def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
     if found is None:
         return
     before, after = (
-        Figure(wording.score(found.metric, each)) for each in (found.original, found.candidate)
+        FormattedValue(wording.score(found.metric, each))
+        for each in (found.original, found.candidate)
     )
     change = wording.bound(found, optimization.accuracy_budget) if found.is_passed else ""
     yield Row(f"{found.metric} ({found.part})", before, after, change, None)
@@ -124,11 +125,11 @@ def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
 class _Valued:
     """A figure with its numeric interval."""
 
-    figure: Figure
+    figure: FormattedValue
     measured: Interval
 
 
-UNKNOWN = _Valued(Figure(units.UNKNOWN), Interval(math.nan, math.nan, math.nan))
+UNKNOWN = _Valued(FormattedValue(units.UNKNOWN), Interval(math.nan, math.nan, math.nan))
 
 
 def _row(
@@ -158,14 +159,14 @@ def _change(before: Interval, after: Interval, is_lower_better: bool) -> tuple[s
 
 def _highest(rate: Interval | None) -> _Valued:
     if rate is not None and rate.value == 0:
-        return _Valued(Figure("none"), rate)
+        return _Valued(FormattedValue("none"), rate)
     return _rate(rate)
 
 
 def _rate(measured: Interval | None) -> _Valued:
     if measured is None or math.isnan(measured.value):
         return UNKNOWN
-    return _Valued(Figure(wording.rate(measured.value), units.range_of(measured)), measured)
+    return _Valued(FormattedValue(wording.rate(measured.value), units.range_of(measured)), measured)
 
 
 def _duration(measured: Interval | None) -> _Valued:
@@ -173,13 +174,13 @@ def _duration(measured: Interval | None) -> _Valued:
         return UNKNOWN
     scale = units.SECONDS[units.unit_of([measured.value])]
     range_text = units.range_of(measured, scale) if math.isfinite(measured.value) else ""
-    return _Valued(Figure(units.duration(measured.value), range_text), measured)
+    return _Valued(FormattedValue(units.duration(measured.value), range_text), measured)
 
 
 def _goodput(served: Served | None) -> _Valued:
     if served is None or math.isnan(served.goodput):
         return UNKNOWN
-    return _Valued(Figure(f"{100 * served.goodput:.4g} %"), _exactly(served.goodput))
+    return _Valued(FormattedValue(f"{100 * served.goodput:.4g} %"), _exactly(served.goodput))
 
 
 def _cost(served: Served | None) -> _Valued:
@@ -190,13 +191,13 @@ def _cost(served: Served | None) -> _Valued:
     if not is_finite and served.max_rate is not None and math.isnan(served.max_rate.value):
         return UNKNOWN
     text = units.number(served.cost_per_million) if is_finite else "without end"
-    return _Valued(Figure(text), _exactly(served.cost_per_million))
+    return _Valued(FormattedValue(text), _exactly(served.cost_per_million))
 
 
 def _memory(served: Served | None) -> _Valued:
     if served is None or not served.memory_bytes:
         return UNKNOWN
-    return _Valued(Figure(units.size(served.memory_bytes)), _exactly(served.memory_bytes))
+    return _Valued(FormattedValue(units.size(served.memory_bytes)), _exactly(served.memory_bytes))
 
 
 def _exactly(value: float) -> Interval:

@@ -11,7 +11,9 @@ from penstock.benchmark.headline import Outcome, headline_of, level_outcome
 from penstock.benchmark.results import Run
 from penstock.benchmark.summary import Figures
 from penstock.report import bench_figures, bench_table
-from penstock.report.page import Card, Cell, Line, rendered
+from penstock.report.page import Card, Drawn, Remark, drawn, rendered
+from penstock.report.page import fragment as page_fragment
+from penstock.report.tables import Cell
 
 OUTCOME_STYLES: dict[Outcome, str] = {
     "kept": "kept",
@@ -41,6 +43,40 @@ STREAM_DEFINITIONS = {
 }
 
 
+RUN_PLOTS = {
+    "curve": (
+        "Throughput and latency",
+        "Each point is a level, with its 95 % interval. Right and low is good; where the line turns"
+        " up, more load only waits.",
+    ),
+    "cdf": (
+        "Latency of good answers",
+        "Share of requests answered within a time. Each further nine has the same height.",
+    ),
+    "breakdown": (
+        "Where the time went",
+        "Mean per request, as the server reports it; the rest is network and client.",
+    ),
+}
+LEVEL_PLOTS = {
+    "over_time": (
+        "Latency over time",
+        "By when requests were due. A steady server is a level line.",
+    ),
+    "samples": (
+        "Typical and slow requests",
+        "Where the time of sampled requests went: what slow ones do that typical ones do not.",
+    ),
+    "streams": (
+        "Streams",
+        "Time to the first token, between two pieces, and per output token after the first.",
+    ),
+    "utilisation": ("Machine of the load generator", ""),
+}
+# Plots of single levels take at most this much of a page.
+MAX_LEVEL_BYTES = 150_000
+
+
 def page(run: Run) -> str:
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
@@ -48,24 +84,61 @@ def page(run: Run) -> str:
     verdict = headline_of(run)
     head, rows = _levels(run, figures)
     stream_head, stream_rows = _streams(run, figures)
+    levels = _drawn_levels(run, figures, chosen or 0)
     values = {
-        "verdict": verdict,
-        "verdict_style": OUTCOME_STYLES[verdict.outcome],
+        "verdict": verdict.text,
+        "style": OUTCOME_STYLES[verdict.outcome],
         "about": bench_table.about(run),
-        "cards": [] if chosen is None else _cards(run, figures[chosen]),
-        "findings": finding_lines(run),
+        "tiles": tiles(run, figures),
+        "remarks": remarks(run),
+        "figures": drawn(bench_figures.run_plots(run, figures), RUN_PLOTS),
         "head": head,
         "rows": rows,
         "stream_head": stream_head,
         "stream_rows": stream_rows,
-        "labels": [each.label for each in figures],
+        "levels": levels,
+        "num_left_out": len(figures) - len(levels),
         "chosen": chosen,
-        "machine_note": _machine_note(run),
         "record": _record(run),
         "definitions": DEFINITIONS | (STREAM_DEFINITIONS if stream_rows else {}),
         "command": run.command,
     }
-    return rendered("bench.html.jinja", values, bench_figures.figures_of_run(run, figures))
+    return rendered("bench.html.jinja", values)
+
+
+def fragment(run: Run) -> str:
+    """Return the heart of the page, for notebooks."""
+    run = summary.in_order(run)
+    figures = [summary.figures_of(run, level) for level in run.levels]
+    verdict = headline_of(run)
+    plots = {**bench_figures.run_plots(run, figures), "breakdown": None}
+    if len(figures) == 1:
+        plots |= bench_figures.level_plots(run, run.levels[0]) | {"utilisation": None}
+    words = {name: (RUN_PLOTS | LEVEL_PLOTS)[name] for name in ("curve", "cdf", "over_time")}
+    return page_fragment(
+        verdict.text,
+        OUTCOME_STYLES[verdict.outcome],
+        tiles(run, figures)[:5],
+        drawn(plots, words)[:2],
+        _levels(run, figures),
+    )
+
+
+def _drawn_levels(
+    run: Run, figures: list[Figures], chosen: int
+) -> list[tuple[int, str, list[Drawn]]]:
+    """Draw the levels, beginning with the chosen one and its neighbours, as far as the page has
+    room for them."""
+    words = LEVEL_PLOTS | {"utilisation": (LEVEL_PLOTS["utilisation"][0], _machine_note(run))}
+    found: list[tuple[int, str, list[Drawn]]] = []
+    num_bytes = 0
+    for index in sorted(range(len(figures)), key=lambda each: abs(each - chosen)):
+        level = drawn(bench_figures.level_plots(run, run.levels[index]), words)
+        num_bytes += sum(len(each.svg) for each in level)
+        if found and num_bytes > MAX_LEVEL_BYTES:
+            break
+        found.append((index, figures[index].label, level))
+    return sorted(found, key=lambda each: each[0])
 
 
 def chosen_level(run: Run, figures: list[Figures]) -> int | None:
@@ -81,40 +154,64 @@ def chosen_level(run: Run, figures: list[Figures]) -> int | None:
         if level_outcome(run, run.levels[index]) == "kept"
     ]
 
-    def throughput(index: int) -> float:
-        value = figures[index].throughput.value
-        return -1.0 if math.isnan(value) else value
-
-    return max(kept or range(len(figures)), key=throughput)
+    return max(
+        kept or range(len(figures)), key=lambda index: _known(figures[index].throughput.value)
+    )
 
 
-def _cards(run: Run, row: Figures) -> list[Card]:
+def tiles(run: Run, figures: list[Figures]) -> list[Card]:
+    """Return the figures of the level that represents the run; first, what came of it."""
+    chosen = chosen_level(run, figures)
+    if chosen is None:
+        return []
+    row = figures[chosen]
     p99 = row.latency["p99"]
     unit = units.unit_of([p99.value])
     interval = units.range_of(p99, units.SECONDS[unit])
     cards = [
+        first_tile(run, figures),
         Card("throughput", f"{units.number(row.throughput.value)}/s", f"at {row.label}"),
         Card("p50", units.duration(row.latency["p50"].value), "median latency"),
         Card("p99", units.duration(p99.value), f"{interval} {unit}" if interval else ""),
-        Card("failed", str(row.num_failed), f"of {row.num_requests} requests"),
     ]
     if row.output_tokens_per_s is not None:
-        cards.append(Card("tokens", f"{units.number(row.output_tokens_per_s)}/s", "output"))
         cards.append(Card("TTFT p99", _stream_value(row, "ttft"), "time to the first token"))
-    else:
-        cards.insert(3, Card("p99.9", units.duration(row.latency["p99.9"].value)))
+        cards.append(Card("tokens", f"{units.number(row.output_tokens_per_s)}/s", "output"))
+    cards.append(Card("failed", str(row.num_failed), f"of {row.num_requests} requests"))
     if row.goodput_percent is not None:
         cards.append(Card("goodput", f"{row.goodput_percent:.4g} %", "answered within the SLO"))
-    if row.busiest is not None:
-        cards.append(Card("busy", f"{row.busiest[1]:.0f} %", row.busiest[0]))
-    if run.max_rate is not None and math.isfinite(run.max_rate.rate.value):
-        rate = run.max_rate.rate
-        card = Card("highest rate", f"{units.number(rate.value)}/s", units.range_of(rate))
-        cards.insert(0, card)
     if run.knee is not None:
         at = f"plateau {units.number(run.knee.throughput)}/s"
-        cards.insert(0, Card("knee", units.number(run.knee.concurrency), f"concurrency; {at}"))
+        cards.append(Card("knee", units.number(run.knee.concurrency), f"concurrency; {at}"))
+    if row.busiest is not None:
+        cards.append(Card("busy", f"{row.busiest[1]:.0f} %", row.busiest[0]))
     return cards
+
+
+def first_tile(run: Run, figures: list[Figures]) -> Card:
+    """Say at which rate the SLO is kept or missed; without an SLO, the highest throughput."""
+    outcome = headline_of(run).outcome
+    if run.max_rate is not None and run.max_rate.rate.value > 0:
+        rate = run.max_rate.rate
+        text = f"{run.max_rate.slo}; 95 % interval {units.range_of(rate)}/s"
+        return Card("highest rate", f"SLO kept at {units.number(rate.value)}/s", text)
+    if outcome == "not measured":
+        return Card("result", "SLO not judged", run.slo)
+    wanted = {"kept": "kept", "partly kept": "kept", "missed": "missed"}.get(outcome, "")
+    indices = [
+        index
+        for index, level in enumerate(run.levels)
+        if not wanted or level_outcome(run, level) == wanted
+    ] or list(range(len(figures)))
+    best = max(indices, key=lambda index: _known(figures[index].throughput.value))
+    text = f"{units.number(figures[best].throughput.value)}/s"
+    if not wanted:
+        return Card("highest throughput", text, f"at {figures[best].label}")
+    return Card("result", f"SLO {wanted} at {text}", f"{run.slo}; {figures[best].label}")
+
+
+def _known(value: float) -> float:
+    return -1.0 if math.isnan(value) else value
 
 
 def _stream_value(row: Figures, metric: str) -> str:
@@ -122,10 +219,10 @@ def _stream_value(row: Figures, metric: str) -> str:
     return units.UNKNOWN if measured is None else units.duration(measured["p99"].value)
 
 
-def finding_lines(run: Run) -> list[Line]:
+def remarks(run: Run) -> list[Remark]:
     grouped = findings.grouped(findings.find(run))
     return [
-        Line(each[0].severity, each[0].text, bench_table.place_of(run, each)) for each in grouped
+        Remark(each[0].severity, each[0].text, bench_table.place_of(run, each)) for each in grouped
     ]
 
 

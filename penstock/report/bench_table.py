@@ -19,6 +19,7 @@ from penstock.benchmark.summary import (
     Breakdown,
     Figures,
 )
+from penstock.report.tables import figure_table
 
 OUTCOME_STYLES: dict[Outcome, str] = {
     "kept": "bold green",
@@ -112,15 +113,6 @@ def place_of(run: Run, group: Sequence[Finding]) -> str:
     if len(indices) > MAX_PLACES:
         return f"{len(indices)} of {len(run.levels)} levels"
     return ", ".join(summary.label_of(run.levels[index]) for index in indices)
-
-
-def figure_table(first: str, *others: str) -> Table:
-    """Make a table with text on the left, figures on the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column(Text(first), overflow="fold")
-    for name in others:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    return table
 
 
 def _levels_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from penstock import units
 from penstock.benchmark import stats, summary
 from penstock.benchmark.comparison import (
     Named,
@@ -19,10 +21,11 @@ from penstock.benchmark.comparison import (
     summary_text,
 )
 from penstock.benchmark.headline import headline_of
-from penstock.report import bench_figures, bench_table
-from penstock.report.bench_figures import Figure
-from penstock.report.page import Cell, Line, rendered
-from penstock.slo import Latency
+from penstock.report import bench_figures, bench_table, plots
+from penstock.report.page import Card, Remark, drawn, rendered
+from penstock.report.page import fragment as page_fragment
+from penstock.report.plots import Plot
+from penstock.report.tables import Cell, figure_table
 
 VERDICT_STYLES: dict[Verdict, str] = {
     "faster": "green",
@@ -34,7 +37,18 @@ CELL_STYLES: dict[Verdict, str] = {
     "slower": "missed-text",
     "no difference shown": "",
 }
-DASHES = ("solid", "dash", "dot", "dashdot")
+DASHES = ("", "6 4", "2 3", "8 3 2 3")
+PLOTS = {
+    "curve": (
+        "Throughput and p99",
+        "Each point is a level, with its 95 % interval. Right and low is good.",
+    ),
+    "cdf": (
+        "Latency of good answers",
+        "Share of requests answered within a time, at the load chosen above. Further left is"
+        " faster.",
+    ),
+}
 
 
 def shown(runs: Sequence[Named]) -> Group:
@@ -60,7 +74,7 @@ def _pairs(runs: Sequence[Named]) -> list[Pair]:
 
 def _table(pair: Pair) -> RenderableType:
     names = [Path(each.name).name for each in (pair.base, pair.other)]
-    made = bench_table.figure_table("load", "figure", *names, "ratio (95 % CI)", "verdict")
+    made = figure_table("load", "figure", *names, "ratio (95 % CI)", "verdict")
     for load, row in _with_load_once(pair):
         verdict = Text(row.verdict, style=VERDICT_STYLES[row.verdict])
         made.add_row(Text(load), row.figure, row.base, row.other, ratio_text(row.ratio), verdict)
@@ -76,28 +90,87 @@ def _with_load_once(pair: Pair) -> Iterator[tuple[str, Row]]:
 
 def page(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
+    labels = [summary.label_of(level) for level in runs[0].run.levels]
     values = {
         "title": "; ".join(map(summary_text, pairs)),
         "sentences": [summary_text(pair) for pair in pairs],
-        "style": _style(pairs),
-        "verdicts": [(each.name, headline_of(each.run).text) for each in runs],
+        "style": style(pairs),
+        "tiles": tiles(pairs),
+        "verdicts": {each.name: headline_of(each.run).text for each in runs},
         "warnings": [
-            Line("warning", f"not the same: {each}", f"{pair.base.name}, {pair.other.name}")
+            Remark("warning", f"not the same: {each}", f"{pair.base.name}, {pair.other.name}")
             for pair in pairs
             for each in pair.differences
+        ],
+        "figures": drawn({"curve": _curve(runs)}, PLOTS),
+        "levels": [
+            (index, label, drawn({"cdf": _cdf(runs, index)}, PLOTS))
+            for index, label in enumerate(labels)
         ],
         "tables": [
             (f"{pair.other.name} against {pair.base.name}", _head(pair), _cells(pair))
             for pair in pairs
             if pair.rows
         ],
-        "labels": [summary.label_of(level) for level in runs[0].run.levels],
         "commands": [(each.name, each.run.command) for each in runs],
     }
-    return rendered("compare.html.jinja", values, _figures(runs))
+    return rendered("compare.html.jinja", values)
 
 
-def _style(pairs: Sequence[Pair]) -> str:
+def fragment(runs: Sequence[Named]) -> str:
+    """Return the heart of the page, for notebooks."""
+    pairs = _pairs(runs)
+    shown = [_curve(runs), _cdf(runs, len(runs[0].run.levels) - 1) if runs[0].run.levels else None]
+    return page_fragment(
+        "; ".join(map(summary_text, pairs)),
+        style(pairs),
+        tiles(pairs),
+        drawn(dict(zip(PLOTS, shown, strict=True)), PLOTS),
+        (_head(pairs[0]), _cells(pairs[0])),
+    )
+
+
+def tiles(pairs: Sequence[Pair]) -> list[Card]:
+    """Return the ratio of the tail at the load where it differs most; then throughput and median
+    at that load, and other comparisons."""
+    found = []
+    for pair in pairs:
+        row = _most(pair, "p99")
+        if row is not None:
+            found.append(_tile(pair, row, len(pairs) > 1))
+            found += [
+                _tile(pair, other, len(pairs) > 1)
+                for other in pair.rows
+                if other.load == row.load and other.figure in ("throughput", "p50")
+            ]
+    return found
+
+
+def _most(pair: Pair, figure: str) -> Row | None:
+    """Return the row of a figure that differs most; differences that are shown come first."""
+    rows = [row for row in pair.rows if row.figure == figure and row.ratio.value > 0]
+    return max(
+        rows,
+        key=lambda row: (row.verdict != "no difference shown", abs(math.log(row.ratio.value))),
+        default=None,
+    )
+
+
+def _tile(pair: Pair, row: Row, is_named: bool) -> Card:
+    name = f"{row.figure}, {pair.other.name}" if is_named else row.figure
+    return Card(name, speed_text(row), f"{row.base} → {row.other} at {row.load}")
+
+
+def speed_text(row: Row) -> str:
+    """Format as `1.24 times faster`, or that no difference was shown."""
+    if row.verdict == "no difference shown":
+        return "no difference"
+    ratio = row.ratio.value if row.figure == "throughput" else 1 / row.ratio.value
+    times = units.number(max(ratio, 1 / ratio))
+    return f"{times} times {row.verdict}"
+
+
+def style(pairs: Sequence[Pair]) -> str:
     """Choose the colour by the tail alone, as the summary does."""
     tails = {row.verdict for pair in pairs for row in pair.rows if row.figure == "p99"}
     if {"faster", "slower"} <= tails:
@@ -121,38 +194,25 @@ def _cells(pair: Pair) -> list[list[Cell]]:
     ]
 
 
-def _figures(runs: Sequence[Named]) -> dict[str, list[Figure | None]]:
-    return {
-        "curve": [_curve(runs)],
-        "cdf": [_cdf(runs, index) for index in range(len(runs[0].run.levels))],
-    }
-
-
-def _cdf(runs: Sequence[Named], index: int) -> Figure | None:
+def _cdf(runs: Sequence[Named], index: int) -> Plot | None:
     """Plot all runs at the load of one level of the first."""
     load = runs[0].run.levels[index].load
-    data = []
-    for number, (each, colour) in enumerate(
-        zip(runs, bench_figures.colours(len(runs)), strict=True)
-    ):
+    found = []
+    for number, (each, colour) in enumerate(zip(runs, plots.ramp(len(runs)), strict=True)):
         level = next((level for level in each.run.levels if level.load == load), None)
         if level is not None:
             seen, dash = stats.histogram(level.windows, "latency"), DASHES[number % len(DASHES)]
-            data.append(bench_figures.cdf_trace(seen, each.name, colour, dash))
-    data = [trace for trace in data if trace["x"]]
-    if not data:
-        return None
-    layout = bench_figures.cdf_layout(data)
-    slo = summary.slo_of(runs[0].run)
-    for term in () if slo is None else slo.terms:
-        if isinstance(term, Latency) and term.metric == "latency":
-            bench_figures.add_limit(layout, term)
-    return {"data": data, "layout": layout}
+            found.append(bench_figures.cdf_series(seen, each.name, colour, dash))
+    series = [each for each in found if each is not None]
+    lines = bench_figures.limit_lines("x", bench_figures.limits(runs[0].run))
+    return bench_figures.cdf_plot(series, lines=lines)
 
 
-def _curve(runs: Sequence[Named]) -> Figure | None:
-    traces = [
-        bench_figures.curve_trace(each.run, each.name, "p99", colour)
-        for each, colour in zip(runs, bench_figures.colours(len(runs)), strict=True)
+def _curve(runs: Sequence[Named]) -> Plot | None:
+    series = [
+        bench_figures.curve_series(each.run, each.name, "p99", colour)
+        for each, colour in zip(runs, plots.ramp(len(runs)), strict=True)
     ]
-    return bench_figures.curve_figure(traces) if any(len(t["x"]) > 1 for t in traces) else None
+    lines = bench_figures.limit_lines("y", bench_figures.limits(runs[0].run))
+    has_curve = any(len(each.x) > 1 for each in series)
+    return bench_figures.curve_plot(series, lines) if has_curve else None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Literal
 
 from penstock.report import scales
 from penstock.report.plots import Axis, Bars, Limit, Mark, Note, Plot, Series
@@ -21,6 +22,8 @@ WIDTH, HEIGHT = 560.0, 320.0
 LETTER = 6.4
 LINE_HEIGHT = 14.0
 TOP, RIGHT, GAP = 26.0, 14.0, 8.0
+# Letters on small screens, compared with others.
+LARGER = 1.4
 # Pixels for a horizontal bar with its label.
 ROW = 34.0
 # Lines with more points keep the lowest and the highest of each piece.
@@ -34,6 +37,7 @@ STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 fill:#5d6b7a}
 .g{stroke:#e9ecf0}.a{stroke:#c3cad2}.v,.k,.h1,.n{fill:#1c2530}.h1{font-size:19px;font-weight:600}
+.v,.n,.l{paint-order:stroke;stroke:#fff;stroke-width:3px;stroke-linejoin:round}
 .h2{font-size:13px}.hit{fill:transparent}.dot{fill:#fff}
 """
 
@@ -69,10 +73,11 @@ def standalone(plot: Plot, title: str = "", subtitle: str = "", width: float = 8
         if text:
             at += size
             parts.append(f'<text class="{style}" x="20" y="{_n(at - 8)}">{escape(text)}</text>')
-    if plot.has_legend and len(legend(plot)) > 1:
-        rows = _legend_rows(legend(plot), width - 40)
-        parts += [_key(*each, at) for each in rows]
-        at = max(y for *_, y in rows) + at + 24
+    keys = legend(plot)
+    if len(keys) > 1:
+        places = _legend_places(keys, width - 40)
+        parts += [_drawn_key(key, x, at + y) for key, (x, y) in zip(keys, places, strict=True)]
+        at += max(y for _, y in places) + 24
     inner = _height(plot, 0.52 * width)
     body = "".join(_body(plot, width - 40, inner))
     parts.append(f'<g transform="translate(20 {_n(at)})">{body}</g>')
@@ -91,39 +96,44 @@ def write_svg(
     path.write_text(standalone(plot, title, subtitle, width), encoding="utf-8")
 
 
-def legend(plot: Plot) -> list[tuple[str, str, bool]]:
-    """Return name, colour and whether it is a bar, of each mark with an entry."""
-    found = {
-        mark.name: (mark.name, _colour(mark), isinstance(mark, Bars))
-        for mark in plot.marks
-        if mark.in_legend and mark.name
-    }
+@dataclass(frozen=True, slots=True)
+class LegendKey:
+    name: str
+    colour: str
+    shape: Literal["line", "box", "dot"]
+
+
+def legend(plot: Plot) -> list[LegendKey]:
+    """Return an entry for each mark that has one."""
+    found = {mark.name: _legend_key(mark) for mark in plot.marks if mark.in_legend and mark.name}
     return list(found.values()) if plot.has_legend else []
 
 
-def _colour(mark: Mark) -> str:
-    return mark.colour if isinstance(mark, Series) else mark.colour(0)
+def _legend_key(mark: Mark) -> LegendKey:
+    if isinstance(mark, Bars):
+        return LegendKey(mark.name, mark.colour(0), "box")
+    return LegendKey(mark.name, mark.colour, "line" if mark.width else "dot")
 
 
-def _legend_rows(
-    entries: Sequence[tuple[str, str, bool]], width: float
-) -> list[tuple[str, str, bool, float, float]]:
+def _legend_places(keys: Sequence[LegendKey], width: float) -> list[tuple[float, float]]:
     """Place the entries in lines of at most this width."""
     x, y, found = 20.0, 8.0, []
-    for name, colour, is_bar in entries:
-        need = 18 + LETTER * len(name) + 14
+    for key in keys:
+        need = 18 + LETTER * len(key.name) + 14
         if x > 20 and x + need > width + 20:
             x, y = 20.0, y + 20
-        found.append((name, colour, is_bar, x, y))
+        found.append((x, y))
         x += need
     return found
 
 
-def _key(name: str, colour: str, is_bar: bool, x: float, y: float, at: float) -> str:
-    size = 10 if is_bar else 3
-    box = f'<rect x="{_n(x)}" y="{_n(at + y - size / 2)}" width="12" height="{size}" rx="1.5"'
-    text = f'<text class="k" x="{_n(x + 18)}" y="{_n(at + y + 4)}">{escape(name)}</text>'
-    return f'{box} fill="{colour}"/>{text}'
+def _drawn_key(key: LegendKey, x: float, y: float) -> str:
+    size = 3 if key.shape == "line" else 10
+    round_by = 5 if key.shape == "dot" else 1.5
+    width = 10 if key.shape == "dot" else 12
+    box = f'<rect x="{_n(x)}" y="{_n(y - size / 2)}" width="{width}" height="{size}"'
+    text = f'<text class="k" x="{_n(x + 18)}" y="{_n(y + 4)}">{escape(key.name)}</text>'
+    return f'{box} rx="{round_by}" fill="{key.colour}"/>{text}'
 
 
 def _height(plot: Plot, usual: float) -> float:
@@ -137,10 +147,11 @@ def _height(plot: Plot, usual: float) -> float:
 def _body(plot: Plot, width: float, height: float) -> Iterator[str]:
     frame = _frame(plot, width, height)
     yield from _axes(plot, frame)
-    yield from (_limit(each, frame) for each in plot.limits)
+    yield from (_limit_line(each, frame) for each in plot.limits)
     for mark in plot.marks:
         yield from _bars(mark, frame) if isinstance(mark, Bars) else _series(mark, plot, frame)
     yield from (_note(each, frame) for each in plot.notes)
+    yield from (_limit_label(each, plot, frame) for each in plot.limits)
     if plot.strips:
         yield from _strips(plot, frame)
 
@@ -149,15 +160,17 @@ def _frame(plot: Plot, width: float, height: float) -> _Frame:
     """Choose the margins by the widths of the labels, then the scales."""
     below = max(text.count("\n") for text in plot.x.categories) if plot.x.categories else 0
     top = TOP if plot.y.title or plot.right or plot.limits or plot.notes else 14.0
-    bottom = height - 22 - LINE_HEIGHT * (below + bool(plot.x.title))
+    bottom = height - 24 - LINE_HEIGHT * below - 18 * bool(plot.x.title)
     y = scales.scale(plot.y, _values(plot, "y", False), bottom, top)
     y2 = None
     if plot.right is not None:
         y2 = scales.scale(plot.right, _values(plot, "y", True), bottom, top)
-    left = GAP + min(_widest(scales.ticks(plot.y, y)), MAX_LABELS * width)
+    # Small screens have larger letters: numbers get room for them.
+    room = 1.0 if plot.y.categories else LARGER
+    left = GAP + min(room * _widest(scales.ticks(plot.y, y)), MAX_LABELS * width)
     right = RIGHT
     if plot.right is not None and y2 is not None:
-        right = GAP + 4 + _widest(scales.ticks(plot.right, y2))
+        right = GAP + 4 + LARGER * _widest(scales.ticks(plot.right, y2))
     elif any(isinstance(each, Bars) and each.is_horizontal and each.labels for each in plot.marks):
         right += LETTER * max(
             len(text) for each in plot.marks if isinstance(each, Bars) for text in each.labels
@@ -200,7 +213,10 @@ def _axes(plot: Plot, frame: _Frame) -> Iterator[str]:
         y = frame.y(value)
         if plot.y.has_grid and not plot.y.categories:
             yield _rule(frame.left, y, frame.right, y, "g")
-        yield _lines(text, frame.left - GAP + 2, y + 4, "end", _most_letters(plot.y, frame))
+        style = "c" if plot.y.categories else ""
+        most = _most_letters(plot.y, frame)
+        middle = y + 4 - LINE_HEIGHT / 2 * text.count("\n")
+        yield _lines(text, frame.left - GAP + 2, middle, "end", most, style)
     yield from _bottom(plot, frame)
     if plot.right is not None and frame.y2 is not None:
         for value, text in scales.ticks(plot.right, frame.y2):
@@ -224,12 +240,13 @@ def _bottom(plot: Plot, frame: _Frame) -> Iterator[str]:
         # Labels that would touch their neighbour are left out.
         half = LETTER * max(map(len, text.split("\n"))) / 2
         if is_categories or x - half > last:
-            yield _lines(text, x, frame.bottom + 16, "middle")
+            style = "c" if is_categories else ""
+            yield _lines(text, x, frame.bottom + 16, "middle", style=style)
             last = x + half + 6
     yield _rule(frame.left, frame.bottom, frame.right, frame.bottom, "a")
     if plot.x.title:
         below = max(text.count("\n") for text in plot.x.categories) if plot.x.categories else 0
-        y = frame.bottom + 18 + LINE_HEIGHT * (below + 1)
+        y = frame.bottom + 36 + LINE_HEIGHT * below
         yield _lines(plot.x.title, (frame.left + frame.right) / 2, y, "middle")
 
 
@@ -246,33 +263,61 @@ def _lines(text: str, x: float, y: float, anchor: str, most: int = 1000, style: 
     if len(lines) == 1:
         return f'<text x="{_n(x)}" y="{_n(y)}"{place}>{whole}{escape(lines[0])}</text>'
     spans = "".join(
-        f'<tspan x="{_n(x)}" dy="{0 if index == 0 else _n(LINE_HEIGHT)}">{escape(line)}</tspan>'
+        f'<tspan x="{_n(x)}" dy="{0 if index == 0 else "1.15em"}">{escape(line)}</tspan>'
         for index, line in enumerate(lines)
     )
     return f'<text y="{_n(y)}"{place}>{whole}{spans}</text>'
 
 
-def _limit(limit: Limit, frame: _Frame) -> str:
+def _limit_line(limit: Limit, frame: _Frame) -> str:
     style = f'stroke="{LIMIT_COLOUR}" stroke-width="1.5" stroke-dasharray="5 4"'
     title = f"<title>{escape(limit.text)}</title>" if limit.text else ""
     if limit.axis == "x":
+        line = f"M{_n(frame.x(limit.at))} {_n(frame.top)}V{_n(frame.bottom)}"
+    else:
+        line = f"M{_n(frame.left)} {_n(frame.y(limit.at))}H{_n(frame.right)}"
+    return f'<path d="{line}" {style}>{title}</path>'
+
+
+def _limit_label(limit: Limit, plot: Plot, frame: _Frame) -> str:
+    """Label a limit where there is room: beside an upright line, above the freer end of another."""
+    if limit.axis == "x":
         x = frame.x(limit.at)
-        line = f"M{_n(x)} {_n(frame.top)}L{_n(x)} {_n(frame.bottom)}"
-        # The label is beside the line, on the side with more room.
         is_left = x > (frame.left + frame.right) / 2
         anchor, at = ("end", x - 5) if is_left else ("start", x + 5)
-        text = _tinted(limit.text, at, frame.top + 10, anchor, LIMIT_COLOUR)
-    else:
-        y = frame.y(limit.at)
-        line = f"M{_n(frame.left)} {_n(y)}L{_n(frame.right)} {_n(y)}"
-        text = _tinted(limit.text, frame.right - 2, y - 5, "end", LIMIT_COLOUR)
-    return f'<path d="{line}" {style}>{title}</path>{text}'
+        return _tinted(limit.text, at, frame.top + 10, anchor, LIMIT_COLOUR)
+    y = frame.y(limit.at) - 5
+    width = LETTER * len(limit.text)
+    left = _clearance(plot, frame, (frame.left, frame.left + width), y - 5)
+    right = _clearance(plot, frame, (frame.right - width, frame.right), y - 5)
+    if left > right:
+        return _tinted(limit.text, frame.left + 4, y, "start", LIMIT_COLOUR)
+    return _tinted(limit.text, frame.right - 2, y, "end", LIMIT_COLOUR)
+
+
+def _clearance(plot: Plot, frame: _Frame, span: tuple[float, float], y: float) -> float:
+    """Return how far the marks between two columns are from a height, in pixels."""
+    found = [frame.bottom - frame.top]
+    for mark in plot.marks:
+        vertical = frame.vertical(mark)
+        if isinstance(mark, Series):
+            near = [b for a, b in zip(mark.x, mark.y, strict=True) if _within(frame.x(a), span)]
+            found += [abs(vertical(each) - y) for each in near if math.isfinite(each)]
+        elif not mark.is_horizontal:
+            for place, low, high in zip(mark.places, mark.lows, mark.highs, strict=True):
+                if _within(frame.x(place), span) and vertical(high) <= y <= vertical(low):
+                    found.append(0.0)
+    return min(found)
+
+
+def _within(value: float, span: tuple[float, float]) -> bool:
+    return span[0] - 20 <= value <= span[1] + 20
 
 
 def _tinted(text: str, x: float, y: float, anchor: str, colour: str) -> str:
     if not text:
         return ""
-    style = f' style="fill:{colour}"' if colour else ' class="n"'
+    style = f' class="l" style="fill:{colour}"' if colour else ' class="n"'
     place = "" if anchor == "start" else f' text-anchor="{anchor}"'
     return f'<text x="{_n(x)}" y="{_n(y)}"{place}{style}>{escape(text)}</text>'
 
@@ -414,49 +459,46 @@ def _symbol(series: Series, index: int, point: tuple[float, float]) -> str:
 class _Strip:
     low: float
     high: float
+    # What the strip is about; None: all between its ends.
+    at: float | None = None
 
 
 def _strips(plot: Plot, frame: _Frame) -> Iterator[str]:
     """Draw invisible strips over dense lines; each names the values below it."""
     lines = [each for each in plot.marks if isinstance(each, Series) and each.texts]
     axis = frame.x if plot.strips == "x" else frame.y
-    values = sorted(
-        {
-            value
-            for each in lines
-            for value in (each.x if plot.strips == "x" else each.y)
-            if math.isfinite(value)
-        }
-    )
-    for strip in _strip_ranges(values, axis):
+    for strip in _strip_ranges(plot, lines, axis):
         texts = [_head(plot, strip)]
         for each in lines:
-            text = _largest_in(each, plot.strips, strip)
+            text = _text_in(each, plot.strips, strip)
             if text:
-                texts.append(f"{each.name} {text}" if len(lines) > 1 or each.name else text)
+                texts.append(f"{each.name} {text}")
         a, b = sorted((axis(strip.low), axis(strip.high)))
-        whole = frame.bottom - frame.top, frame.right - frame.left
-        box = (
-            f'x="{_n(a)}" y="{_n(frame.top)}" width="{_n(b - a)}" height="{_n(whole[0])}"'
-            if plot.strips == "x"
-            else f'x="{_n(frame.left)}" y="{_n(a)}" width="{_n(whole[1])}" height="{_n(b - a)}"'
+        high, wide = frame.bottom - frame.top, frame.right - frame.left
+        x, y, width, height = (
+            (a, frame.top, b - a, high) if plot.strips == "x" else (frame.left, a, wide, b - a)
         )
-        yield f'<rect class="hit" {box}><title>{escape(chr(10).join(filter(None, texts)))}</title>'
-        yield "</rect>"
+        box = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+        title = escape("\n".join(filter(None, texts)))
+        yield f'<rect class="hit" {box}><title>{title}</title></rect>'
 
 
-def _strip_ranges(values: Sequence[float], axis: Scale) -> Iterator[_Strip]:
+def _strip_ranges(plot: Plot, lines: Sequence[Series], axis: Scale) -> Iterator[_Strip]:
     """Cut an axis half-way between groups of neighbouring values."""
+    along = [each.x if plot.strips == "x" else each.y for each in lines]
+    values = sorted({value for each in along for value in each if math.isfinite(value)})
+    if plot.strip_values and values:
+        last = values[-1]
+        values = [*(each for each in plot.strip_values if each < last), last]
     if not values:
         return
     size = math.ceil(len(values) / MAX_STRIPS)
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     edges = [axis.low]
-    for before, after in zip(groups, groups[1:], strict=False):
-        edges.append((before[-1] + after[0]) / 2)
+    edges += [(a[-1] + b[0]) / 2 for a, b in zip(groups, groups[1:], strict=False)]
     edges.append(axis.high)
-    for low, high in zip(edges, edges[1:], strict=False):
-        yield _Strip(low, high)
+    for group, low, high in zip(groups, edges, edges[1:], strict=False):
+        yield _Strip(low, high, group[0] if plot.strip_values else None)
 
 
 def _head(plot: Plot, strip: _Strip) -> str:
@@ -466,16 +508,21 @@ def _head(plot: Plot, strip: _Strip) -> str:
     return f"{strip.low:.3g}-{strip.high:.3g}{plot.strip_unit}"
 
 
-def _largest_in(series: Series, axis: str, strip: _Strip) -> str:
-    """Return the text of the largest value in a strip."""
+def _text_in(series: Series, axis: str, strip: _Strip) -> str:
+    """Return the text of the point nearest to what a strip is about, or of its largest value."""
     along = series.x if axis == "x" else series.y
     other = series.y if axis == "x" else series.x
     inside = [
-        (other[index], series.texts[index])
+        index
         for index, value in enumerate(along)
         if strip.low <= value < strip.high and math.isfinite(other[index])
     ]
-    return max(inside)[1] if inside else ""
+    if not inside:
+        return ""
+    at = strip.at
+    if at is not None:
+        return series.texts[min(inside, key=lambda index: abs(along[index] - at))]
+    return series.texts[max(inside, key=lambda index: other[index])]
 
 
 def _n(value: float) -> str:

@@ -4,19 +4,16 @@ what was tried and why it lost, and how to reproduce each candidate."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from penstock import units
 from penstock.optimizer import first_line, outcomes, wording
 from penstock.optimizer.results import Optimization
 from penstock.report import before_after, optimize_figures, profile_figures, reproduce, tried
 from penstock.report.before_after import Row
-from penstock.report.page import (
-    Card,
-    Cell,
-    Line,
-    rendered,
-)
+from penstock.report.page import Card, Remark, drawn, rendered
+from penstock.report.page import fragment as page_fragment
+from penstock.report.plots import Plot
+from penstock.report.tables import Cell
 from penstock.report.tried import Told
 
 OUTCOME_STYLES = {
@@ -27,7 +24,6 @@ OUTCOME_STYLES = {
     "interrupted": "mixed",
     "failed": "missed",
 }
-STEP_PLOTS = {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}
 # Rows of the table without a card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")
 BUILD = "Build the chosen candidate by hand; any other with its steps from the table above."
@@ -65,27 +61,62 @@ TEXT_DEFINITIONS = {
 }
 
 
+STEP_PLOTS = {
+    "rate_steps": (
+        "Highest rate that keeps the SLO",
+        "From the original to the chosen candidate, step by step. Higher is better.",
+    ),
+    "latency_steps": (
+        "p99 at the rate of the SLO",
+        "From the original to the chosen candidate. A bar with an arrow exceeds the plot.",
+    ),
+    "accuracy_steps": (
+        "Accuracy",
+        "On the examples that candidates are chosen by. The axis does not begin at zero.",
+    ),
+    "cost_steps": ("Cost of a million answers", "At the highest rate and the given price."),
+}
+PLOTS = {
+    "pareto": (
+        "What was tried",
+        "Right and up is good. Hollow: predicted. Point at a mark for its steps and outcome.",
+    ),
+    "curves": (
+        "Throughput and latency",
+        "Each point is an arrival rate. Right and low is good; where a line turns up, more load"
+        " only waits.",
+    ),
+    "ttft_curves": (
+        "Rate and time to the first token",
+        "Each point is an arrival rate that was served. Right and low is good.",
+    ),
+    "tpot_curves": ("Rate and time per token", "After the first token. Right and low is good."),
+    "phases": ("Where the time of a request goes", "Mean per request at the rate of the SLO."),
+    "roofline": (
+        "Operators under the roof",
+        "What the device can do by operations per byte, as measured. Marks far below a roof have"
+        " room.",
+    ),
+}
+
+
 def page(optimization: Optimization) -> str:
-    headline = optimization.headline or first_line.headline(optimization)
-    profile = optimization.profile
     has_after = before_after.has_after(optimization)
-    figures = optimize_figures.figures_of(optimization)
-    figures["roofline"] = [
-        None if profile is None else profile_figures.roof(profile.operators, profile.peaks)
-    ]
+    profile = optimization.profile
+    plots = all_plots(optimization)
+    is_text = optimization.form == "text"
     values = {
-        "has_steps": any(figures[name][0] for name in STEP_PLOTS),
-        "has_plots": any(figures[name][0] for name in figures.keys() - STEP_PLOTS),
-        "headline": headline,
-        "style": _style(optimization),
+        "headline": headline(optimization),
+        "style": style(optimization),
         "about": about(optimization),
         "unchecked": optimization.unchecked,
-        "notes": _notes(optimization),
-        "cards": list(_cards(optimization)),
+        "remarks": [Remark("warning", note) for note in optimization.notes],
+        "tiles": tiles(optimization),
         "table_title": "Before and after" if has_after else "The original",
-        "head": ["", "original", *(["chosen", "change"] if has_after else [])],
+        "head": _head(has_after),
         "rows": [_cells(row, has_after) for row in before_after.rows(optimization)],
-        "chosen": optimization.chosen,
+        "step_figures": drawn(plots, STEP_PLOTS),
+        "figures": drawn(plots, PLOTS),
         "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),
         "stages": tried.by_stage(optimization),
         "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
@@ -100,16 +131,43 @@ def page(optimization: Optimization) -> str:
         else "",
         "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
-        "definitions": TEXT_DEFINITIONS if optimization.form == "text" else DEFINITIONS,
-        "build_title": TEXT_BUILD if optimization.form == "text" else BUILD,
-        "is_text": optimization.form == "text",
+        "definitions": TEXT_DEFINITIONS if is_text else DEFINITIONS,
+        "build_title": TEXT_BUILD if is_text else BUILD,
         "command": optimization.command,
         "outcome_style": _outcome_style,
     }
-    return rendered("optimize.html.jinja", values, figures)
+    return rendered("optimize.html.jinja", values)
 
 
-def _style(optimization: Optimization) -> str:
+def fragment(optimization: Optimization) -> str:
+    """Return the heart of the page, for notebooks."""
+    has_after = before_after.has_after(optimization)
+    rows = [_cells(row, has_after) for row in before_after.rows(optimization)]
+    return page_fragment(
+        headline(optimization),
+        style(optimization),
+        tiles(optimization)[:5],
+        drawn(all_plots(optimization), STEP_PLOTS | PLOTS)[:2],
+        (_head(has_after), rows),
+    )
+
+
+def headline(optimization: Optimization) -> str:
+    return optimization.headline or first_line.headline(optimization)
+
+
+def all_plots(optimization: Optimization) -> dict[str, Plot | None]:
+    """Return the plots of the page by name."""
+    profile = optimization.profile
+    roof = None if profile is None else profile_figures.roof(profile.operators, profile.peaks)
+    return {**optimize_figures.plots_of(optimization), "roofline": roof}
+
+
+def _head(has_after: bool) -> list[str]:
+    return ["", "original", *(["chosen", "change"] if has_after else [])]
+
+
+def style(optimization: Optimization) -> str:
     return OUTCOME_STYLES[optimization.outcome] if optimization.slo else "plain"
 
 
@@ -145,18 +203,54 @@ def _run_text(optimization: Optimization) -> str:
     return text
 
 
-def _notes(optimization: Optimization) -> list[Line]:
-    return [Line("warning", note) for note in optimization.notes]
-
-
-def _cards(optimization: Optimization) -> Iterator[Card]:
-    """Yield a card for each main figure of the table: the new value, with the original's below."""
+def tiles(optimization: Optimization) -> list[Card]:
+    """Return what came of it, then a tile for each main figure of the table: the new value, with
+    the original's below."""
     has_after = before_after.has_after(optimization)
-    for row in before_after.rows(optimization):
+    rows = before_after.rows(optimization)
+    found = []
+    for row in rows:
         if row.name not in LESS_TOLD:
             value = row.after if has_after else row.before
             detail = f"original: {row.before.text}" if has_after else row.before.range
-            yield Card(row.name, value.text, detail)
+            found.append(Card(row.name, value.text, detail))
+    return [first_tile(optimization), *found] if found else []
+
+
+def first_tile(optimization: Optimization) -> Card:
+    """Say how many times faster it is, or at which rate the SLO is kept."""
+    faster = _faster(optimization)
+    if faster is not None:
+        return faster
+    served = optimization.after or optimization.before
+    rate = None if served is None else served.max_rate
+    if optimization.outcome == "kept" and optimization.slo:
+        at = "" if rate is None or not rate.value > 0 else f" at {units.number(rate.value)}/s"
+        by = "by the original" if not before_after.has_after(optimization) else ""
+        return Card("result", f"SLO kept{at}", by or optimization.slo)
+    return Card("result", headline(optimization).partition(":")[0], optimization.slo)
+
+
+def _faster(optimization: Optimization) -> Card | None:
+    """Compare the highest rates, or else the latencies; None if no gain is shown."""
+    before, after = optimization.before, optimization.after
+    if before is None or after is None or not before_after.has_after(optimization):
+        return None
+    rows = {row.name: row for row in before_after.rows(optimization)}
+    sides = {
+        "highest rate": (before.max_rate, after.max_rate),
+        "p99": (after.p99, before.p99),
+        "p50": (after.p50, before.p50),
+    }
+    for name, (low, high) in sides.items():
+        row = rows.get(name)
+        if row is None or not row.is_better or low is None or high is None:
+            continue
+        ratio = wording.ratio(low, high)
+        if ratio is not None:
+            times = wording.times(ratio).removesuffix("x")
+            return Card(name, f"{times} times faster", f"{row.before.text} → {row.after.text}")
+    return None
 
 
 def _cells(row: Row, has_after: bool) -> list[Cell]:

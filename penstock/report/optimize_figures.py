@@ -1,6 +1,6 @@
-"""Plots of the optimisation page, as figures in plotly's JSON form. Pure.
+"""Plots of an optimisation: what each step gave, what was tried, before and after. Pure.
 
-Predicted figures are hatched bars and hollow marks, measured ones are solid.
+Predicted figures are outlined bars and hollow marks, measured ones are solid.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from penstock import slo as promises
 from penstock import units
@@ -17,14 +16,13 @@ from penstock.optimizer import outcomes, wording
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.first_line import chosen_try
 from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
-from penstock.report import bench_figures
+from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
-from penstock.report.bench_figures import Figure
+from penstock.report.plots import Axis, Bars, Limit, Note, Plot, Series, Symbol
 from penstock.slo import Latency, Slo
 
-BETTER, WORSE, WHOLE, GREY = "#2a9d8f", "#c94a63", "#3d8bc4", "#9aa5b4"
-BEFORE_COLOUR, AFTER_COLOUR = "#9aa5b4", "#2a9d8f"
-CHOSEN_COLOUR = "#d9822b"
+BETTER, WORSE, WHOLE, GREY = plots.GREEN, plots.RED, plots.BLUE, plots.GREY
+BEFORE_COLOUR, AFTER_COLOUR = plots.GREY, plots.GREEN
 PHASE_COLOURS = {
     "network and codec": "#9aa5b4",
     "preprocess": "#b08968",
@@ -47,27 +45,34 @@ HALF_BAR = 0.325
 MIN_SPAN = 0.02
 
 
-def figures_of(optimization: Optimization) -> dict[str, list[Figure | None]]:
-    """Return the figures by name. None: nothing to draw."""
+def plots_of(optimization: Optimization) -> dict[str, Plot | None]:
+    """Return the plots by name. None: nothing to draw."""
     metric = wording.metric_of(optimization)
     return {
-        "latency_steps": [_latency_steps(optimization)],
-        "rate_steps": [_waterfall(optimization.phases, RATE)],
-        "accuracy_steps": [_accuracy_steps(optimization, metric)],
-        "cost_steps": [_waterfall(optimization.phases, COST)],
-        "pareto": [_pareto(optimization, metric)],
-        "curves": [_curves(optimization)],
-        "phases": [_phases(optimization)],
-        **_stream_figures(optimization),
+        "latency_steps": _latency_steps(optimization),
+        "rate_steps": _waterfall(optimization.phases, RATE),
+        "accuracy_steps": _accuracy_steps(optimization, metric),
+        "cost_steps": _waterfall(optimization.phases, COST),
+        "pareto": _pareto(optimization, metric),
+        "curves": _curves(optimization),
+        "phases": _phases(optimization),
+        **_stream_plots(optimization),
     }
 
 
-def _stream_figures(optimization: Optimization) -> dict[str, list[Figure | None]]:
+def main_plot(optimization: Optimization) -> Plot | None:
+    """Return the plot that tells most of the result: the rate step by step, or the curves."""
+    found = plots_of(optimization)
+    names = ("rate_steps", "curves", "ttft_curves", "pareto", "phases")
+    return next((plot for name in names if (plot := found.get(name)) is not None), None)
+
+
+def _stream_plots(optimization: Optimization) -> dict[str, Plot | None]:
     if optimization.form != "text":
         return {}
     return {
-        "ttft_curves": [_stream_curves(optimization, "ttft", "time to the first token, ms")],
-        "tpot_curves": [_stream_curves(optimization, "tpot", "time per token after it, ms")],
+        "ttft_curves": _stream_curves(optimization, "ttft", "time to the first token, ms"),
+        "tpot_curves": _stream_curves(optimization, "tpot", "time per token after it, ms"),
     }
 
 
@@ -99,80 +104,99 @@ COST = _Quantity(
 )
 
 
-def _latency_steps(optimization: Optimization) -> Figure | None:
-    figure = _waterfall(optimization.phases, LATENCY, _limit_ms(optimization))
+def _latency_steps(optimization: Optimization) -> Plot | None:
     slo = slo_of(optimization)
-    if figure is None or slo is None or slo.latency_s is None:
-        return figure
-    _across(figure["layout"], slo.latency_s * 1e3)
-    figure["layout"]["annotations"].append(_corner(f"SLO: {units.duration(slo.latency_s)}"))
-    return figure
-
-
-def _limit_ms(optimization: Optimization) -> float | None:
-    slo = slo_of(optimization)
-    return None if slo is None or slo.latency_s is None else slo.latency_s * 1e3
+    if slo is None or slo.latency_s is None:
+        return _waterfall(optimization.phases, LATENCY)
+    line = Limit("y", slo.latency_s * 1e3, f"SLO: {units.duration(slo.latency_s)}")
+    return _waterfall(optimization.phases, LATENCY, line)
 
 
 def slo_of(optimization: Optimization) -> Slo | None:
     return promises.parse(optimization.slo) if optimization.slo else None
 
 
-def _across(layout: Figure, at: float) -> None:
-    """Draw a dashed line across a plot with a linear axis."""
-    line = {"color": bench_figures.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
-    place = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}
-    layout["shapes"].append(place)
-
-
-def _corner(text: str) -> Figure:
-    """Label the dashed line in the corner above the plot, which is free."""
-    place = {"x": 1, "xref": "paper", "xanchor": "right", "y": 1, "yref": "paper"}
-    font = {"color": bench_figures.LIMIT_COLOUR, "size": 11}
-    return place | {"yanchor": "bottom", "text": f"- - {text}", "showarrow": False, "font": font}
-
-
 def _waterfall(
-    phases: Sequence[Phase], quantity: _Quantity, limit: float | None = None
-) -> Figure | None:
-    """Draw a waterfall: the first and last bar start at zero, each one between runs from the
+    phases: Sequence[Phase], quantity: _Quantity, limit: Limit | None = None
+) -> Plot | None:
+    """Return a waterfall: the first and last bar start at zero, each one between runs from the
     previous value to its own. Steps without a value are left out."""
     phases = [phase for phase in phases if not math.isnan(quantity.value(phase))]
     values = [quantity.value(phase) for phase in phases]
     finite = [value for value in values if math.isfinite(value)]
     if len(values) < 2 or len(finite) < 2:
         return None
-    top = _top(finite, limit)
-    bars = [_bar(values, index, quantity.is_lower_better) for index in range(len(values))]
-    texts = [quantity.text(value) + (" ↑" if value > top else "") for value in values]
-    layout: Figure = {
-        "xaxis": {"type": "category", "showgrid": False},
-        "yaxis": {"title": quantity.title, "range": [0, top * 1.12]},
-        "shapes": _connectors(values, top),
-        "annotations": _labels(values, texts, top),
-        "showlegend": False,
-        "bargap": 1 - 2 * HALF_BAR,
-    }
-    trace: Figure = {
-        "type": "bar",
-        "x": _names(phases),
-        "base": [min(bar.low, top * 1.12) for bar in bars],
-        "y": [min(bar.high, top * 1.12) - min(bar.low, top * 1.12) for bar in bars],
-        "marker": {
-            "color": [bar.colour for bar in bars],
-            "pattern": _hatching(list(map(quantity.is_measured, phases))),
-        },
-        "customdata": [
-            f"{escape(phase.label)}: {text}{'' if quantity.is_measured(phase) else ' (predicted)'}"
-            for phase, text in zip(phases, map(quantity.text, values), strict=True)
-        ],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-    return {"data": [trace], "layout": layout}
+    top = _top(finite, None if limit is None else limit.at)
+    steps = [
+        WaterfallStep(
+            name,
+            value,
+            quantity.text(value),
+            quantity.is_measured(phase),
+            phase.label,
+        )
+        for name, value, phase in zip(_names(phases), values, phases, strict=True)
+    ]
+    return waterfall(
+        steps,
+        quantity.title,
+        is_lower_better=quantity.is_lower_better,
+        top=top,
+        limits=() if limit is None else (limit,),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WaterfallStep:
+    """A bar of a waterfall. `name` is below the bar, `label` is shown when it is pointed at."""
+
+    name: str
+    value: float
+    text: str
+    is_measured: bool
+    label: str
+
+
+def waterfall(
+    steps: Sequence[WaterfallStep],
+    title: str,
+    *,
+    is_lower_better: bool = False,
+    top: float | None = None,
+    limits: tuple[Limit, ...] = (),
+) -> Plot:
+    """Plot steps from the first value to the last; bars beyond `top` are cut off."""
+    values = [step.value for step in steps]
+    top = top or max(value for value in values if math.isfinite(value)) or 1.0
+    edge = top * 1.12
+    bars = [_bar(values, index, is_lower_better) for index in range(len(values))]
+    texts = [step.text + (" ↑" if step.value > top else "") for step in steps]
+    trace = Bars(
+        title,
+        tuple(map(float, range(len(steps)))),
+        tuple(min(bar.low, edge) for bar in bars),
+        tuple(min(bar.high, edge) for bar in bars),
+        tuple(bar.colour for bar in bars),
+        tuple(
+            f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}"
+            for step in steps
+        ),
+        outlined=tuple(not step.is_measured for step in steps),
+        thickness=2 * HALF_BAR,
+        in_legend=False,
+    )
+    return Plot(
+        Axis(categories=tuple(step.name for step in steps), has_grid=False),
+        Axis(title, low=0.0, high=edge),
+        (*_connectors(values, top), trace),
+        limits=limits,
+        notes=_labels(values, texts, top),
+        has_legend=False,
+    )
 
 
 def _names(phases: Sequence[Phase]) -> list[str]:
-    """Number repeated labels: equal labels would share one bar."""
+    """Number repeated labels, to tell them apart."""
     seen: dict[str, int] = {}
     found = []
     for phase in phases:
@@ -184,14 +208,13 @@ def _names(phases: Sequence[Phase]) -> list[str]:
 
 
 def _broken(label: str) -> str:
-    """Break long labels into two lines, because they stand side by side below the bars."""
-    plain = escape(label).replace(" → ", " →<br>")
-    return plain if len(label) <= MAX_LABEL or "<br>" in plain else plain.replace("-", "-<br>", 1)
-
-
-def _hatching(are_measured: Sequence[bool]) -> Figure:
-    shapes = ["" if is_measured else "/" for is_measured in are_measured]
-    return {"shape": shapes, "fillmode": "replace", "solidity": 0.35, "size": 7}
+    """Break long labels into lines, because they stand side by side below the bars."""
+    lines = label.replace(" → ", " →\n").split("\n")
+    short = [
+        line if len(line.removesuffix(" →")) <= MAX_LABEL else line.replace("-", "-\n", 1)
+        for line in lines
+    ]
+    return "\n".join(short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,32 +243,35 @@ def _top(finite: Sequence[float], limit: float | None) -> float:
     return max([*kept, usual]) or 1.0
 
 
-def _connectors(values: Sequence[float], top: float) -> list[Figure]:
-    line = {"color": GREY, "width": 1, "dash": "dot"}
+def _connectors(values: Sequence[float], top: float) -> list[Series]:
     return [
-        {"type": "line", "y0": value, "y1": value, "line": line}
-        | {"x0": index + HALF_BAR, "x1": index + 1 - HALF_BAR}
+        Series(
+            "",
+            (index + HALF_BAR, index + 1 - HALF_BAR),
+            (value, value),
+            GREY,
+            width=1.0,
+            dash="2 3",
+            in_legend=False,
+        )
         for index, value in enumerate(values[:-1])
         if math.isfinite(value) and value <= top
     ]
 
 
-def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Figure]:
+def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> tuple[Note, ...]:
     """Label the upper end of each bar."""
     found = []
     for index, (value, text) in enumerate(zip(values, texts, strict=True)):
         before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
         end = max(value, before)
-        place = {"x": index, "y": min(end, top), "yanchor": "bottom", "text": text}
-        if end > top:
-            # The bar continues beyond the plot.
-            place |= {"y": 1, "yref": "paper"}
-        found.append(place | {"showarrow": False, "font": {"size": 11}})
-    return found
+        at, dy = (top * 1.12, -4.0) if end > top else (end, -5.0)
+        found.append(Note(float(index), at, text, dy=dy))
+    return tuple(found)
 
 
-def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
-    """Draw points, not bars, because the axis does not start at zero."""
+def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
+    """Plot points, not bars, because the axis does not start at zero."""
     known = [phase for phase in optimization.phases if phase.accuracy is not None]
     values = [math.nan if phase.accuracy is None else phase.accuracy for phase in known]
     finite = [value for value in values if math.isfinite(value)]
@@ -253,33 +279,30 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
         return None
     scale = 100.0 if wording.is_share(metric) else 1.0
     low, high = _accuracy_range(optimization, finite)
-    trace: Figure = {
-        "type": "scatter",
-        "mode": "lines+markers+text",
-        "x": _names(known),
-        "y": [value * scale for value in values],
-        "text": [wording.score(metric, value) for value in values],
-        "textposition": [
-            "bottom center" if value < before else "top center"
-            for before, value in zip([values[0], *values], values, strict=False)
-        ],
-        "textfont": {"size": 11},
-        "line": {"color": GREY, "width": 1.5, "shape": "hv", "dash": "dot"},
-        "marker": {"color": WHOLE, "size": 10},
-        "customdata": [escape(phase.label) for phase in known],
-        "hovertemplate": "%{customdata}: %{text}<extra></extra>",
-    }
-    unit = ", %" if scale > 1 else ""
-    layout: Figure = {
-        "xaxis": {"type": "category", "showgrid": False},
-        "yaxis": {"title": f"{metric or 'score'}{unit}", "range": [low * scale, high * scale]},
-        "shapes": [],
-        "annotations": [],
-    }
+    texts = [wording.score(metric, value) for value in values]
+    series = Series(
+        metric,
+        tuple(map(float, range(len(known)))),
+        tuple(value * scale for value in values),
+        WHOLE,
+        tuple(f"{phase.label}: {text}" for phase, text in zip(known, texts, strict=True)),
+        width=1.5,
+        dash="2 3",
+        step="hv",
+        radii=(5.0,),
+        labels=tuple(texts),
+    )
+    limits: tuple[Limit, ...] = ()
     if (limit := _accuracy_limit(optimization)) is not None:
-        _across(layout, limit * scale)
-        layout["annotations"].append(_corner(f"budget: {escape(optimization.accuracy_budget)}"))
-    return {"data": [trace], "layout": layout}
+        limits = (Limit("y", limit * scale, f"budget: {optimization.accuracy_budget}"),)
+    unit = ", %" if scale > 1 else ""
+    return Plot(
+        Axis(categories=tuple(_names(known)), has_grid=False),
+        Axis(f"{metric or 'score'}{unit}", low=low * scale, high=high * scale),
+        (series,),
+        limits=limits,
+        has_legend=False,
+    )
 
 
 def _accuracy_limit(optimization: Optimization) -> float | None:
@@ -350,38 +373,34 @@ def front_of(points: Sequence[Point]) -> list[Point]:
     return front[::-1]
 
 
-# Legend name, colour and symbol by the outcome of a try.
-MARKS = {
-    "kept": ("kept", BETTER, "circle"),
-    "equal": ("equal", WHOLE, "circle"),
-    "slower": ("slower", WHOLE, "triangle-down"),
-    "rejected": ("rejected by a gate", GREY, "x"),
+# Legend name, colour and symbols (measured, predicted) by the outcome of a try.
+MARKS: dict[str, tuple[str, str, Symbol, Symbol]] = {
+    "kept": ("kept", BETTER, "circle", "open"),
+    "equal": ("equal", WHOLE, "circle", "open"),
+    "slower": ("slower", WHOLE, "down", "down-open"),
+    "rejected": ("rejected by a gate", GREY, "cross", "cross"),
 }
 
 
-def _pareto(optimization: Optimization, metric: str) -> Figure | None:
+def _pareto(optimization: Optimization, metric: str) -> Plot | None:
     points = points_of(optimization, metric)
     if len(points) < 2:
         return None
-    data = [_front_trace(points)]
-    for outcome, (name, colour, symbol) in MARKS.items():
+    series = [_front_series(points)]
+    for outcome, (name, colour, *symbols) in MARKS.items():
         group = [point for point in points if point.attempt.outcome == outcome]
         if group:
-            data.append(_marks(group, name, colour, symbol))
-    data += _chosen_mark(optimization, points)
+            series.append(_marks(group, name, colour, (symbols[0], symbols[1])))
+    series += _chosen_mark(optimization, points)
     losses = [point.loss for point in points]
     span = max(max(losses) - min(losses), 0.5 if wording.is_share(metric) else 1e-3)
-    title = f"{escape(metric)} lost{_loss_unit(optimization, metric)}"
-    layout: Figure = {
-        "xaxis": {"title": "highest rate that keeps the SLO, per second", "rangemode": "tozero"},
-        # Reversed, so that up is good.
-        "yaxis": {"title": title, "range": [max(losses) + 0.15 * span, min(losses) - 0.15 * span]},
-        "shapes": [],
-        "annotations": [],
-    }
+    title = f"{metric} lost{_loss_unit(optimization, metric)}"
+    # Reversed, so that up is good.
+    y = Axis(title, low=min(losses) - 0.15 * span, high=max(losses) + 0.15 * span, is_reversed=True)
     if not metric:
-        layout["yaxis"] |= {"title": "accuracy was not judged", "showticklabels": False}
-    return {"data": data, "layout": layout}
+        y = Axis("accuracy was not judged", low=y.low, high=y.high, ticks=((0.0, ""),))
+    rates = Axis("highest rate that keeps the SLO, per second", has_zero=True)
+    return Plot(rates, y, tuple(series))
 
 
 def _loss_unit(optimization: Optimization, metric: str) -> str:
@@ -390,165 +409,153 @@ def _loss_unit(optimization: Optimization, metric: str) -> str:
     return ", points" if wording.is_share(metric) else ""
 
 
-def _front_trace(points: Sequence[Point]) -> Figure:
+def _front_series(points: Sequence[Point]) -> Series:
     front = front_of(points)
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "best trade",
-        "x": [point.rate for point in front],
-        "y": [point.loss for point in front],
-        "line": {"color": GREY, "width": 1.5, "dash": "dot", "shape": "vh"},
-        "hoverinfo": "skip",
-    }
+    return Series(
+        "best trade",
+        tuple(point.rate for point in front),
+        tuple(point.loss for point in front),
+        GREY,
+        width=1.5,
+        dash="2 3",
+        step="vh",
+    )
 
 
-def _marks(points: Sequence[Point], name: str, colour: str, symbol: str) -> Figure:
-    is_crossed = symbol == "x"
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [point.rate for point in points],
-        "y": [point.loss for point in points],
-        "marker": {
-            "color": colour,
-            "size": 9 if is_crossed else 11,
-            "symbol": [
-                symbol if point.is_measured or is_crossed else f"{symbol}-open" for point in points
-            ],
-            "line": {"width": 1 if is_crossed else 2, "color": colour},
-        },
-        "customdata": [_hover(point) for point in points],
-        "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
-    }
+def _marks(
+    points: Sequence[Point], name: str, colour: str, symbols: tuple[Symbol, Symbol]
+) -> Series:
+    return Series(
+        name,
+        tuple(point.rate for point in points),
+        tuple(point.loss for point in points),
+        colour,
+        tuple(_hover(point, name) for point in points),
+        width=0.0,
+        radii=(4.0 if symbols[0] == "cross" else 5.5,),
+        symbols=tuple(symbols[0] if point.is_measured else symbols[1] for point in points),
+    )
 
 
-def _hover(point: Point) -> str:
-    steps = "<br>→ ".join(escape(str(step)) for step in point.attempt.candidate.steps)
+def _hover(point: Point, name: str) -> str:
+    steps = "\n→ ".join(str(step) for step in point.attempt.candidate.steps)
     how = "measured" if point.is_measured else "predicted"
-    reason = "<br>".join(map(escape, textwrap.wrap(point.attempt.reason, MAX_HOVER)))
-    return f"<b>{steps or 'original'}</b><br>{units.number(point.rate)}/s {how}<br>{reason}"
+    reason = "\n".join(textwrap.wrap(point.attempt.reason, MAX_HOVER))
+    text = f"{steps or 'original'}\n{units.number(point.rate)}/s {how}, {name}"
+    return f"{text}\n{reason}" if reason else text
 
 
-def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Figure]:
+def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Series]:
     chosen = chosen_try(optimization)
     found = [point for point in points if point.attempt is chosen]
     if not found:
         return []
     measured = None if optimization.after is None else optimization.after.max_rate
     is_known = measured is not None and math.isfinite(measured.value)
-    ring = {"size": 20, "color": "rgba(0,0,0,0)", "line": {"color": CHOSEN_COLOUR, "width": 2.5}}
+    rate = measured.value if measured is not None and is_known else found[0].rate
     return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "chosen",
-            "x": [measured.value if measured is not None and is_known else found[0].rate],
-            "y": [found[0].loss],
-            "marker": ring,
-            "hoverinfo": "skip",
-        }
+        Series(
+            "chosen",
+            (rate,),
+            (found[0].loss,),
+            plots.AMBER,
+            width=0.0,
+            radii=(10.0,),
+            symbols=("ring",),
+        )
     ]
 
 
-def _curves(optimization: Optimization) -> Figure | None:
+def _sides(optimization: Optimization) -> list[tuple[str, Curve, str]]:
+    """Return the curves of the original and of the chosen candidate, as far as they exist."""
+    sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
+    if has_after(optimization):
+        sides.append(("chosen", optimization.after, AFTER_COLOUR))
+    return [
+        (name, run.curve, colour)
+        for name, run, colour in sides
+        if run is not None and run.curve is not None
+    ]
+
+
+def _curves(optimization: Optimization) -> Plot | None:
     """Plot latency against throughput, before and after, with the SLO. Text generation has too few
     answers for a throughput, and has curves of its own."""
     if optimization.form == "text":
         return None
-    sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
-    if has_after(optimization):
-        sides.append(("chosen", optimization.after, AFTER_COLOUR))
-    traces = [
-        _curve_trace(f"{name} {percentile}", run.curve, percentile, colour)
-        for name, run, colour in sides
-        if run is not None and run.curve is not None
+    series = [
+        _curve_series(f"{name} {percentile}", curve, percentile, colour)
+        for name, curve, colour in _sides(optimization)
         for percentile in ("p50", "p99")
     ]
-    traces = [trace for trace in traces if any(map(math.isfinite, trace["y"]))]
-    if not traces:
+    series = [each for each in series if any(map(math.isfinite, each.y))]
+    if not series:
         return None
-    figure = bench_figures.curve_figure(traces)
+    return bench_figures.curve_plot(series, _slo_lines(optimization, "latency"))
+
+
+def _slo_lines(optimization: Optimization, metric: str) -> tuple[Limit, ...]:
+    """Return the limit of a metric across, and the rate of the SLO upright."""
     slo = slo_of(optimization)
-    for term in () if slo is None else slo.terms:
-        if isinstance(term, Latency):
-            bench_figures.add_limit_across(figure["layout"], term)
-    if slo is not None and slo.rate is not None:
-        _rate_line(figure["layout"], slo.rate.per_s)
-    # Labels on the lines would cover the curves.
-    figure["layout"]["annotations"] = [_corner(f"SLO: {escape(str(slo))}")] if slo else []
-    return figure
+    if slo is None:
+        return ()
+    terms = [each for each in slo.terms if isinstance(each, Latency) and each.metric == metric]
+    lines = bench_figures.limit_lines("y", terms)
+    if slo.rate is None:
+        return lines
+    return (*lines, Limit("x", slo.rate.per_s, f"{units.number(slo.rate.per_s)}/s"))
 
 
-def _stream_curves(optimization: Optimization, metric: str, title: str) -> Figure | None:
+def _stream_curves(optimization: Optimization, metric: str, title: str) -> Plot | None:
     """Plot the p99 of a streaming metric against the arrival rate, before and after."""
-    sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
-    if has_after(optimization):
-        sides.append(("chosen", optimization.after, AFTER_COLOUR))
-    traces = [
-        _stream_trace(name, run.curve, metric, colour)
-        for name, run, colour in sides
-        if run is not None and run.curve is not None and getattr(run.curve, f"{metric}_p99_s")
+    series = [
+        _stream_series(name, curve, metric, colour)
+        for name, curve, colour in _sides(optimization)
+        if getattr(curve, f"{metric}_p99_s")
     ]
-    if not traces:
+    if not series:
         return None
-    figure = bench_figures.curve_figure(traces)
-    layout = figure["layout"]
-    layout["xaxis"]["title"] = "arrivals per second"
-    layout["yaxis"]["title"] = f"p99 {title}"
-    slo = slo_of(optimization)
-    limits = [
-        term
-        for term in (() if slo is None else slo.terms)
-        if isinstance(term, Latency) and term.metric == metric
-    ]
-    for term in limits:
-        bench_figures.add_limit_across(layout, term, metric)
-    if slo is not None and slo.rate is not None:
-        _rate_line(layout, slo.rate.per_s)
-    # Labels on the lines would cover the curves.
-    layout["annotations"] = [_corner(f"SLO: {escape(str(term))}") for term in limits[:1]]
-    return figure
+    return Plot(
+        Axis("arrivals per second", has_zero=True),
+        Axis(f"p99 {title}", is_log=True),
+        tuple(series),
+        limits=_slo_lines(optimization, metric),
+    )
 
 
-def _stream_trace(name: str, curve: Curve, metric: str, colour: str) -> Figure:
+def _stream_series(name: str, curve: Curve, metric: str, colour: str) -> Series:
     seconds: list[float] = getattr(curve, f"{metric}_p99_s")
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": curve.rates,
-        "y": [each * 1e3 for each in seconds],
-        "hovertemplate": "%{x:.3g}/s sent, %{y:.3g} ms<extra>" + name + "</extra>",
-        "line": {"color": colour, "width": 2},
-        "marker": {"color": colour, "size": 7},
-    }
+    return Series(
+        name,
+        tuple(curve.rates),
+        tuple(each * 1e3 for each in seconds),
+        colour,
+        tuple(
+            f"{name}\n{units.number(rate)}/s sent, {units.duration(each)}"
+            for rate, each in zip(curve.rates, seconds, strict=True)
+        ),
+        radii=(4.0,),
+    )
 
 
-def _curve_trace(name: str, curve: Curve, percentile: str, colour: str) -> Figure:
+def _curve_series(name: str, curve: Curve, percentile: str, colour: str) -> Series:
     seconds = curve.p99_s if percentile == "p99" else curve.p50_s
     is_tail = percentile == "p99"
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": curve.throughput,
-        "y": [each * 1e3 for each in seconds],
-        "customdata": [f"{units.number(rate)}/s sent" for rate in curve.rates],
-        "hovertemplate": "%{customdata}<br>%{x:.1f}/s, %{y:.3g} ms<extra>" + name + "</extra>",
-        "line": {"color": colour, "width": 2, "dash": "solid" if is_tail else "dot"},
-        "marker": {"color": colour, "size": 7 if is_tail else 5},
-    }
+    return Series(
+        name,
+        tuple(curve.throughput),
+        tuple(each * 1e3 for each in seconds),
+        colour,
+        tuple(
+            f"{name}\n{units.number(rate)}/s sent\n{units.number(got)}/s, {units.duration(each)}"
+            for rate, got, each in zip(curve.rates, curve.throughput, seconds, strict=True)
+        ),
+        dash="" if is_tail else "2 3",
+        radii=(4.0 if is_tail else 3.0,),
+    )
 
 
-def _rate_line(layout: Figure, rate: float) -> None:
-    line = {"color": bench_figures.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
-    place = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": rate, "x1": rate}
-    layout["shapes"].append(place | {"line": line})
-
-
-def _phases(optimization: Optimization) -> Figure | None:
+def _phases(optimization: Optimization) -> Plot | None:
     """Plot the parts of a request's time, before and after; the label has the total."""
     rows = [("original", optimization.before)]
     rows += [("chosen", optimization.after)] if has_after(optimization) else []
@@ -558,30 +565,30 @@ def _phases(optimization: Optimization) -> Figure | None:
     names = list(dict.fromkeys(name for _, parts in known for name in parts))
     order = [*PHASE_COLOURS, *(name for name in names if name not in PHASE_COLOURS)]
     colours = PHASE_COLOURS | dict(zip(order[len(PHASE_COLOURS) :], OTHER_PHASES, strict=False))
+    shown = [name for name in order if name in names]
     sums = [sum(parts.values()) for _, parts in known]
     # Use one unit for both as long as the shorter bar is visible, else shares.
     is_share = max(sums) > bench_figures.MAX_SUM_RATIO * min(sums)
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [f"{side}<br>{units.duration(sum(parts.values()))}" for side, parts in known],
-            "x": [
+    bars = plots.stack(
+        shown,
+        [
+            [
                 parts.get(name, 0.0) * (100 / whole if is_share else 1e3)
                 for (_, parts), whole in zip(known, sums, strict=True)
-            ],
-            "customdata": [units.duration(parts.get(name, 0.0)) for _, parts in known],
-            "marker": {"color": colours.get(name, GREY)},
-            "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
-        }
-        for name in order
-        if name in names
-    ]
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"title": "share, %" if is_share else "mean per request, ms"},
-        "yaxis": {"type": "category", "autorange": "reversed"},
-        "bargap": 0.45,
-    }
-    return {"data": data, "layout": layout}
+            ]
+            for name in shown
+        ],
+        [colours.get(name, GREY) for name in shown],
+        [
+            [f"{side}: {name} {units.duration(parts.get(name, 0.0))}" for side, parts in known]
+            for name in shown
+        ],
+        is_horizontal=True,
+    )
+    totals = tuple(f"{side}\n{units.duration(sum(parts.values()))}" for side, parts in known)
+    return Plot(
+        Axis("share, %" if is_share else "mean per request, ms", has_zero=True),
+        Axis(categories=totals, is_reversed=True, has_grid=False),
+        bars,
+        height=80.0 + 60.0 * len(known),
+    )

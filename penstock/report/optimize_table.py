@@ -14,7 +14,7 @@ from penstock import units
 from penstock.optimizer import first_line, wording
 from penstock.optimizer.results import Optimization, Phase
 from penstock.report import before_after, tried
-from penstock.report.bench_table import figure_table
+from penstock.report.tables import figure_table
 from penstock.report.tried import Told
 
 HEADLINE_STYLES = {

@@ -1,85 +1,123 @@
-"""The skeleton of every self-contained HTML page, and the pieces pages are made of."""
+"""The skeleton of every self-contained HTML page, and the pieces pages are made of.
+
+A page needs no network and no other file. `fragment` is the same for notebooks, without a script.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from penstock.benchmark.findings import Severity
-from penstock.errors import ConfigError
-from penstock.report import bench_figures
+from penstock.report import figures
+from penstock.report.figures import LegendKey
+from penstock.report.plots import Plot
+from penstock.report.tables import Cell
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-HERE = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
+# Of a plot that has a row of its own.
+WIDE = 1160.0
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """A figure in large letters. The first of a page says what came of it."""
+
     name: str
     value: str
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    text: str
-    detail: str = ""
-    style: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
+class Remark:
     severity: Severity
     text: str
     place: str = ""
 
 
-def rendered(
-    template: str,
-    values: Mapping[str, Any],
-    figures: Mapping[str, Any],
-    folder: Path | None = None,
-) -> str:
-    """Render a template from `folder`, or from here by default; base templates are always here."""
-    import jinja2
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A plot on a page: its name, title and explanation, and the SVG."""
+
+    name: str
+    title: str
+    text: str
+    keys: tuple[LegendKey, ...]
+    svg: Markup
+    is_wide: bool = False
+
+
+def drawn(plots: Mapping[str, Plot | None], words: Mapping[str, tuple[str, str]]) -> list[Drawn]:
+    """Draw the plots that exist, in the order of their words: title and explanation by name. The
+    last of an odd number has a row of its own."""
+    found = [
+        (name, title, text, plot)
+        for name, (title, text) in words.items()
+        if (plot := plots.get(name)) is not None
+    ]
+    return [
+        _drawn(*each, is_wide=len(found) % 2 == 1 and index == len(found) - 1)
+        for index, each in enumerate(found)
+    ]
+
+
+def _drawn(name: str, title: str, text: str, plot: Plot, *, is_wide: bool) -> Drawn:
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder or HERE, HERE]),
+    keys = figures.legend(plot)
+    svg = figures.draw(plot, title, WIDE if is_wide else figures.WIDTH)
+    if is_wide:
+        svg = svg.replace("<svg ", '<svg class="wide-plot" ', 1)
+    return Drawn(name, title, text, tuple(keys) if len(keys) > 1 else (), Markup(svg), is_wide)
+
+
+def rendered(template: str, values: Mapping[str, Any], folder: Path = TEMPLATES) -> str:
+    """Render a template from `folder`; base templates are always here."""
+    from markupsafe import Markup
+
+    shared = {"css": Markup(_text("style.css")), "script": Markup(_text("page.js"))}
+    return str(_environment(folder).get_template(template).render(**values, **shared))
+
+
+def fragment(
+    headline: str,
+    style: str,
+    tiles: Sequence[Card],
+    shown: Sequence[Drawn] = (),
+    table: tuple[Sequence[str], Sequence[Sequence[Cell]]] = ((), ()),
+) -> str:
+    """Render the heart of a page for a notebook: the verdict, the tiles, plots and a table."""
+    return rendered(
+        "fragment.html.jinja",
+        {
+            "headline": headline,
+            "style": style,
+            "tiles": tiles,
+            "figures": [replace(each, is_wide=False) for each in shown],
+            "head": table[0],
+            "rows": table[1],
+        },
+    )
+
+
+def _environment(folder: Path) -> Any:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    scripts = {
-        "plotly_js": Markup(_plotly_js()),
-        "plots_json": _embedded(bench_figures.plain(figures)),
-    }
-    return environment.get_template(template).render(**values, **scripts)
 
 
-def _embedded(value: Any) -> Markup:
-    """Encode JSON that cannot close the element around it."""
-    from markupsafe import Markup
-
-    text = msgspec.json.encode(value).decode()
-    for letter in "<>&":
-        text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return Markup(text)
-
-
-def _plotly_js() -> str:
-    # Located without importing plotly, which takes a second.
-    spec = importlib.util.find_spec("plotly")
-    for folder in [] if spec is None else spec.submodule_search_locations or []:
-        path = Path(folder) / "package_data" / "plotly.min.js"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise ConfigError(["the page needs plotly, which is not installed: pip install plotly"])
+@cache
+def _text(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8").strip()

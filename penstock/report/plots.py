@@ -129,6 +129,9 @@ class Plot:
     strips: Literal["", "x", "y"] = ""
     # Of a strip along x, after its value: " s".
     strip_unit: str = ""
+    # Where strips are, each with the nearest point of every line; empty: all along, each with the
+    # largest value in it.
+    strip_values: tuple[float, ...] = ()
     has_legend: bool = True
     # None: as usual.
     height: float | None = None

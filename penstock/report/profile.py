@@ -5,9 +5,10 @@ from __future__ import annotations
 from penstock import units
 from penstock.optimizer.profile.results import Profile
 from penstock.report import profile_figures, profile_table
-from penstock.report.page import Card, Cell, Line, rendered
+from penstock.report.page import Card, Remark, drawn, rendered
+from penstock.report.page import fragment as page_fragment
+from penstock.report.tables import Cell
 
-TEMPLATE = "profile.html.jinja"
 NUM_OPERATORS = 40
 HEAD = ["operator", "type", "bound", "time", "share", "FLOP", "bytes", "FLOP/B", "of roof"]
 DEFINITIONS = {
@@ -25,14 +26,31 @@ DEFINITIONS = {
 }
 
 
+PLOTS = {
+    "roofline": (
+        "Roofline",
+        "Each dot is an operator, as large as its share of the time. A dot on a line is as fast as"
+        " this device was measured to be; below is room.",
+    ),
+    "types": ("Time by type of operator", "Coloured by the bottleneck."),
+    "buckets": ("One request, alone", "From request bytes to response bytes, without the network."),
+    "timeline": (
+        "Timeline of the GPU",
+        "Copies and kernels of a few batches; what is above each other happened at the same time.",
+    ),
+    "steps": ("Ceilings", "What each step could give at most. No step gives all of it."),
+}
+
+
 def page(profile: Profile, command: str = "") -> str:
     values = {
         "title": f"{profile.model}: {profile.bound}",
         "verdict": profile.recommendation,
-        "about": profile_table.about(profile),
-        "cards": _cards(profile),
-        "findings": [Line("note", text) for text in profile.findings],
+        "about": about(profile),
+        "tiles": tiles(profile),
+        "remarks": [Remark("note", text) for text in profile.findings],
         "steps": [(f"{step.ceiling:.2g}x", step.text) for step in profile.steps],
+        "figures": drawn(profile_figures.plots_of(profile), PLOTS),
         "head": HEAD,
         "rows": _rows(profile),
         "num_operators": len(profile.operators),
@@ -40,14 +58,31 @@ def page(profile: Profile, command: str = "") -> str:
         "definitions": DEFINITIONS,
         "command": command,
     }
-    figures = profile_figures.figures(profile)
-    return rendered(TEMPLATE, values, figures)
+    return rendered("profile.html.jinja", values)
 
 
-def _cards(profile: Profile) -> list[Card]:
+def fragment(profile: Profile) -> str:
+    """Return the heart of the page, for notebooks."""
+    shown = drawn(profile_figures.plots_of(profile), PLOTS)
+    return page_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
+
+
+def about(profile: Profile) -> dict[str, str]:
+    known = {
+        "model": f"{profile.model} on {profile.backend}",
+        "batch": profile.batch,
+        "time": f"{units.duration(profile.total_s)}, median of"
+        f" {units.count(profile.num_runs, 'run')}",
+        "inputs": profile.inputs,
+    }
+    return {name: text for name, text in known.items() if text}
+
+
+def tiles(profile: Profile) -> list[Card]:
     cards = [
+        first_tile(profile),
         Card("one batch", units.duration(profile.total_s), profile.batch),
-        Card("bound by", profile.bound),
+        *([Card("bound by", profile.bound)] if profile.steps else []),
         *_ceiling_cards(profile),
     ]
     if profile.single_thread_s:
@@ -55,6 +90,14 @@ def _cards(profile: Profile) -> list[Card]:
         threads = units.count(profile.peaks.num_threads, "thread")
         cards.append(Card(threads, f"{gained:.2g}x", "as fast as one"))
     return cards
+
+
+def first_tile(profile: Profile) -> Card:
+    """Say how much the next step could give; without one, what the model is bound by."""
+    if not profile.steps:
+        return Card("result", f"bound by {profile.bound}", "no step is recommended")
+    times = f"{profile.ceiling:.2g} times faster at most"
+    return Card("next step", times, profile.steps[0].name)
 
 
 def _ceiling_cards(profile: Profile) -> list[Card]:
@@ -66,8 +109,6 @@ def _ceiling_cards(profile: Profile) -> list[Card]:
     if profile.limit_share is not None:
         limit = f"{profile.limit_share:.0%}"
         cards.append(Card("of its limit", limit, "the model's FLOP and bytes at the peaks"))
-    if profile.steps:
-        cards.append(Card("next step", f"{profile.ceiling:.2g}x", "at most"))
     return cards
 
 

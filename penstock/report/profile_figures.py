@@ -1,17 +1,14 @@
-"""Plots of the profile page, as figures in plotly's JSON form. Pure."""
+"""Plots of a profile: roofline, time by type, timeline, parts of a request, ceilings. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-from typing import Any
 
 from penstock import units
 from penstock.optimizer.profile import roofline
 from penstock.optimizer.profile.results import Bound, Bucket, GpuTime, Operator, Peaks, Profile
-from penstock.report import bench_figures
-
-Figure = dict[str, Any]
+from penstock.report import plots
+from penstock.report.plots import Axis, Bars, Plot, Series
 
 BOUND_COLOURS: dict[Bound, str] = {
     "compute": "#2a9d8f",
@@ -28,30 +25,32 @@ ROOF_COLOURS = {
     "fp8": "#c07a3a",
     "int8": "#b8479c",
 }
-# From bottom to top.
+# From top to bottom.
 LANES = {
-    "out": ("copies out", "#e0a458"),
-    "compute": ("kernels", "#2a9d8f"),
     "in": ("copies in", "#3d8bc4"),
+    "compute": ("kernels", "#2a9d8f"),
+    "out": ("copies out", "#e0a458"),
 }
 MEMORY_COLOUR, CACHE_COLOUR = "#6d7a8c", "#b0b8c2"
 NUM_TYPES = 12
 # Operators below this share of the time get no dot: they would only stretch the axes.
 MIN_SHARE = 0.001
-LARGEST_DOT, SMALLEST_DOT = 34.0, 6.0
+# More dots, and more spans of a timeline, could not be told apart.
+MAX_DOTS, MAX_SPANS = 150, 400
+LARGEST_DOT, SMALLEST_DOT = 17.0, 3.0
 
 
-def figures(profile: Profile) -> dict[str, list[Figure | None]]:
+def plots_of(profile: Profile) -> dict[str, Plot | None]:
     return {
-        "roofline": [roof(profile.operators, profile.peaks)],
-        "types": [_types(profile.operators)],
-        "buckets": [_buckets(profile.buckets)],
-        "timeline": [timeline(profile.gpu)],
-        "steps": [_steps(profile)],
+        "roofline": roof(profile.operators, profile.peaks),
+        "types": _types(profile.operators),
+        "buckets": _buckets(profile.buckets),
+        "timeline": timeline(profile.gpu),
+        "steps": _steps(profile),
     }
 
 
-def roof(operators: Sequence[Operator], peaks: Peaks) -> Figure | None:
+def roof(operators: Sequence[Operator], peaks: Peaks) -> Plot | None:
     """Plot FLOP/s against FLOP per byte, both logarithmic, under the measured roofs."""
     least_s = MIN_SHARE * sum(each.seconds for each in operators)
     known = [
@@ -59,29 +58,23 @@ def roof(operators: Sequence[Operator], peaks: Peaks) -> Figure | None:
         for each in operators
         if each.flops and each.num_bytes and each.seconds > 0 and each.seconds >= least_s
     ]
+    known = sorted(known, key=lambda each: -each.seconds)[:MAX_DOTS]
     if not known or not peaks.flops:
         return None
     intensities = [(each.flops or 0.0) / (each.num_bytes or 1.0) for each in known]
     low = min(*intensities, 0.1) / 2
     high = max(*intensities, max(peaks.flops.values()) / peaks.bytes_per_s) * 3
-    data = _roofs(peaks, low, high)
+    series = _roofs(peaks, low, high)
+    whole_s = sum(each.seconds for each in known)
     for bound, colour in BOUND_COLOURS.items():
         dots = [each for each in known if each.bound == bound]
         if dots:
-            data.append(_dots(bound, colour, dots, sum(each.seconds for each in known)))
-    return {
-        "data": data,
-        "layout": {
-            "xaxis": bench_figures.log_axis(
-                "FLOP per byte", [x for trace in data for x in trace["x"]]
-            ),
-            "yaxis": bench_figures.log_axis("GFLOP/s", [y for trace in data for y in trace["y"]]),
-            "margin": {"l": 60, "r": 20, "t": 20, "b": 44},
-        },
-    }
+            series.append(_dots(bound, colour, dots, whole_s))
+    x, y = Axis("FLOP per byte", is_log=True), Axis("GFLOP/s", is_log=True)
+    return Plot(x, y, tuple(series))
 
 
-def _roofs(peaks: Peaks, low: float, high: float) -> list[Figure]:
+def _roofs(peaks: Peaks, low: float, high: float) -> list[Series]:
     """Return memory as a slope up to the highest peak, and each datatype as a level from there."""
     highest = max(peaks.flops.values())
     slopes = [("memory", peaks.bytes_per_s, MEMORY_COLOUR)]
@@ -91,118 +84,145 @@ def _roofs(peaks: Peaks, low: float, high: float) -> list[Figure]:
     for name, rate, colour in slopes:
         end = highest / rate
         text = f"{name} {units.number(rate / 1e9)} GB/s"
-        lines.append(_line(text, [low, end], [low * rate / 1e9, highest / 1e9], colour))
+        lines.append(Series(text, (low, end), (low * rate / 1e9, highest / 1e9), colour))
     fastest = max(rate for _, rate, _ in slopes)
     for name, value in peaks.flops.items():
         label = f"{roofline.NAMES.get(name, name)} {units.number(value / 1e9)} GFLOP/s"
         colour = ROOF_COLOURS.get(name, MEMORY_COLOUR)
-        lines.append(_line(label, [value / fastest, high], [value / 1e9] * 2, colour))
+        lines.append(Series(label, (value / fastest, high), (value / 1e9, value / 1e9), colour))
     return lines
 
 
-def _line(name: str, x: list[float], y: list[float], colour: str) -> Figure:
-    line = {"color": colour, "width": 2}
-    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": line}
-
-
-def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -> Figure:
+def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -> Series:
     """Return dots whose area is the share of the time."""
-    sizes = [max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots]
+    x = [(each.flops or 0.0) / (each.num_bytes or 1.0) for each in dots]
+    y = [(each.flops or 0.0) / each.seconds / 1e9 for each in dots]
     texts = [
-        f"{escape(each.name)}<br>{escape(each.type)}, {each.datatype}<br>"
-        f"{units.duration(each.seconds)}, "
-        f"{units.share(each.seconds, whole_s)}"
-        for each in dots
+        f"{each.name}\n{each.type}, {each.datatype}\n{units.duration(each.seconds)},"
+        f" {units.share(each.seconds, whole_s)}\n{units.number(rate)} GFLOP/s at"
+        f" {units.number(intensity)} FLOP/B"
+        for each, intensity, rate in zip(dots, x, y, strict=True)
     ]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": roofline.WORDS[bound],
-        "x": [(each.flops or 0.0) / (each.num_bytes or 1.0) for each in dots],
-        "y": [(each.flops or 0.0) / each.seconds / 1e9 for each in dots],
-        "text": texts,
-        "hovertemplate": "%{text}<br>%{y:.3g} GFLOP/s at %{x:.3g} FLOP/B<extra></extra>",
-        "marker": {"color": colour, "size": sizes, "opacity": 0.75, "line": {"width": 0}},
-    }
+    radii = [max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots]
+    return Series(
+        roofline.WORDS[bound],
+        tuple(x),
+        tuple(y),
+        colour,
+        tuple(texts),
+        width=0.0,
+        radii=tuple(radii),
+        opacity=0.75,
+    )
 
 
-def _types(operators: Sequence[Operator]) -> Figure | None:
+def _types(operators: Sequence[Operator]) -> Plot | None:
     """Plot time by type; each bar is coloured by the bottleneck of its parts."""
     groups = roofline.by_type(operators)[:NUM_TYPES]
     if not groups:
         return None
-    names = [kind for kind, _ in groups][::-1]
-    data = []
-    for bound, colour in BOUND_COLOURS.items():
-        by_name = {
-            kind: sum(each.seconds for each in listed if each.bound == bound) * 1e3
-            for kind, listed in groups
-        }
-        if any(by_name.values()):
-            data.append(_bars(roofline.WORDS[bound], names, [by_name[n] for n in names], colour))
-    return _stacked(data, "ms")
+    names = [kind for kind, _ in groups]
+    rows = {
+        bound: [sum(each.seconds for each in listed if each.bound == bound) for _, listed in groups]
+        for bound in BOUND_COLOURS
+    }
+    shown = [bound for bound, row in rows.items() if any(row)]
+    bars = plots.stack(
+        [roofline.WORDS[bound] for bound in shown],
+        [[seconds * 1e3 for seconds in rows[bound]] for bound in shown],
+        [BOUND_COLOURS[bound] for bound in shown],
+        [
+            [
+                f"{name}: {units.duration(seconds)} {roofline.WORDS[bound]}"
+                for name, seconds in zip(names, rows[bound], strict=True)
+            ]
+            for bound in shown
+        ],
+        is_horizontal=True,
+    )
+    return _rows(names, bars, "ms")
 
 
-def timeline(gpu: GpuTime | None) -> Figure | None:
+def _rows(names: Sequence[str], bars: tuple[Bars, ...], title: str) -> Plot:
+    categories = Axis(categories=tuple(names), is_reversed=True, has_grid=False)
+    return Plot(Axis(title, has_zero=True), categories, bars)
+
+
+def timeline(gpu: GpuTime | None) -> Plot | None:
     """Plot the GPU's copies and kernels over time; lanes at the same x position overlap in time."""
     if gpu is None or not gpu.timeline:
         return None
-    data = []
-    for lane, (name, colour) in LANES.items():
-        spans = [span for span in gpu.timeline if span.lane == lane]
-        if spans:
-            bars = _bars(name, [name] * len(spans), [each.seconds * 1e3 for each in spans], colour)
-            texts = [f"{escape(each.name)}<br>{units.duration(each.seconds)}" for each in spans]
-            bars |= {"base": [each.start_s * 1e3 for each in spans], "text": texts}
-            bars |= {"textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
-            data.append(bars)
-    figure = _stacked(data, "ms")
-    figure["layout"]["barmode"] = "overlay"
-    return figure
+    spans = gpu.timeline[:MAX_SPANS]
+    lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
+    bars = []
+    for place, lane in enumerate(lanes):
+        name, colour = LANES[lane]
+        listed = [span for span in spans if span.lane == lane]
+        bars.append(
+            Bars(
+                name,
+                (float(place),) * len(listed),
+                tuple(each.start_s * 1e3 for each in listed),
+                tuple((each.start_s + each.seconds) * 1e3 for each in listed),
+                (colour,),
+                tuple(f"{each.name}\n{units.duration(each.seconds)}" for each in listed),
+                is_horizontal=True,
+                in_legend=False,
+            )
+        )
+    return _rows([LANES[lane][0] for lane in lanes], tuple(bars), "ms")
 
 
-def _buckets(buckets: Sequence[Bucket]) -> Figure | None:
+def _buckets(buckets: Sequence[Bucket]) -> Plot | None:
     if not buckets:
         return None
-    names = [each.name for each in buckets][::-1]
-    values = [each.seconds * 1e3 for each in buckets][::-1]
-    return _stacked([_bars("one request", names, values, ROOF_COLOURS["fp32"])], "ms")
+    texts = [units.duration(each.seconds) for each in buckets]
+    names = [each.name for each in buckets]
+    bars = _plain_bars("one request", names, [each.seconds * 1e3 for each in buckets], texts)
+    return _rows(names, (bars,), "ms")
 
 
-def _steps(profile: Profile) -> Figure | None:
+def _steps(profile: Profile) -> Plot | None:
     """Plot the ceilings; latency and rate have different colours."""
     if not profile.steps:
         return None
-    listed = profile.steps[::-1]
-    names = [step.name for step in listed]
-    data = []
+    names = [step.name for step in profile.steps]
+    bars = []
     for is_latency, label in ((True, "latency and rate"), (False, "rate only")):
-        values = [step.ceiling if step.is_latency is is_latency else 0.0 for step in listed]
-        colour = ROOF_COLOURS["fp32"] if is_latency else ROOF_COLOURS["bf16"]
-        if any(values):
-            data.append(_bars(label, names, values, colour))
-    return _stacked(data, "times as fast, at most")
+        listed = [
+            (index, step)
+            for index, step in enumerate(profile.steps)
+            if step.is_latency is is_latency
+        ]
+        if listed:
+            texts = [f"{units.number(step.ceiling)}x" for _, step in listed]
+            bars.append(
+                Bars(
+                    label,
+                    tuple(float(index) for index, _ in listed),
+                    (0.0,) * len(listed),
+                    tuple(step.ceiling for _, step in listed),
+                    (ROOF_COLOURS["fp32"] if is_latency else ROOF_COLOURS["bf16"],),
+                    tuple(step.text for _, step in listed),
+                    labels=tuple(texts),
+                    thickness=0.6,
+                    is_horizontal=True,
+                )
+            )
+    return _rows(names, tuple(bars), "times as fast, at most")
 
 
-def _bars(name: str, labels: list[str], values: list[float], colour: str) -> Figure:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": labels,
-        "x": values,
-        "marker": {"color": colour},
-        "hovertemplate": "%{y}: %{x:.3g}<extra>" + name + "</extra>",
-    }
-
-
-def _stacked(data: list[Figure], title: str) -> Figure:
-    return {
-        "data": data,
-        "layout": {
-            "barmode": "stack",
-            "xaxis": {"title": title, "rangemode": "tozero"},
-            "yaxis": {"title": "", "type": "category"},
-            "margin": {"l": 110, "r": 20, "t": 14, "b": 44},
-        },
-    }
+def _plain_bars(
+    name: str, labels: Sequence[str], values: Sequence[float], texts: Sequence[str]
+) -> Bars:
+    return Bars(
+        name,
+        tuple(map(float, range(len(values)))),
+        (0.0,) * len(values),
+        tuple(values),
+        (ROOF_COLOURS["fp32"],),
+        tuple(f"{label}: {text}" for label, text in zip(labels, texts, strict=True)),
+        labels=tuple(texts),
+        thickness=0.6,
+        is_horizontal=True,
+    )

@@ -38,6 +38,10 @@ class Control:
         self._check_explicit()
         if parameters:
             raise Unsupported("load takes no parameters here: the repository is what is loaded")
+        await self.reload(name)
+
+    async def reload(self, name: str) -> None:
+        """Load or replace a model in any mode; if it cannot be loaded, the old one stays."""
         found = await asyncio.to_thread(self._read, name)
         await self._catalog.load(found)
         failure = self._catalog.failure(name)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Protocol
 from penstock import devices, usage
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
-from penstock.serving.environment import allowed, asked_for
+from penstock.environment import allowed, asked_for
 from penstock.serving.reaper import Reaper, kill_group
 from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
 from penstock.serving.slab import Segment, Slab

@@ -1,7 +1,7 @@
 """The JSON of the state route, which the server's own pages read. Pure.
 
-Fields are only ever added. `{url}` in a call stands for the address under which the client reaches
-the server: the server itself does not know it behind a proxy.
+Fields are only ever added. The first `{url}` in a call stands for the address under which the
+client reaches the server: the server itself does not know it behind a proxy.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class ModelState(msgspec.Struct, frozen=True):
     num_ready: int = 0
     inputs: list[TensorDescription] = []
     outputs: list[TensorDescription] = []
+    # Names of the elements, by output.
+    labels: dict[str, list[str]] = {}
     call: ExampleCall | None = None
     load: ModelLoad | None = None
 

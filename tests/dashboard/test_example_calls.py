@@ -1,24 +1,36 @@
 """Each example is a valid request: a server answers it, from a shell and from Python."""
 
+import base64
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
+from PIL import Image
 
-from penstock.config import LLM, ModelConfig
-from penstock.dashboard.example_calls import KEY, TEXT, URL, curl_line, example_call
+from penstock.config import IMAGE, LLM, ModelConfig, Preprocess
+from penstock.dashboard.example_calls import (
+    KEY,
+    PHOTO,
+    PIXEL,
+    TEXT,
+    URL,
+    curl_line,
+    example_call,
+)
 from penstock.protocols.gate import Gate
 from penstock.types import DATATYPES, TensorSpec
 
 CONFIGS = [
     null_config("strings", {"text": ("BYTES", (1,))}),
     null_config("unbatched strings", {"text": ("BYTES", (-1,))}, max_batch_size=0),
-    null_config('it\'s <b>"odd"</b> {url} $HOME/é', {"x'y": ("INT32", (2,))}),
+    null_config('it\'s <b>"odd"</b> {url} $HOME/é', {"x'y {url}": ("INT32", (2,))}),
     null_config("large", {"image": ("FP32", (3, -1, -1)), "size": ("INT64", (2,))}),
     null_config("two versions", {"x": ("INT32", (1,))}, version="1"),
     null_config("two versions", {"x": ("INT32", (1,))}, version="2"),
@@ -53,7 +65,7 @@ def test_the_curl_line_and_the_python_lines_are_answered(
     assert status == 200, answer
     head, _ = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
     assert head["model_version"] == config.version
-    script = call.python.replace(URL, server.url)
+    script = call.python.replace(URL, server.url, 1)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "model_name" in done.stdout
@@ -70,6 +82,26 @@ def test_a_single_text_has_a_text_box_and_everything_else_json() -> None:
     assert (text.form, text.input) == ("text", "text")
     assert json.loads(text.body)["inputs"][0]["data"] == [TEXT]
     assert odd.form == large.form == "tensors"
+
+
+def test_images_come_from_a_file_and_at_start_from_the_line_itself(
+    server: PageServer, tmp_path: Path
+) -> None:
+    config = CONFIGS[0]
+    call = example_call(replace(config, preprocess=Preprocess(IMAGE, config.inputs)))
+    assert (call.form, call.input) == ("image", "text")
+    # The model repeats what it is sent.
+    (tmp_path / PHOTO).write_bytes(b"any bytes \xff" * 100)
+    sent = base64.b64encode(b"any bytes \xff" * 100).decode()
+    status, answer = shell(f"cd {tmp_path}; {call.curl.replace(URL, server.url)}")
+    assert (status, json.loads(answer)["outputs"][0]["data"]) == (200, [sent])
+    script = [sys.executable, "-c", call.python.replace(URL, server.url, 1)]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert sent in done.stdout
+    status, answer = shell(curl_line(call, server.url))
+    assert (status, json.loads(answer)["outputs"][0]["data"]) == (200, [PIXEL])
+    with Image.open(io.BytesIO(base64.b64decode(PIXEL))) as image:
+        assert image.size == (1, 1)
 
 
 def test_large_inputs_are_sent_as_bytes_and_small_ones_as_json() -> None:

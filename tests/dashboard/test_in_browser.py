@@ -6,6 +6,7 @@ import http.server
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,22 @@ def test_calls_name_the_address_of_the_page(tab: Tab, server: PageServer) -> Non
     texts = tab.run("[...document.querySelectorAll('.copied pre')].map((n) => n.textContent)")
     assert len(texts) == 8
     assert all(f"{server.url}/v2/models/" in text for text in texts)
-    assert sum("{url}" in text for text in texts) == 0
+    assert not any("{url}/" in text for text in texts)
+
+
+def test_classes_are_shown_by_name_the_best_first(tab: Tab) -> None:
+    config = null_config("classes", {"x": ("FP32", (3,))})
+    named = replace(config.outputs[0], labels=("<b>low", "high", "middle"))
+    with page_server([replace(config, outputs=(named,))]) as running:
+        tab.open(f"{running.url}/")
+        tab.wait("document.querySelector('.model')")
+        tensor = '{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0.1, 0.7, 0.2]}'
+        submit(tab, 0, f'{{"inputs": [{tensor}]}}')
+        shown = "[...document.querySelectorAll('.bars span')].map((node) => node.textContent)"
+        assert tab.run(shown) == ["high", "middle", "<b>low"]
+        values = "[...document.querySelectorAll('.bars progress')].map((node) => node.value)"
+        assert tab.run(values) == pytest.approx([0.7, 0.2, 0.1])
+        tab.wait("document.querySelector('.facts').textContent.includes('Answered1')")
 
 
 def test_a_key_is_asked_for_used_and_kept_in_memory_only(tab: Tab) -> None:

@@ -2,15 +2,23 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 
+from penstock.config import ModelConfig
+from penstock.dashboard.state import StateReader
 from penstock.protocols.gate import Gate
+
+
+def labelled(config: ModelConfig, *labels: str) -> ModelConfig:
+    return replace(config, outputs=(replace(config.outputs[0], labels=labels),))
+
 
 CONFIGS = [
     null_config("echo", {"x": ("INT32", (2,))}, slo="p99 < 20 ms"),
-    null_config("echo", {"x": ("INT32", (2,))}, version="10", slo="off"),
+    labelled(null_config("echo", {"x": ("INT32", (2,))}, version="10", slo="off"), "a", "b"),
     null_config("plain", {"x": ("FP32", (-1,))}, max_batch_size=0),
 ]
 PROBLEMS = {"broken": ["the file is cut off", "and empty"]}
@@ -52,6 +60,7 @@ def test_a_model_says_what_it_promises_and_takes(server: PageServer) -> None:
     assert (first["slo"], newest["slo"]) == ("p99 < 20 ms", "")
     assert first["inputs"] == [{"name": "x", "datatype": "INT32", "shape": [-1, 2]}]
     assert plain["outputs"] == [{"name": "OUT_x", "datatype": "FP32", "shape": [-1]}]
+    assert (newest["labels"], first["labels"]) == ({"OUT_x": ["a", "b"]}, {})
     assert (first["batching"], plain["batching"]) == ("up to 4", "none")
     assert first["num_ready"] == first["num_instances"] == 1
     assert newest["call"]["path"] == "v2/models/echo/infer"
@@ -96,6 +105,12 @@ def test_requests_are_counted(server: PageServer) -> None:
     call = state_of(server)["models"][3]["call"]
     assert server.ask(f"/{call['path']}", body=call["body"].encode())[0] == 200
     assert state_of(server)["models"][3]["load"]["num_answered"] == 1
+
+
+def test_example_calls_are_made_once_for_each_model(server: PageServer) -> None:
+    reader = StateReader(server.catalog, server.routes, needs_key=False)
+    first, second = (reader.read(["infer"]).models for _ in range(2))
+    assert all(a.call is b.call for a, b in zip(first, second, strict=True))
 
 
 def test_no_secret_is_in_the_state(locked: PageServer) -> None:

@@ -1,30 +1,43 @@
 """What is drawn is what was measured."""
 
-import json
-import math
+import re
 from typing import Any
+from xml.etree import ElementTree
 
-import msgspec
 import numpy as np
 import pytest
 from benchmark import made_runs
 from benchmark.made_runs import Server
 
+from penstock import units
 from penstock.benchmark import stats, summary
 from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import Run, SystemSample
-from penstock.report import bench_figures
+from penstock.report import bench_figures, figures, scales
+from penstock.report.plots import Plot
 
 
 def drawn(run: Run) -> dict[str, list[Any]]:
-    return bench_figures.figures_of_run(
-        run, [summary.figures_of(run, level) for level in run.levels]
-    )
+    """The plots of the run, and those of each level."""
+    found = [summary.figures_of(run, level) for level in run.levels]
+    whole = {name: [plot] for name, plot in bench_figures.run_plots(run, found).items()}
+    for level in run.levels:
+        for name, plot in bench_figures.level_plots(run, level).items():
+            whole.setdefault(name, []).append(plot)
+    return whole
 
 
-def traces(figure: Any) -> dict[str, Any]:
-    return {trace["name"]: trace for trace in figure["data"]}
+def traces(plot: Plot) -> dict[str, Any]:
+    return {mark.name: mark for mark in plot.marks}
+
+
+def limits(plot: Plot) -> list[str]:
+    return [limit.text for limit in plot.limits]
+
+
+def lengths(bars: Any) -> list[float]:
+    return [high - low for low, high in zip(bars.lows, bars.highs, strict=True)]
 
 
 def test_each_level_has_its_figures_and_the_run_has_one() -> None:
@@ -60,17 +73,19 @@ def test_the_curve_goes_from_low_load_to_high_and_marks_the_knee() -> None:
     (figure,) = drawn(run)["curve"]
     found = traces(figure)
     figures = [summary.figures_of(run, level) for level in run.levels]
-    assert found["p99"]["x"] == [each.throughput.value for each in figures]
-    assert found["p50"]["y"] == [each.latency["p50"].value * 1e3 for each in figures]
-    assert found["p99"]["text"] == ["1", "2", "4", "8", "16", "32", "64"]
-    assert found["knee"]["x"] == [figures[2].throughput.value]
-    notes = [note["text"] for note in figure["layout"]["annotations"]]
-    assert notes == [" SLO: p99 < 20ms", "<b>knee</b>: concurrency 4.30"]
+    assert list(found["p99"].x) == [each.throughput.value for each in figures]
+    assert list(found["p50"].y) == [each.latency["p50"].value * 1e3 for each in figures]
+    assert list(found["p99"].labels) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert list(found["p99"].highs) == [each.latency["p99"].high * 1e3 for each in figures]
+    assert list(found["knee"].x) == [figures[2].throughput.value]
+    assert limits(figure) == ["SLO: p99 < 20ms"]
+    assert [note.text for note in figure.notes] == ["knee: concurrency 4.30"]
+    assert "concurrency 16" in found["p99"].texts[4] and "p99 19.4 ms" in found["p99"].texts[4]
 
 
 def test_a_search_is_drawn_in_the_order_of_its_rates() -> None:
     (figure,) = drawn(made_runs.max_rate())["curve"]
-    assert traces(figure)["p99"]["text"] == ["200", "400", "800", "850", "900", "1100"]
+    assert list(traces(figure)["p99"].labels) == ["200", "400", "800", "850", "900", "1100"]
 
 
 def test_one_level_is_no_curve() -> None:
@@ -80,15 +95,15 @@ def test_one_level_is_no_curve() -> None:
 def test_the_distribution_rises_and_ends_where_requests_end() -> None:
     run = made_runs.open_loop()
     (figure,) = drawn(run)["cdf"]
-    (trace,) = figure["data"]
-    assert trace["x"] == sorted(trace["x"]) and trace["y"] == sorted(trace["y"])
+    (trace,) = figure.marks
+    assert list(trace.x) == sorted(trace.x) and list(trace.y) == sorted(trace.y)
     whole = stats.histogram(run.levels[0].windows)
-    place = trace["customdata"].index("99")
-    assert trace["x"][place] == whole.percentile(99) * 1e3
-    assert trace["y"][place] == pytest.approx(2.0)
+    place = next(i for i, text in enumerate(trace.texts) if text.startswith("p99:"))
+    assert trace.x[place] == whole.percentile(99) * 1e3
+    assert trace.y[place] == pytest.approx(2.0)
     # 3911 requests say nothing of one in 10000.
-    assert float(trace["customdata"][-1]) == pytest.approx(99.97)
-    assert [note["text"] for note in figure["layout"]["annotations"]] == ["SLO: p99 < 20ms"]
+    assert trace.texts[-1].startswith("p99.97:")
+    assert limits(figure) == ["SLO: p99 < 20ms"]
 
 
 def test_each_further_nine_has_the_same_room() -> None:
@@ -99,25 +114,25 @@ def test_each_further_nine_has_the_same_room() -> None:
 def test_bars_stack_up_to_the_mean_latency() -> None:
     run = made_runs.open_loop(800.0)
     (figure,) = drawn(run)["breakdown"]
-    total = sum(trace["y"][0] for trace in figure["data"])
+    total = sum(lengths(bars)[0] for bars in figure.marks)
     mean_s = summary.figures_of(run, run.levels[0]).mean_s
     assert total == pytest.approx(mean_s * 1e3, rel=0.01)
-    assert figure["layout"]["yaxis"]["title"] == "mean, ms"
+    assert figure.y.title == "mean, ms"
     assert "queue: for an instance" in traces(figure)
 
 
 def test_bars_of_very_different_height_are_shares() -> None:
     (figure,) = drawn(made_runs.max_rate())["breakdown"]
-    assert figure["layout"]["yaxis"]["title"] == "share, %"
+    assert figure.y.title == "share, %"
     for index in range(6):
-        total = sum(trace["y"][index] for trace in figure["data"])
+        total = sum(lengths(bars)[index] for bars in figure.marks)
         assert total == pytest.approx(100, abs=0.5)
 
 
 def test_two_levels_of_one_load_are_two_bars() -> None:
     run = made_runs.run([made_runs.level(Closed(8), seed=seed) for seed in (1, 2)])
     (figure,) = drawn(run)["breakdown"]
-    assert all(trace["x"] == [0, 1] for trace in figure["data"])
+    assert all(bars.places == (0.0, 1.0) for bars in figure.marks)
 
 
 def test_typical_and_slow_requests_are_told_apart() -> None:
@@ -131,10 +146,10 @@ def test_typical_and_slow_requests_are_told_apart() -> None:
     ]
     (figure,) = drawn(made_runs.run([level]))["samples"]
     found = traces(figure)
-    assert found["compute infer"]["y"] == pytest.approx([8.0, 8.0])
-    assert found["queue: for an instance"]["y"] == pytest.approx([0.0, 100.0])
-    assert found["server overhead"]["y"] == pytest.approx([1.0, 1.0])
-    assert found["network and client"]["y"] == pytest.approx([1.0, 1.0])
+    assert lengths(found["compute infer"]) == pytest.approx([8.0, 8.0])
+    assert lengths(found["queue: for an instance"]) == pytest.approx([0.0, 100.0])
+    assert lengths(found["server overhead"]) == pytest.approx([1.0, 1.0])
+    assert lengths(found["network and client"]) == pytest.approx([1.0, 1.0])
 
 
 def test_few_samples_are_not_drawn() -> None:
@@ -148,7 +163,7 @@ def test_a_stall_is_seen_over_time() -> None:
     run = made_runs.run([made_runs.level(Open(Flat(200.0)), server)])
     (figure,) = drawn(run)["over_time"]
     tail = traces(figure)["p99"]
-    slow = [x for x, y in zip(tail["x"], tail["y"], strict=True) if y > 100]
+    slow = [x for x, y in zip(tail.x, tail.y, strict=True) if y > 100]
     assert slow and min(slow) > 3.5 and max(slow) < 7.0
     assert "failed requests" not in traces(figure)
 
@@ -158,18 +173,20 @@ def test_values_that_hardly_differ_have_ticks_in_sight() -> None:
     for window in run.levels[0].windows:
         window.metrics["latency"] = stats.Histogram({})
         window.metrics["latency"].add(np.array([0.1265, 0.1271]))
-    axis = drawn(run)["over_time"][0]["layout"]["yaxis"]
-    low, high = (10**each for each in axis["range"])
-    assert low < 100 and high > 2000
-    assert sum(low <= tick <= 200 for tick in axis["tickvals"]) >= 2
+    plot = drawn(run)["over_time"][0]
+    values = [y for mark in plot.marks for y in mark.y] + [limit.at * 1.08 for limit in plot.limits]
+    found = scales.scale(plot.y, values, 0.0, 300.0)
+    assert found.low <= 126.5 and found.high > 2000
+    assert len(scales.ticks(plot.y, found)) >= 2
+    assert "SLO: p99 &lt; 2s" in figures.draw(plot)
 
 
 def test_failures_are_bars_over_time() -> None:
     run = made_runs.partial()
     (figure,) = drawn(run)["over_time"]
     bars = traces(figure)["failed requests"]
-    assert sum(bars["y"]) == summary.figures_of(run, run.levels[0]).num_failed
-    assert bars["yaxis"] == "y2" and "yaxis2" in figure["layout"]
+    assert sum(bars.highs) == summary.figures_of(run, run.levels[0]).num_failed
+    assert bars.is_right and figure.right is not None
 
 
 def test_gpus_and_memory_are_drawn_with_the_cpu() -> None:
@@ -178,29 +195,32 @@ def test_gpus_and_memory_are_drawn_with_the_cpu() -> None:
     (figure,) = drawn(run)["utilisation"]
     found = traces(figure)
     assert list(found) == ["CPU", "GPU 0", "GPU 1", "memory"]
-    assert found["memory"]["y"] == [2.0] and found["GPU 0"]["y"] == [80.0]
+    assert found["memory"].y == (2.0,) and found["GPU 0"].y == (80.0,)
+    assert found["memory"].is_right and found["memory"].texts == ("2.00 GiB",)
 
 
 def test_streams_have_three_distributions_and_their_limit() -> None:
     figure = drawn(made_runs.streams())["streams"][1]
     assert list(traces(figure)) == ["TTFT", "ITL", "TPOT"]
-    assert [note["text"] for note in figure["layout"]["annotations"]] == ["SLO: p99 ttft < 200ms"]
+    assert limits(figure) == ["SLO: p99 ttft < 200ms"]
     # The limit on the first token is none on the whole answer.
-    assert drawn(made_runs.streams())["cdf"][0]["layout"]["annotations"] == []
+    assert limits(drawn(made_runs.streams())["cdf"][0]) == []
 
 
 @pytest.mark.parametrize("make", [made_runs.sweep, made_runs.streams, made_runs.partial])
-def test_figures_are_plain_json(make: Any) -> None:
-    def refuse(word: str) -> None:
-        raise AssertionError(word)
+def test_every_plot_is_well_formed_without_words_for_missing_numbers(make: Any) -> None:
+    for listed in drawn(make()).values():
+        for plot in filter(None, listed):
+            text = figures.draw(plot)
+            assert ElementTree.fromstring(text).tag == "svg"
+            coordinates = " ".join(re.findall(r' (?:d|x|y|cx|cy|r|width|height)="([^"]*)"', text))
+            assert "nan" not in coordinates and "inf" not in coordinates
 
-    text = msgspec.json.encode(bench_figures.plain(drawn(make())))
-    json.loads(text, parse_constant=refuse)
-    assert bench_figures.plain({"a": [math.nan, (math.inf, 1.0)]}) == {"a": [None, [None, 1.0]]}
 
-
-@pytest.mark.parametrize("number", [1, 2, 6, 11])
-def test_every_level_has_its_own_colour(number: int) -> None:
-    found = bench_figures.colours(number)
-    assert len(set(found)) == number
-    assert all(len(colour) == 7 for colour in found)
+def test_the_extremes_of_a_run_are_in_the_plot() -> None:
+    run = made_runs.sweep("p99 < 20ms")
+    (plot,) = drawn(run)["cdf"]
+    text = figures.draw(plot)
+    for level in run.levels:
+        row = summary.figures_of(run, level)
+        assert f"{row.label} p99: {units.duration(row.latency['p99'].value)}" in text

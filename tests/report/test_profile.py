@@ -29,7 +29,6 @@ def test_nothing_is_loaded_from_elsewhere(profile) -> None:
     text = text_of(html)
     assert not re.search(r"(src|href)=", text)
     assert "default-src 'none'" in html
-    assert "Plotly" in html
 
 
 def test_a_disturbed_profile_promises_nothing(profile) -> None:

@@ -1,65 +1,73 @@
-"""Figures of a profile."""
+"""Plots of a profile."""
+
+from typing import Any
 
 import pytest
 
-from penstock.report import profile_figures
+from penstock.report import figures, profile_figures
+
+
+def plot(name: str, profile) -> Any:
+    found = profile_figures.plots_of(profile)[name]
+    assert found is not None
+    return found
 
 
 def test_a_dot_lies_where_its_operator_is(profile) -> None:
-    (figure,) = profile_figures.figures(profile)["roofline"]
-    assert figure is not None
-    dots = next(each for each in figure["data"] if each["name"] == "compute-bound")
+    found = plot("roofline", profile)
+    dots = found.named("compute-bound")
     operator = profile.operators[0]
-    assert dots["x"] == [pytest.approx(operator.flops / operator.num_bytes)]
-    assert dots["y"] == [pytest.approx(operator.flops / 16e-3 / 1e9)]
-    assert (figure["layout"]["xaxis"]["type"], figure["layout"]["yaxis"]["type"]) == ("log", "log")
+    assert dots.x == (pytest.approx(operator.flops / operator.num_bytes),)
+    assert dots.y == (pytest.approx(operator.flops / 16e-3 / 1e9),)
+    assert found.x.is_log and found.y.is_log
 
 
 def test_roofs_are_the_measured_peaks(profile) -> None:
-    (figure,) = profile_figures.figures(profile)["roofline"]
-    assert figure is not None
-    roofs = {each["name"]: each for each in figure["data"] if each["mode"] == "lines"}
-    assert roofs["FP32 100 GFLOP/s"]["y"] == [100, 100]
-    slope = roofs["memory 10.0 GB/s"]
-    assert [y / x for x, y in zip(slope["x"], slope["y"], strict=True)] == [pytest.approx(10)] * 2
+    found = plot("roofline", profile)
+    assert found.named("FP32 100 GFLOP/s").y == (100, 100)
+    slope = found.named("memory 10.0 GB/s")
+    assert [y / x for x, y in zip(slope.x, slope.y, strict=True)] == [pytest.approx(10)] * 2
 
 
 def test_what_takes_no_time_is_no_dot(profile) -> None:
     profile.operators[1].seconds = 1e-9
-    (figure,) = profile_figures.figures(profile)["roofline"]
-    assert figure is not None
-    assert sum(len(each["x"]) for each in figure["data"] if each["mode"] == "markers") == 1
+    found = plot("roofline", profile)
+    assert sum(len(mark.x) for mark in found.marks if mark.radii) == 1
 
 
 def test_names_of_operators_are_text_and_no_markup(profile) -> None:
     profile.operators[0].name = "<a href='elsewhere'>MatMul</a>"
-    (figure,) = profile_figures.figures(profile)["roofline"]
-    assert figure is not None
-    texts = [text for each in figure["data"] for text in each.get("text", ())]
-    assert any("&lt;a href=" in text for text in texts)
-    assert not any("<a" in text for text in texts)
+    text = figures.draw(plot("roofline", profile))
+    assert "&lt;a href=" in text and "<a" not in text
 
 
 def test_bars_add_up_to_the_time(profile) -> None:
-    (figure,) = profile_figures.figures(profile)["types"]
-    assert figure is not None
-    assert sum(sum(each["x"]) for each in figure["data"]) == pytest.approx(19)
+    found = plot("types", profile)
+    total = sum(
+        high - low for bars in found.marks for low, high in zip(bars.lows, bars.highs, strict=True)
+    )
+    assert total == pytest.approx(19)
 
 
 def test_where_there_is_nothing_nothing_is_drawn(profile) -> None:
     profile.operators, profile.steps, profile.buckets = [], [], []
-    assert [each for listed in profile_figures.figures(profile).values() for each in listed] == [
-        None
-    ] * 5
+    assert list(profile_figures.plots_of(profile).values()) == [None] * 5
+
+
+def test_ceilings_and_parts_of_a_request_have_their_values(profile) -> None:
+    steps = plot("steps", profile)
+    assert [step.name for step in profile.steps] == list(steps.y.categories)
+    ends = [high for bars in steps.marks for high in bars.highs]
+    assert sorted(ends) == sorted(step.ceiling for step in profile.steps)
+    assert plot("buckets", profile).marks[0].labels == ("1.00 ms", "3.00 ms", "20.0 ms")
 
 
 def test_a_gpu_s_lanes_are_drawn_where_they_were(gpu) -> None:
-    figure = profile_figures.timeline(gpu)
-    assert figure is not None
-    assert figure["layout"]["barmode"] == "overlay"
-    drawn = {trace["name"]: trace for trace in figure["data"]}
-    assert list(drawn) == ["copies out", "kernels", "copies in"]
-    assert drawn["kernels"]["base"] == [pytest.approx(1.0)]
-    assert drawn["kernels"]["x"] == [pytest.approx(6.0)]
+    found = profile_figures.timeline(gpu)
+    assert found is not None
+    assert found.y.categories == ("copies in", "kernels", "copies out")
+    kernels: Any = found.named("kernels")
+    assert kernels.lows == (pytest.approx(1.0),)
+    assert kernels.highs == (pytest.approx(7.0),)
     # What a kernel is called is not read as markup.
-    assert "gemm&lt;128&gt;" in drawn["kernels"]["text"][0]
+    assert "gemm&lt;128&gt;" in figures.draw(found)

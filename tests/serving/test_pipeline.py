@@ -20,6 +20,7 @@ from penstock.config import (
     Preprocess,
     QueuePolicy,
 )
+from penstock.dashboard.state import num_ready
 from penstock.errors import (
     BackendFailed,
     Cancelled,
@@ -296,6 +297,8 @@ def test_it_is_ready_when_every_stage_is():
     async def scenario(pipeline, puppets):
         assert pipeline.is_ready and pipeline.shown_state == "READY"
         assert [place.index for place in pipeline.instances] == [0, 1]
+        # One instance of the network, as configured; that of the first stage does not count.
+        assert num_ready(pipeline) == pipeline.config.num_instances == 1
         puppets.alive[0].kill()
         await settle()
         assert not pipeline.is_ready and pipeline.shown_state == "UNAVAILABLE"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.serving.environment import allowed, asked_for
+from penstock.environment import allowed, asked_for
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""A process that runs a Python model's file to learn its tensors: `python -m
+penstock.backends.python_reader FD FILE`.
+
+The answer goes to a file descriptor, because the code may print anything. `python_file` starts this
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+
+from penstock.backends import triton_python_backend_utils as pb_utils
+from penstock.backends.python import Code
+from penstock.backends.python_signature import TRITON, find_entry, read_form
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import ConfigError
+from penstock.python_file import SignatureReport
+from penstock.types import Signature, TensorSpec
+
+# Of the model, as errors name it.
+VERSION = "1"
+NOT_TOLD = (
+    f"{TRITON} does not say what tensors it has; write config.pbtxt, or a static method "
+    "auto_complete_config"
+)
+
+
+def read(path: Path) -> Signature:
+    """Run the file and return the signature of its model."""
+    code = Code(ModelConfig("", VERSION, "python", str(path), (), (), 0, BatchPolicy(1)))
+    try:
+        module = code.load()
+        if hasattr(module, TRITON):
+            return _read_triton(code, module)
+        return read_form(find_entry(module)).signature()
+    finally:
+        code.close()
+
+
+def _read_triton(code: Code, module: ModuleType) -> Signature:
+    complete = getattr(getattr(module, TRITON), "auto_complete_config", None)
+    if complete is None:
+        raise ConfigError([NOT_TOLD])
+    config = pb_utils.AutoConfig()
+    with code.explained("auto_complete_config: "):
+        config = complete(config) or config
+    values = config.as_dict()
+    max_batch = int(values["max_batch_size"])
+    prefix = (-1,) if max_batch else ()
+    tensors = {
+        kind: tuple(
+            TensorSpec(
+                str(item["name"]),
+                pb_utils.v2_datatype(item["data_type"]),
+                (*prefix, *map(int, item["dims"])),
+                is_optional=bool(item.get("optional")),
+            )
+            for item in values[kind]
+        )
+        for kind in ("input", "output")
+    }
+    if not tensors["output"]:
+        raise ConfigError([NOT_TOLD])
+    return Signature(tensors["input"], tensors["output"], chosen_batch=max_batch)
+
+
+def main() -> None:
+    fd, path = int(sys.argv[1]), Path(sys.argv[2])
+    try:
+        report = SignatureReport(read(path))
+    except ConfigError as error:
+        label = f"{VERSION}/{path.name}: "
+        problems = tuple(problem.removeprefix(label) for problem in error.problems)
+        report = SignatureReport(None, problems)
+    with os.fdopen(fd, "wb") as pipe:
+        pipe.write(msgspec.json.encode(report))
+    # Threads of the model's code must not keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Reloads Python models whose files change, for development (`penstock serve --reload`).
+
+A model is reloaded as operators do it: the new version starts beside the old one, takes over, and
+the old one finishes its requests. If the new one cannot be loaded, the old one stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.python_file import local_imports
+from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+
+log = logging.getLogger("penstock.reload")
+INTERVAL_S = 0.5
+
+# Modification time and size of each file; None if it is missing.
+Stamps = Mapping[Path, tuple[int, int] | None]
+
+
+class Reloader:
+    """Watches the files of the loaded Python models: the model's own and the modules beside it that
+    it imports. Runs on the core's event loop, reads files off it."""
+
+    def __init__(self, catalog: Catalog, control: Control, interval_s: float = INTERVAL_S) -> None:
+        self._catalog = catalog
+        self._control = control
+        self._interval_s = interval_s
+        # Of each model: the files that were loaded, and those of the last look.
+        self._loaded: dict[str, Stamps] = {}
+        self._seen: dict[str, Stamps] = {}
+
+    async def run(self) -> None:
+        while True:
+            for name in await asyncio.to_thread(self._find_changed, self._files()):
+                await self._reload(name)
+            await asyncio.sleep(self._interval_s)
+
+    def _files(self) -> dict[str, list[Path]]:
+        """Return the files of each loaded Python model, one for each version."""
+        found: dict[str, list[Path]] = {}
+        for model in self._catalog:
+            if model.config.backend == "python":
+                found.setdefault(model.config.name, []).append(Path(model.config.artifact))
+        return found
+
+    def _find_changed(self, models: Mapping[str, list[Path]]) -> list[str]:
+        """Return the models that differ from what was loaded. A change is reported once, whether it
+        can be loaded or not, and when it has lasted for one interval: editors write in parts."""
+        changed: list[str] = []
+        for name, paths in models.items():
+            files = {file for path in paths for file in (path, *local_imports(path))}
+            stamps = {file: _stamp(file) for file in sorted(files)}
+            is_new = self._loaded.setdefault(name, stamps) != stamps
+            if is_new and self._seen.get(name) == stamps:
+                self._loaded[name] = stamps
+                changed.append(name)
+            self._seen[name] = stamps
+        return changed
+
+    async def _reload(self, name: str) -> None:
+        log.info("%s has changed and is reloaded", name, extra={"model": name})
+        try:
+            await self._control.reload(name)
+        except PenstockError as error:
+            # The catalog has logged why a model cannot be loaded.
+            is_logged = self._catalog.failure(name) is not None
+            reason = "" if is_logged else f": {error}"
+            log.warning("%s keeps the code it had%s", name, reason, extra={"model": name})
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
