@@ -1,5 +1,7 @@
 """Flags become a plan, or an error that names what is wrong; commands end as CI expects."""
 
+import json
+import re
 import shlex
 import signal
 import socket
@@ -154,6 +156,7 @@ def test_seeds_differ_unless_given() -> None:
         (["--arrivals", "constant"], "--arrivals applies to --rate, --ramp, --steps, --max-rate"),
         (["--data-name", "x"], "--data-name needs --data"),
         (["--body", "@no/such/file"], "--body: no/such/file cannot be read"),
+        (["-b", "0"], "--batch-size: '0' is not a batch size; expected one like 8, 1,8,32, 1:32"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
@@ -278,6 +281,31 @@ def test_a_run_and_its_report(tmp_path: Path) -> None:
         check=True,
     )
     assert shown.stdout == done.stdout
+
+
+def test_json_to_stdout_is_alone_there() -> None:
+    done = run_bench(IN_PROCESS, *SHORT, "--slo", "p99 < 30s", "--gate", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"]["slo"] == "kept"
+    assert "pass" in done.stderr
+
+
+def test_a_quiet_run_prints_its_verdict_only() -> None:
+    done = run_bench(IN_PROCESS, *SHORT, "--slo", "p99 < 30s", "--quiet")
+    assert done.stdout.startswith("SLO kept") and done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_a_sweep_has_a_table_and_a_file_for_each_batch_size(tmp_path: Path) -> None:
+    short = ["--duration", "300ms", "--warm-up", "0s"]
+    done = run_bench(IN_PROCESS, *short, "-b", "1:2", "--json", str(tmp_path / "run.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("highest throughput: ")
+    sizes = re.findall(r"^ +(\d+) +concurrency 1 ", done.stdout, re.M)
+    assert sizes == ["1", "2"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run-b1.json", "run-b2.json"]
+    done = run_bench(IN_PROCESS, *short, "-b", "1,2", "--json", "-")
+    assert [run["batch_size"] for run in json.loads(done.stdout)] == [1, 2]
 
 
 def test_the_gate_is_shut_by_a_missed_slo() -> None:

@@ -148,6 +148,28 @@ class TestWithoutAVersion:
         assert reason in ended.stderr and "free some space" not in ended.stderr
 
 
+class TestOutputs:
+    """The verdict alone, or JSON alone."""
+
+    def ask(self, tmp_path, monkeypatch, *flags):
+        (tmp_path / "m.onnx").write_bytes(b"")
+        found = made_optimizations.kept()
+        monkeypatch.setattr(optimizations, "run", lambda plan, watch, command: found)
+        asked = ["--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
+        asked += ["--html", str(tmp_path / "page.html"), *flags]
+        ended = CliRunner().invoke(command, [str(tmp_path / "m.onnx"), *asked])
+        assert ended.exit_code == ExitCode.OK, ended.output
+        return ended, found
+
+    def test_json_to_stdout_is_alone_there(self, tmp_path, monkeypatch):
+        ended, found = self.ask(tmp_path, monkeypatch, "--json", "-")
+        assert json.loads(ended.stdout)["name"] == found.name
+
+    def test_a_quiet_run_prints_its_verdict_only(self, tmp_path, monkeypatch):
+        ended, found = self.ask(tmp_path, monkeypatch, "--quiet")
+        assert ended.stdout.splitlines() == [found.headline]
+
+
 class TestAFullDisk:
     """The command ends with a line, and what was found is not lost."""
 

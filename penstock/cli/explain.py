@@ -24,9 +24,9 @@ from penstock.errors import ConfigError
 @click.option(
     "--url",
     default="",
-    show_default="http://127.0.0.1:8000",
     metavar="URL",
-    help="HTTP address of the server. Change it when the server runs elsewhere.",
+    help="HTTP address of the server. Default: http://127.0.0.1:8000. Change it when the server "
+    "runs elsewhere.",
 )
 @click.option(
     "--version",
@@ -39,14 +39,14 @@ from penstock.errors import ConfigError
     default="",
     envvar="PENSTOCK_API_KEY",
     metavar="KEY",
-    help="API key with the scope 'metrics'. Needed when the server asks for one. Prefer "
-    "PENSTOCK_API_KEY: other users of the machine can see flags.",
+    help="API key with the scope 'metrics'. Default: none. Needed when the server asks for one. "
+    "Prefer PENSTOCK_API_KEY: other users of the machine can see flags.",
 )
 @click.option(
     "--watch",
     is_flag=True,
-    help="Ask every second until Ctrl-C. Use it to see the batcher at work under load; a terminal "
-    "shows what fits, the most important first.",
+    help="Ask every second until Ctrl-C. Default: off. Use it to see the batcher at work "
+    "under load; a terminal shows what fits, the most important first.",
 )
 @click.option(
     "--json",
@@ -55,7 +55,8 @@ from penstock.errors import ConfigError
     flag_value=STDOUT,
     default="",
     metavar="[FILE]",
-    help="Write the answer as JSON to FILE; - or nothing writes to stdout. Use it in scripts.",
+    help="Write the answer as JSON. FILE - is stdout. Default: none; without FILE, stdout. Use it "
+    "in scripts.",
 )
 def explain(model: str, url: str, version: str, api_key: str, watch: bool, json_path: str) -> None:
     """Explain what the batcher does with MODEL on a running server, and why batches are small.

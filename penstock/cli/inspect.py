@@ -21,7 +21,8 @@ from penstock.errors import ConfigError
     "json_path",
     metavar="FILE",
     default="",
-    help="Write the result as JSON to FILE; - writes to stdout. Default: none. Use it in scripts.",
+    help="Write the result as JSON to FILE. Default: none. - writes to stdout, and nothing else "
+    "there. Use it in scripts.",
 )
 def inspect(source: str, json_path: str) -> None:
     """Show how MODEL would be served, as config.pbtxt with every default.

@@ -130,7 +130,9 @@ def _write_flag(each: click.Option, ctx: click.Context, formatter: click.HelpFor
     record = each.get_help_record(ctx)
     assert record is not None
     names = record[0]
-    summary, details = getattr(each, "summary", record[1]), getattr(each, "details", "")
+    summary, _, details = record[1].partition(". ")
+    if isinstance(each, FlagOption):
+        summary, details = each.summary, each.details
     width = max(formatter.width - COLUMN, 20)
     lines = [*textwrap.wrap(summary, width), *textwrap.wrap(details, width)]
     head = f"  {names}"

@@ -39,8 +39,8 @@ log = logging.getLogger("penstock")
     "-q",
     "--quiet",
     is_flag=True,
-    help="Print nothing at start, and log warnings only. Default: off. Use it where logs are read "
-    "by machines only.",
+    help="Print nothing at start; log warnings only. Default: off. Use it when only problems "
+    "matter.",
 )
 def serve(source: str, options: ServeOptions, quiet: bool) -> None:
     """Serve MODEL over the v2 protocol, HTTP and gRPC, until Ctrl-C.
