@@ -32,9 +32,10 @@ check: lint
 test: lint
 	$(PYTEST) -m "not verify and not slow"
 
-# Tests that are slow by nature: long loads, fault injection, installing the wheel.
+# Tests that are slow by nature, and the property tests with all their examples.
 test-slow: $(READY)
 	$(PYTEST) -m "slow and not verify"
+	$(PYTEST) -m "hypothesis and not slow and not verify" --hypothesis-profile full
 
 # On a machine with an NVIDIA GPU; elsewhere everything is skipped.
 test-gpu: $(READY)

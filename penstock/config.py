@@ -44,6 +44,9 @@ TOKENIZER, IMAGE = "tokenizer", "image"
 STAGES = (TOKENIZER, IMAGE)
 CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING = "classifier", "token_classifier", "embedding"
 HEADS = (CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING)
+# Inputs that a head takes beside the network's outputs; the network does not get them.
+OFFSETS = "offsets"
+HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: (OFFSETS,)}
 # The backend of such a stage.
 PREPROCESS_BACKEND = "preprocess"
 # The option to run a model's layers over concatenated tokens, without padding.
@@ -257,17 +260,28 @@ class ModelConfig:
     def model(self) -> ModelConfig:
         """The configuration of the model itself, without the functions around it."""
         config = self.without_postprocess
-        before = self.preprocess
+        before = config.preprocess
         if before is None:
             return config
         return replace(config, inputs=before.inputs, padding=before.padding, preprocess=None)
 
     @property
     def without_postprocess(self) -> ModelConfig:
-        """The configuration without its postprocess function: outputs are the model's own."""
-        if self.postprocess is None:
+        """The configuration without its postprocess function: outputs are the model's own, and
+        there are no inputs of a head."""
+        made, before = self.postprocess, self.preprocess
+        if made is None:
             return self
-        return replace(self, outputs=self.postprocess.outputs, postprocess=None)
+        config = replace(self, outputs=made.outputs, postprocess=None)
+        names = HEAD_INPUTS.get(made.function, ())
+        if not names:
+            return config
+        if before is None:
+            padding = _without_inputs(config.padding, names)
+            return replace(config, inputs=_without_names(config.inputs, names), padding=padding)
+        padding = _without_inputs(before.padding, names)
+        inputs = _without_names(before.inputs, names)
+        return replace(config, preprocess=replace(before, inputs=inputs, padding=padding))
 
     @property
     def is_processed(self) -> bool:
@@ -283,6 +297,11 @@ class ModelConfig:
     def has_head(self) -> bool:
         """Whether a built-in step computes the answers from the model's outputs, by the batch."""
         return self.postprocess is not None and self.postprocess.function in HEADS
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, if an output has them."""
+        return next((spec.labels for spec in self.outputs if spec.labels), ())
 
     @property
     def folder(self) -> Path:
@@ -345,6 +364,16 @@ class ModelConfig:
     @property
     def platform(self) -> str:
         return "onnxruntime_onnx" if self.backend == "onnxruntime" else self.backend
+
+
+def _without_names(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[TensorSpec, ...]:
+    return tuple(spec for spec in specs if spec.name not in names)
+
+
+def _without_inputs(padding: Padding | None, names: Sequence[str]) -> Padding | None:
+    if padding is None:
+        return None
+    return replace(padding, axes=tuple(each for each in padding.axes if each.input not in names))
 
 
 @dataclass(frozen=True, slots=True)

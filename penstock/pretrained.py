@@ -37,6 +37,9 @@ DEFAULT_MAX_LENGTH = 512
 NO_LIMIT = 1_000_000
 # Position embeddings of these start behind the padding token's number.
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer", "data2vec-text")
+# Image processors whose settings say all they do. "ConvNext" warps images from this size on.
+IMAGE_KINDS = ("ViT", "DeiT", "Bit", "CLIP", "Siglip", "MobileNetV1", "MobileNetV2", "ConvNext")
+WARPED_FROM = 384
 HIDDEN_SIZES = ("hidden_size", "d_model", "dim", "n_embd")
 Task = Literal["text classifier", "token classifier", "image classifier", "encoder"]
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -198,6 +201,95 @@ def _pooling(path: Path) -> Pooling:
             [f"{where}: {len(chosen)} pooling modes; expected one of {', '.join(POOLINGS)}"]
         )
     return chosen[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """How an image becomes pixels: resized, cropped to `height` x `width`, scaled, normalised."""
+
+    height: int
+    width: int
+    # Height and width before the crop; None if only the shortest edge is given, or neither.
+    resize: tuple[int, int] | None
+    # 0: not used.
+    shortest_edge: int
+    # Filter of Pillow, by its number.
+    resample: int
+    scale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def image_settings(folder: Path) -> ImageSettings:
+    """Return how preprocessor_config.json wants images. ConfigError for kinds that do more."""
+    path = folder / PREPROCESSOR
+    if not path.is_file():
+        raise ConfigError([f"no {PREPROCESSOR}; it says how images are resized and normalised"])
+    settings = _read_json(path)
+    name = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    kind = name.removesuffix("Fast").removesuffix("ImageProcessor").removesuffix("FeatureExtractor")
+    if kind not in IMAGE_KINDS:
+        known = ", ".join(IMAGE_KINDS)
+        raise ConfigError([f"{PREPROCESSOR}: '{name}' is not supported; expected that of {known}"])
+    shortest, resize = _resize(settings)
+    crop = _crop(settings)
+    if kind == "ConvNext" and 0 < shortest < WARPED_FROM:
+        crop = (shortest, shortest)
+        shortest = int(shortest / float(settings.get("crop_pct") or 224 / 256))
+    elif kind == "ConvNext":
+        shortest, resize = 0, (shortest, shortest)
+    final = crop or resize
+    if final is None:
+        expected = "expected height and width, or crop_size"
+        raise ConfigError([f"{PREPROCESSOR}: images would have any size; {expected}"])
+    scale = settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 1.0
+    is_normalized = settings.get("do_normalize", True)
+    return ImageSettings(
+        *final,
+        resize,
+        shortest,
+        int(settings.get("resample", 2)),
+        float(scale),
+        _channels(settings, "image_mean") if is_normalized else (0.0, 0.0, 0.0),
+        _channels(settings, "image_std") if is_normalized else (1.0, 1.0, 1.0),
+    )
+
+
+def _resize(settings: Mapping[str, Any]) -> tuple[int, tuple[int, int] | None]:
+    """Return the shortest edge, or height and width, to resize to."""
+    size = settings.get("size")
+    if not settings.get("do_resize", True) or size is None:
+        return 0, None
+    if isinstance(size, int):
+        return 0, (size, size)
+    if isinstance(size, dict) and isinstance(size.get("shortest_edge"), int):
+        if size.get("longest_edge"):
+            raise ConfigError([f"{PREPROCESSOR}: size.longest_edge is not supported"])
+        return size["shortest_edge"], None
+    return 0, _height_and_width(size, "size")
+
+
+def _crop(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    size = settings.get("crop_size")
+    if not settings.get("do_center_crop") or size is None:
+        return None
+    return (size, size) if isinstance(size, int) else _height_and_width(size, "crop_size")
+
+
+def _height_and_width(size: Any, key: str) -> tuple[int, int]:
+    if isinstance(size, dict):
+        both = size.get("height"), size.get("width")
+        if isinstance(both[0], int) and isinstance(both[1], int):
+            return both[0], both[1]
+    raise ConfigError([f"{PREPROCESSOR}: {key}: {size}; expected height and width"])
+
+
+def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    given = settings.get(key)
+    values = [given] * 3 if isinstance(given, int | float) else given
+    if not isinstance(values, list) or len(values) != 3:
+        raise ConfigError([f"{PREPROCESSOR}: {key}: {given}; expected three numbers"])
+    return float(values[0]), float(values[1]), float(values[2])
 
 
 def _optional_json(path: Path) -> Mapping[str, Any]:

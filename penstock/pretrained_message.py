@@ -11,22 +11,34 @@ from pathlib import Path
 from typing import Any
 
 from penstock import devices, onnx_file, pretrained
-from penstock.config import EMBEDDING, TOKENIZER
+from penstock.config import EMBEDDING, IMAGE, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
 from penstock.errors import ConfigError
 from penstock.pretrained import Pretrained
 from penstock.types import TensorSpec
 
 TEXT = TensorSpec("TEXT", "BYTES", (1,))
+IMAGE_INPUT = TensorSpec("IMAGE", "BYTES", (1,))
+PIXELS = "pixel_values"
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
+# Any of them is a tokenizer, with or without others.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 # Lengths that texts are padded to. Few, because each is warmed up at every batch size.
 BUCKETS = (16, 32, 64, 128, 256, 512)
-MAX_BATCH = 32
+MAX_BATCH, MAX_IMAGES = 32, 16
 # Most tokens of a batch: a larger one takes longer without being more efficient.
 CPU_TOKENS, GPU_TOKENS = 2048, 16384
 # Outputs of exported networks, in order of preference.
 ONNX_LOGITS = ("logits",)
 SENTENCE = "sentence_embedding"
 ONNX_VECTORS = (SENTENCE, "last_hidden_state", "token_embeddings")
+ANSWERS = (*ONNX_LOGITS, *ONNX_VECTORS)
 
 
 def complete(message: Any, found: Pretrained) -> Path:
@@ -41,31 +53,69 @@ def complete(message: Any, found: Pretrained) -> Path:
     if message.backend == "pytorch":
         file = pretrained.CONFIG
     message.default_model_filename = file
-    taken = _onnx_inputs(found) if file.endswith(".onnx") else _tokens(TOKENS[:2])
-    given = _onnx_output(found) if file.endswith(".onnx") else _torch_output(found)
-    message.max_batch_size = message.max_batch_size or MAX_BATCH
+    is_image = found.task == "image classifier"
+    steps = _image_steps(found, file) if is_image else _text_steps(found, file, message.backend)
+    message.max_batch_size = message.max_batch_size or (MAX_IMAGES if is_image else MAX_BATCH)
     message.dynamic_batching.SetInParent()
-    _add(message.input, [TEXT])
-    _add(message.output, outputs(found, given))
-    longest = pretrained.max_length(found.folder, found.config)
-    pad = pretrained.pad_token(found.config)
-    fills = {name: pad if name == TOKENS[0] else 0 for name in TOKENS}
-    budget = GPU_TOKENS if message.backend == "pytorch" and devices.read_gpus() else CPU_TOKENS
-    buckets = [each for each in BUCKETS if each < longest] + [min(longest, BUCKETS[-1])]
-    buckets = sorted(set(buckets))
-    values = {
-        "penstock.preprocess": TOKENIZER,
-        "penstock.model_inputs": _listed(taken),
-        "penstock.postprocess": found.head,
-        "penstock.model_outputs": _listed([given]),
-        "penstock.pad": ", ".join(f"{each.name}[0]={fills[each.name]}" for each in taken),
-        "penstock.pad_buckets": ",".join(map(str, buckets)),
-        "penstock.max_tokens": str(max(budget, buckets[-1])),
-    }
-    for key, value in values.items():
+    _add(message.input, [IMAGE_INPUT if is_image else TEXT])
+    _add(message.output, outputs(found, _network_output(found, file)))
+    for key, value in steps.items():
         if key not in message.parameters:
             message.parameters[key].string_value = value
     return found.folder / file
+
+
+def _text_steps(found: Pretrained, file: str, backend: str) -> dict[str, str]:
+    """Return the parameters of a network behind a tokenizer."""
+    if not has_tokenizer(found.folder):
+        save = "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) writes one"
+        raise ConfigError([f"a {found.task} without a tokenizer; {save}"])
+    taken = text_inputs(found, file)
+    pad = pretrained.pad_token(found.config)
+    padding = [f"{each.name}[0]={pad if each.name == TOKENS[0] else 0}" for each in taken]
+    longest = pretrained.max_length(found.folder, found.config)
+    buckets = sorted({*(each for each in BUCKETS if each < longest), min(longest, BUCKETS[-1])})
+    budget = GPU_TOKENS if backend == "pytorch" and devices.read_gpus() else CPU_TOKENS
+    return {
+        "penstock.preprocess": TOKENIZER,
+        "penstock.model_inputs": _listed(taken),
+        "penstock.postprocess": found.head,
+        "penstock.model_outputs": _listed([_network_output(found, file)]),
+        "penstock.pad": ", ".join(padding),
+        "penstock.pad_buckets": ",".join(map(str, buckets)),
+        "penstock.max_tokens": str(max(budget, buckets[-1])),
+    }
+
+
+def _image_steps(found: Pretrained, file: str) -> dict[str, str]:
+    """Return the parameters of a network behind an image step."""
+    settings = pretrained.image_settings(found.folder)
+    name, datatype = PIXELS, "FP32"
+    if file.endswith(".onnx"):
+        taken = onnx_file.read_signature(found.folder / file).inputs
+        if len(taken) != 1:
+            names = ", ".join(each.name for each in taken)
+            raise ConfigError([f"{file}: takes {names}; expected one input, {PIXELS}"])
+        name, datatype = taken[0].name, taken[0].datatype
+    pixels = TensorSpec(name, datatype, (3, settings.height, settings.width))
+    return {
+        "penstock.preprocess": IMAGE,
+        "penstock.model_inputs": _listed([pixels]),
+        "penstock.postprocess": found.head,
+        "penstock.model_outputs": _listed([_network_output(found, file)]),
+    }
+
+
+def text_inputs(found: Pretrained, file: str) -> list[TensorSpec]:
+    """Return what the tokenizer makes of a text: the network's inputs, and those of the head."""
+    taken = _onnx_inputs(found) if file.endswith(".onnx") else _tokens(TOKENS[:2])
+    if found.head == TOKEN_CLASSIFIER:
+        taken.append(TensorSpec(OFFSETS, "INT64", (-1, 2)))
+    return taken
+
+
+def _network_output(found: Pretrained, file: str) -> TensorSpec:
+    return _onnx_output(found) if file.endswith(".onnx") else _torch_output(found)
 
 
 def outputs(found: Pretrained, given: TensorSpec) -> list[TensorSpec]:
@@ -73,11 +123,21 @@ def outputs(found: Pretrained, given: TensorSpec) -> list[TensorSpec]:
     if found.head == EMBEDDING:
         return [TensorSpec("EMBEDDING", "FP32", (given.shape[-1],))]
     num_labels = len(pretrained.labels(found.config))
+    if found.head == TOKEN_CLASSIFIER:
+        return [
+            TensorSpec("ENTITIES", "BYTES", (1,)),
+            TensorSpec("SCORES", "FP32", (-1, num_labels)),
+            TensorSpec("OFFSETS", "INT64", (-1, 2)),
+        ]
     return [
         TensorSpec("LABEL", "BYTES", (1,)),
         TensorSpec("SCORE", "FP32", (1,)),
         TensorSpec("SCORES", "FP32", (num_labels,)),
     ]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / each).is_file() for each in TOKENIZER_FILES)
 
 
 def notes(folder: Path, head: str) -> list[str]:
@@ -91,7 +151,8 @@ def _torch_output(found: Pretrained) -> TensorSpec:
     if found.head == EMBEDDING:
         return TensorSpec("last_hidden_state", "FP32", (-1, pretrained.hidden_size(found.config)))
     num_labels = len(pretrained.labels(found.config))
-    return TensorSpec("logits", "FP32", (num_labels,))
+    shape = (-1, num_labels) if found.head == TOKEN_CLASSIFIER else (num_labels,)
+    return TensorSpec("logits", "FP32", shape)
 
 
 def _tokens(names: Sequence[str]) -> list[TensorSpec]:

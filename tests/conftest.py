@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, settings
 from onnx import TensorProto, helper
 
 # No test depends on the speed of the machine, and neither does the drawing of examples. `make test`
-# draws the same examples every time; `--hypothesis-profile explore` draws new ones.
+# draws the same examples every time, `make test-slow` more of them (profile full; see
+# example_counts), and `--hypothesis-profile explore` draws new ones.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("penstock", settings.get_profile("explore"), derandomize=True)
+settings.register_profile("full", settings.get_profile("explore"), derandomize=True)
+settings.register_profile("penstock", settings.get_profile("full"))
 settings.load_profile("penstock")
 # Triton reads it when it is imported: without a GPU, kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():

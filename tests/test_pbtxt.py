@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from example_counts import at_most
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,7 +171,7 @@ def read_back(text: str, root: str) -> ModelConfig:
     return replace(pbtxt.resolve(pbtxt.parse(text), "model", folder), artifact="")
 
 
-@settings(max_examples=300)
+@settings(max_examples=at_most(300))
 @given(configs())
 def test_what_is_written_reads_back_to_an_equal_configuration(config: ModelConfig) -> None:
     with tempfile.TemporaryDirectory() as root:

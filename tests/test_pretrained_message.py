@@ -1,10 +1,13 @@
 """Hugging Face folders as served: configuration, and answers as transformers gives them."""
 
+import io
+import json
 import threading
 
 import numpy as np
 import pytest
 import tiny_pretrained as tiny
+from PIL import Image
 
 import penstock
 from penstock import pbtxt, repository
@@ -75,6 +78,13 @@ def test_tensors_in_that_configuration_are_refused(tmp_path):
     text = 'input { name: "x" data_type: TYPE_FP32 dims: 1 }'
     (folder / "config.pbtxt").write_text(text)
     assert "leave them out" in repository.read(folder).problems["m"][0]
+
+
+def test_a_text_model_needs_a_tokenizer(tmp_path):
+    folder = tiny.write_classifier(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    (problem,) = repository.read(folder).problems["m"]
+    assert problem.startswith("a text classifier without a tokenizer; AutoTokenizer")
 
 
 def test_such_a_folder_may_stand_in_a_repository(tmp_path):
@@ -148,3 +158,50 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     path.write_text(path.read_text().replace("BertModel", "BertForSequenceClassification"))
     with pytest.raises(ConfigError, match="no weights for classifier"):
         penstock.load(str(folder))
+
+
+def test_entities_are_those_of_transformers(tmp_path):
+    folder = tiny.write_tagger(tmp_path / "m")
+    ask = transformers.pipeline(
+        "token-classification", model=str(folder), aggregation_strategy="simple"
+    )
+    with penstock.load(str(folder)) as model:
+        futures = [model.submit(rows([text])) for text in TEXTS[:6]]
+        answers = [future.result() for future in futures]
+        together = model.infer(rows(TEXTS[:2]))
+    num_entities = 0
+    for text, answer in zip(TEXTS, answers, strict=False):
+        found = json.loads(answer["ENTITIES"][0, 0])
+        expected = ask(text)
+        num_entities += len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.pop("score") == pytest.approx(other.pop("score"), abs=1e-5)
+            assert one == {key: other[key] for key in one}
+        num_tokens = len(ask.tokenizer(text)["input_ids"])
+        assert answer["SCORES"].shape == (1, num_tokens, 4)
+        assert answer["OFFSETS"].shape == (1, num_tokens, 2)
+    assert num_entities > 5
+    # Rows of one request are as long as its longest text; scores behind a text are zero.
+    assert together["ENTITIES"][0, 0] == answers[0]["ENTITIES"][0, 0]
+    num_tokens = answers[1]["SCORES"].shape[1]
+    assert not together["SCORES"][1, num_tokens:].any()
+
+
+def test_images_get_the_labels_of_transformers(tmp_path):
+    folder = tiny.write_image_classifier(tmp_path / "m")
+    config = resolve(folder)
+    assert [(spec.name, spec.datatype, spec.shape) for spec in config.inputs] == [
+        ("IMAGE", "BYTES", (1,))
+    ]
+    files = [tiny.draw_image(50 + n, 40, seed=n) for n in range(6)]
+    ask = transformers.pipeline("image-classification", model=str(folder))
+    with penstock.load(str(folder)) as model:
+        given = {"IMAGE": np.array([[file] for file in files], dtype=object)}
+        answer = model.infer(given)
+        with pytest.raises(InvalidRequest, match="input 'IMAGE': 3 bytes that are no image"):
+            model.infer({"IMAGE": np.array([[b"GIF"]], dtype=object)})
+    for number, file in enumerate(files):
+        expected = max(ask(Image.open(io.BytesIO(file))), key=lambda each: each["score"])
+        assert answer["LABEL"][number, 0].decode() == expected["label"]
+        assert answer["SCORE"][number, 0] == pytest.approx(expected["score"], abs=1e-5)
+    assert len(set(answer["LABEL"][:, 0])) > 1

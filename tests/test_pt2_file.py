@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,7 +235,7 @@ def test_other_version_of_the_schema_is_refused(good: Path, tmp_path: Path) -> N
     assert refused(path) == "its schema has version 9, and only version 8 is known"
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(data=st.data())
 def test_damaged_program_is_read_or_refused(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

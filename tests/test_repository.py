@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from example_counts import at_most
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -454,7 +455,7 @@ def test_config_that_is_not_text_is_reported(tmp_path: Path) -> None:
     assert read(folder).problems["model"][0].startswith("config.pbtxt: ")
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(st.one_of(st.text(), st.text(alphabet='{}[]:"\\<>,# \n0aname_bt1x')))
 def test_whatever_config_pbtxt_holds_the_answer_is_a_list_of_problems(text: str) -> None:
     with tempfile.TemporaryDirectory() as root:
@@ -1681,7 +1682,7 @@ def messages(draw: st.DrawFn) -> model_config_pb2.ModelConfig:
     return message
 
 
-@settings(max_examples=150)
+@settings(max_examples=at_most(150))
 @given(messages())
 def test_every_configuration_survives_its_description(
     message: model_config_pb2.ModelConfig,

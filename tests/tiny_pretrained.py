@@ -70,6 +70,12 @@ def write_classifier(folder, **settings):
     )
 
 
+def write_tagger(folder):
+    names = dict(enumerate(["O", "B-PER", "I-PER", "LOC"]))
+    kind = "BertForTokenClassification"
+    return write_bert(folder, kind, id2label=names, label2id={v: k for k, v in names.items()})
+
+
 def write_modules(folder, pooling="mean", is_normalized=True):
     """Add what sentence-transformers saves beside the network."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if is_normalized else [])]
@@ -90,3 +96,53 @@ def write_modules(folder, pooling="mean", is_normalized=True):
         json.dumps({"word_embedding_dimension": SIZES["hidden_size"], **settings})
     )
     return folder
+
+
+def write_image_classifier(folder, kind="ViT", **processor):
+    """Write a tiny network for images of 32 x 32 with this kind of image processor."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+        initializer_range=0.5,
+        id2label=LABELS,
+        label2id={label: number for number, label in LABELS.items()},
+    )
+    torch.manual_seed(5)
+    transformers.ViTForImageClassification(config).eval().save_pretrained(folder)
+    settings = {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "do_resize": True,
+        "size": {"height": 32, "width": 32},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.3, 0.4],
+        **processor,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def draw_image(width, height, seed=0, form="PNG", mode="RGB"):
+    """Return an encoded image of smooth colours with some noise."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(seed)
+    coarse = Image.fromarray(noise.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    image = coarse.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    file = io.BytesIO()
+    image.save(file, form)
+    return file.getvalue()

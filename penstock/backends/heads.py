@@ -1,23 +1,35 @@
 """The built-in steps behind a network, by the batch: labels and scores, or embeddings.
 
 `classifier` turns logits into LABEL, SCORE and SCORES by `id2label` and `problem_type` of
-config.json; `embedding` pools the vectors of all tokens as the folder's sentence-transformers
-modules say. They run in the network's worker, on whole batches of arrays.
+config.json; `token_classifier` turns the logits of all tokens into ENTITIES, as JSON; `embedding`
+pools the vectors of all tokens as the folder's sentence-transformers modules say. They run in the
+network's worker, on whole batches of arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from penstock import pretrained
 from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner
-from penstock.config import CLASSIFIER, EMBEDDING, ModelConfig
+from penstock.config import (
+    CLASSIFIER,
+    EMBEDDING,
+    HEAD_INPUTS,
+    OFFSETS,
+    TOKEN_CLASSIFIER,
+    ModelConfig,
+)
 from penstock.errors import ConfigError
 from penstock.types import Array, TensorSpec
 
 MASK = "attention_mask"
+# The label of tokens that are no entity.
+OUTSIDE = "O"
 
 
 class ClassifierHead:
@@ -32,7 +44,7 @@ class ClassifierHead:
         assert config.postprocess is not None
         self._logits = config.postprocess.outputs[0].name
 
-    def __call__(self, outputs: Outputs, mask: Array | None) -> dict[str, Array]:
+    def __call__(self, outputs: Outputs, inputs: Outputs) -> dict[str, Array]:
         scores = activate(outputs[self._logits].astype(np.float32), self._activation)
         best = scores.argmax(axis=-1)
         return {
@@ -53,10 +65,10 @@ class EmbeddingHead:
         assert config.postprocess is not None
         self._vectors = config.postprocess.outputs[0].name
 
-    def __call__(self, outputs: Outputs, mask: Array | None) -> dict[str, Array]:
+    def __call__(self, outputs: Outputs, inputs: Outputs) -> dict[str, Array]:
         vectors = outputs[self._vectors].astype(np.float32)
         if vectors.ndim > 2:
-            mask = np.ones(vectors.shape[:2], np.int64) if mask is None else mask
+            mask = inputs.get(MASK, np.ones(vectors.shape[:2], np.int64))
             vectors = pool(vectors, mask, self._pooling)
         if self._is_normalized:
             lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
@@ -64,8 +76,81 @@ class EmbeddingHead:
         return {"EMBEDDING": vectors}
 
 
-Head = ClassifierHead | EmbeddingHead
-KINDS: Mapping[str, type[Head]] = {CLASSIFIER: ClassifierHead, EMBEDDING: EmbeddingHead}
+class TokenClassifierHead:
+    """Logits [rows, tokens, classes] to the entities of each text, and the scores of its tokens.
+    Tokens without characters of the text (special tokens, padding) count as none."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._labels = pretrained.labels(pretrained.read_config(config.folder))
+        assert config.postprocess is not None
+        self._logits = config.postprocess.outputs[0].name
+
+    def __call__(self, outputs: Outputs, inputs: Outputs) -> dict[str, Array]:
+        logits = outputs[self._logits].astype(np.float32)
+        scores = activate(logits, "softmax")
+        offsets = inputs[OFFSETS]
+        is_text = offsets[..., 1] > offsets[..., 0]
+        best = scores.argmax(axis=-1)
+        top = np.take_along_axis(scores, best[..., None], axis=-1)[..., 0]
+        entities = np.empty((len(logits), 1), dtype=np.object_)
+        for row in range(len(logits)):
+            kept = np.flatnonzero(is_text[row])
+            tokens = [
+                Token(self._labels[best[row, n]], float(top[row, n]), *offsets[row, n].tolist())
+                for n in kept
+            ]
+            entities[row, 0] = msgspec.json.encode(group(tokens))
+        return {"ENTITIES": entities, "SCORES": scores * is_text[..., None], "OFFSETS": offsets}
+
+
+class Token(NamedTuple):
+    """The label of a token, and the characters of the text that it covers."""
+
+    label: str
+    score: float
+    start: int
+    end: int
+
+    @property
+    def tag(self) -> str:
+        """The label without its B- or I-."""
+        return self.label[2:] if self.label[:2] in ("B-", "I-") else self.label
+
+
+class Entity(msgspec.Struct):
+    """Adjacent tokens of one tag; the names are those of transformers' pipelines."""
+
+    entity_group: str
+    score: float
+    start: int
+    end: int
+
+
+def group(tokens: Sequence[Token]) -> list[Entity]:
+    """Join adjacent tokens of one tag, as the aggregation strategy "simple" of transformers does.
+    A label B- begins a new entity; tokens labelled O are left out."""
+    groups: list[list[Token]] = []
+    for token in tokens:
+        begins = token.label.startswith("B-")
+        if groups and groups[-1][-1].tag == token.tag and not begins:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return [
+        Entity(each[0].tag, float(np.mean([t.score for t in each])), each[0].start, each[-1].end)
+        for each in groups
+        if each[0].tag != OUTSIDE
+    ]
+
+
+Head = ClassifierHead | EmbeddingHead | TokenClassifierHead
+KINDS: Mapping[str, type[Head]] = {
+    CLASSIFIER: ClassifierHead,
+    EMBEDDING: EmbeddingHead,
+    TOKEN_CLASSIFIER: TokenClassifierHead,
+}
+# Outputs of heads that are as long as the network's.
+AS_LONG: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: ("SCORES", "OFFSETS")}
 
 
 def open_head(config: ModelConfig) -> Head:
@@ -107,9 +192,14 @@ class Headed:
     outputs: Sequence[TensorSpec] = ()
     needs_requests = False
 
-    def __init__(self, inner: Runner, head: Head) -> None:
+    def __init__(self, inner: Runner, config: ModelConfig) -> None:
+        assert config.postprocess is not None
         self.inner = inner
-        self._head = head
+        self._head = open_head(config)
+        function = config.postprocess.function
+        self._not_for_network = HEAD_INPUTS.get(function, ())
+        # Axes of outputs that follow the padded ones; see `Proof.crops`.
+        self.crops = tuple((name, 0) for name in AS_LONG.get(function, ()))
 
     @property
     def keeps_rows_apart(self) -> bool:
@@ -123,7 +213,11 @@ class Headed:
         return self.inner.built()
 
     def start(self, batch: Batch) -> Execution:
-        return HeadedExecution(self.inner.start(batch), self._head, batch.inputs.get(MASK))
+        inputs, hidden = batch.inputs, self._not_for_network
+        if hidden:
+            kept = {name: values for name, values in inputs.items() if name not in hidden}
+            batch = Batch(kept, batch.num_rows, batch.requests)
+        return HeadedExecution(self.inner.start(batch), self._head, inputs)
 
     def close(self) -> None:
         self.inner.close()
@@ -132,12 +226,12 @@ class Headed:
 class HeadedExecution:
     """An execution of the network, and then of the head."""
 
-    __slots__ = ("_head", "_inner", "_mask")
+    __slots__ = ("_head", "_inner", "_inputs")
 
-    def __init__(self, inner: Execution, head: Head, mask: Array | None) -> None:
+    def __init__(self, inner: Execution, head: Head, inputs: Outputs) -> None:
         self._inner = inner
         self._head = head
-        self._mask = mask
+        self._inputs = inputs
 
     @property
     def prepare_s(self) -> float:
@@ -151,7 +245,7 @@ class HeadedExecution:
         for answer in self._inner.wait():
             # `load` refuses models that see requests.
             assert not isinstance(answer, PerRequest)
-            yield self._head(answer, self._mask)
+            yield self._head(answer, self._inputs)
 
 
 def load(config: ModelConfig, load_model: LoadRunner) -> Headed:
@@ -160,7 +254,7 @@ def load(config: ModelConfig, load_model: LoadRunner) -> Headed:
         if inner.needs_requests:
             problem = "not for code that sees requests"
             raise ConfigError([f"parameters.penstock.postprocess: {problem}"])
-        return Headed(inner, open_head(config))
+        return Headed(inner, config)
     except BaseException:
         inner.close()
         raise

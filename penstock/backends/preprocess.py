@@ -13,12 +13,15 @@ from typing import Protocol
 import numpy as np
 
 from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest
-from penstock.config import TOKENIZER, ModelConfig
+from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
 
 # Option that names the step, and the output with the tokens of each row.
 STEP, NUM_TOKENS = "penstock.preprocess", TensorSpec("penstock.num_tokens", "INT64", (1,))
-MODULES = {TOKENIZER: ("penstock.backends.tokenizer", "TextTokenizer")}
+MODULES = {
+    TOKENIZER: ("penstock.backends.tokenizer", "TextTokenizer"),
+    IMAGE: ("penstock.backends.image", "ImageStep"),
+}
 Row = Mapping[str, Array]
 
 

@@ -201,7 +201,7 @@ class RowHead:
         for numbers in groups.values():
             rows = [answers[number] for number in numbers]
             stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            outputs = _rows(self._head(stacked, None), len(rows), has_batch=True)
+            outputs = _rows(self._head(stacked, {}), len(rows), has_batch=True)
             for number, output in zip(numbers, outputs, strict=True):
                 made[number] = output
         return made

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock import pretrained
 from penstock.backends.checks import first_line
-from penstock.config import ModelConfig
+from penstock.config import OFFSETS, ModelConfig
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.types import DATATYPES, Array, TensorSpec
 
@@ -55,7 +55,8 @@ class TextTokenizer:
         stacked = {}
         for spec in self._specs:
             value = self._pad if spec.name == "input_ids" else 0
-            values = np.full((len(rows), longest), value, DATATYPES[spec.datatype].numpy)
+            shape = (len(rows), longest, *spec.shape[1:])
+            values = np.full(shape, value, DATATYPES[spec.datatype].numpy)
             for number, row in enumerate(rows):
                 own = row[spec.name]
                 values[number, : len(own)] = own
@@ -76,6 +77,7 @@ class TextTokenizer:
             "input_ids": encoded.ids,
             "attention_mask": encoded.attention_mask,
             "token_type_ids": encoded.type_ids,
+            OFFSETS: encoded.offsets,
         }
         return {
             spec.name: np.array(fields[spec.name], DATATYPES[spec.datatype].numpy)
@@ -108,7 +110,7 @@ def _open(folder: Path) -> Any:
         raise ConfigError(
             [
                 f"preprocess: the tokenizer needs the package '{error.name}', which is not "
-                'installed; pip install "penstock[llm]" brings it'
+                'installed; pip install "penstock[hf]" brings it'
             ]
         ) from error
     except Exception as error:  # Both libraries raise many types for files they cannot read.

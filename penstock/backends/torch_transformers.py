@@ -65,7 +65,7 @@ def _transformers() -> Any:
         raise ConfigError(
             [
                 f"backend: the folder needs the package '{error.name}', which is not installed; "
-                'pip install "penstock[llm]" brings it; a folder with onnx/model.onnx does not '
+                'pip install "penstock[hf]" brings it; a folder with onnx/model.onnx does not '
                 "need it"
             ]
         ) from error

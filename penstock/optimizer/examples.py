@@ -64,11 +64,15 @@ class Examples:
     non_finite: tuple[NonFinite, ...] = ()
 
 
-def open_examples(plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool) -> Examples:
-    """Read `plan.data` and `plan.calibration`; ConfigError lists everything that is wrong."""
+def open_examples(
+    plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool, classes: Sequence[str] = ()
+) -> Examples:
+    """Read `plan.data` and `plan.calibration`; ConfigError lists everything that is wrong. Labels
+    may be names of `classes`, which become their numbers."""
     assert plan.data, "nothing to open"
     form = RequestForm("tensors", tuple(inputs), has_batch)
     main = _opened(plan, plan.data, form)
+    main.labels = _numbered(main.labels, classes)
     _check_labels(main, plan)
     bad = main.non_finite
     if not plan.calibration:
@@ -302,6 +306,17 @@ def _split_rows(columns: Columns) -> list[dict[str, Array]]:
         }
         for index in range(columns.num_examples)
     ]
+
+
+def _numbered(labels: Array | None, classes: Sequence[str]) -> Array | None:
+    """Return the numbers of labels that are all names of classes; others unchanged."""
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "OUS":
+        return labels
+    numbers = {name: number for number, name in enumerate(classes)}
+    names = [each.decode(errors="replace") if isinstance(each, bytes) else each for each in labels]
+    if not all(isinstance(name, str) and name in numbers for name in names):
+        return labels
+    return np.array([numbers[name] for name in names], np.int64)
 
 
 def _check_labels(opened: _Opened, plan: Plan) -> None:

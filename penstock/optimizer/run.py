@@ -192,7 +192,7 @@ def _examples(plan: Plan, subject: Subject) -> Examples:
     config = subject.build.config
     has_batch = config.max_batch_size > 0
     if plan.data:
-        return open_examples(plan, config.inputs, has_batch)
+        return open_examples(plan, config.inputs, has_batch, config.classes)
     return signature_examples(config.inputs, has_batch, plan.seed, NUM_DRAWN)
 
 

@@ -33,6 +33,13 @@ from penstock.optimizer import folders, sent, torch_source, trials, user_code, w
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.pretrained_steps import (
+    add_steps,
+    copy_files,
+    exported_network,
+    find_steps,
+    network_rows,
+)
 from penstock.optimizer.sent import Row
 from penstock.repository import ModelKind
 from penstock.serving.placement import place
@@ -87,14 +94,19 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     version = target / folders.VERSION
     version.mkdir(parents=True)
     rows = sent.read_sent(plan)
+    found = find_steps(plan, rows)
     before, after = _functions(plan)
     if before and not plan.labels:
         rows = sent.without_labels(rows)
     seen = _called("preprocess", before, rows) if before else rows
-    taken = _take(plan, seen, version)
+    taken = _take(plan, [] if found else seen, version)
     is_served = taken.kind.startswith("served")
     config = _on_device(taken.config, plan.device, is_served=is_served)
-    config = config if is_served else _proposed(config, seen)
+    if found:
+        seen = network_rows(config, found, rows)
+        config = add_steps(_proposed(config, seen), found)
+    elif not is_served:
+        config = _proposed(config, seen)
     notes = [taken.note]
     if before:
         notes.append(user_code.take_along(before, version, PREPROCESS_FILE))
@@ -133,6 +145,10 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
         case ModelKind.PT2_FILE:
             taken = _take_file(source, version)
             return replace(taken, config=_as_exported(taken.config))
+        case ModelKind.HUGGING_FACE if exported := exported_network(source.path):
+            taken = _take_file(resolve(exported), version)
+            copy_files(source.path, version)
+            return replace(taken, kind=KINDS[source.kind], note=exported.name)
         case ModelKind.HUGGING_FACE:
             config, name = torch_source.take_hugging_face(source.path, rows, version)
             return Taken(KINDS[source.kind], config, name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock import pretrained
 from penstock.backends import CHOICES, COMPILED, KERNELS
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import sent, user_code
+from penstock.optimizer import pretrained_steps, sent, user_code
 from penstock.optimizer.sent import Row
 from penstock.types import TensorSpec
 
@@ -27,16 +27,6 @@ MODULE, WEIGHTS = "module.py", "model.safetensors"
 # Largest batch that is offered; how large batches are served depends on the device.
 MAX_BATCH = 256
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-)
 # Outputs of transformers models to serve: the first that exists.
 ANSWERS = ("logits", "last_hidden_state")
 # Variable sizes to try in turn: output sizes that change with them are variable too.
@@ -101,11 +91,15 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     options = "".join(f", {key}={value}" for key, value in loaded.options.items())
     text = HUGGING_FACE_MODULE.format(name=loaded.name, options=options)
     (version / MODULE).write_text(text)
-    for file in ("config.json", *TOKENIZER):
-        if (folder / file).is_file():
-            shutil.copyfile(folder / file, version / file)
+    pretrained_steps.copy_files(folder, version)
     _save(module, version)
-    specs = _token_specs(module, rows, folder)
+    if "pixel_values" in inspect.signature(module.forward).parameters:
+        size = pretrained.image_settings(folder)
+        specs: tuple[TensorSpec, ...] = (
+            TensorSpec("pixel_values", "FP32", (3, size.height, size.width)),
+        )
+    else:
+        specs = _token_specs(module, rows, folder)
     return _config(module, specs, _answers_by_name, version), note
 
 

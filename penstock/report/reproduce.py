@@ -35,7 +35,9 @@ home = Path(plan.out)
 build = open_subject(plan, home / "0" / plan.name).build
 config = build.config
 has_batch = config.max_batch_size > 0
-data = examples.open_examples(plan, config.inputs, has_batch) if plan.data else None
+data = None
+if plan.data:
+    data = examples.open_examples(plan, config.inputs, has_batch, config.classes)
 workshop = Workshop(plan, read_machine(), data, home / "cache")
 for number, step in enumerate(steps, 1):
     folder = home / str(number) / plan.name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
@@ -52,9 +53,7 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
     functions around it, the model itself is tried out, and the runner is then told whether to
     pad."""
     if isinstance(runner, Processed | Headed):
-        proof = prove(config.model, runner.inner)
-        apply_proof(runner, proof)
-        return proof
+        return _prove_inside(config, runner)
     if config.max_batch_size == 0 or not config.batching.is_dynamic:
         reason = "the model is not batched dynamically" if config.padding else ""
         return Proof(unpadded=reason)
@@ -78,6 +77,15 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
         except Unproven as reason:
             unpadded = f"padding could not be checked: {reason}"
     return Proof(unbatched, unpadded, crops, tuple(notes))
+
+
+def _prove_inside(config: ModelConfig, runner: Processed | Headed) -> Proof:
+    proof = prove(config.model, runner.inner)
+    if isinstance(runner, Headed):
+        # A head names its outputs itself.
+        proof = msgspec.structs.replace(proof, crops=runner.crops)
+    apply_proof(runner, proof)
+    return proof
 
 
 def apply_proof(runner: Runner, proof: Proof) -> None:

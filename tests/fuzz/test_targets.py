@@ -1,6 +1,7 @@
 """The fuzz targets without their fuzzer: seeds, damaged seeds, and noise."""
 
 import targets
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def test_seeds(name):
         targets.TARGETS[name](seed)
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(which=st.integers(0, 9), changes=edits)
 def test_damaged_seeds(name, which, changes):
     seeds = targets.SEEDS[targets.TARGETS[name]]

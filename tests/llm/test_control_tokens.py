@@ -1,6 +1,7 @@
 """Special tokens that users write are text, whatever tokenizer and template there are."""
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ def specials(tokenizer):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=at_most(300))
 @given(parts=st.lists(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), max_size=4))
 def test_only_the_template_makes_special_tokens(name, parts):
     tokenizer = KINDS[name]

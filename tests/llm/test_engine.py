@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -346,7 +347,7 @@ prompts = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 requests = st.tuples(prompts, st.integers(1, 20), st.integers(0, 14), st.booleans())
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(st.lists(requests, min_size=1, max_size=7), st.integers(1, 2), st.integers(0, 12))
 def test_law_steps_that_are_begun_early_bring_the_same_tokens(wishes, num_ahead, stop):
     """However many stop by a token, have penalties, or are given up."""

@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -314,7 +315,7 @@ def cases(draw):
     return draw(st.lists(asked, min_size=2, max_size=9))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=at_most(300), deadline=None)
 @given(
     cases(),
     st.integers(8, 13),

@@ -1,6 +1,7 @@
 """Tokens as bytes and as a growing text, of small tokenizers of each kind."""
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def token_lists(draw, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=at_most(300))
 @given(data=st.data())
 def test_what_is_streamed_is_the_text_of_all_tokens_after_that_of_the_prompt(name, data):
     text = TEXTS[name]
@@ -49,7 +50,7 @@ def test_what_is_streamed_is_the_text_of_all_tokens_after_that_of_the_prompt(nam
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=at_most(200))
 @given(data=st.data())
 def test_a_text_is_what_the_tokenizer_says_it_is(name, data):
     tokens, _ = data.draw(token_lists(name))
@@ -92,7 +93,7 @@ def test_a_line_comes_when_it_ends():
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=at_most(200))
 @given(said=st.lists(SOME, min_size=1, max_size=10), data=st.data())
 def test_a_text_that_ends_it_is_found_whatever_its_tokens_are(name, said, data):
     text, whole = TEXTS[name], "the" + "".join(said)

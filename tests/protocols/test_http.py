@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -711,7 +712,7 @@ async def record(pieces: list[bytes], is_late: list[bool], times: int) -> list[S
     return recorder.seen
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=at_most(150))
 @given(exchanges, st.lists(st.integers(0, 1500), max_size=6), st.lists(st.booleans(), max_size=30))
 def test_bytes_mean_the_same_however_they_are_cut_and_whatever_was_learned(
     messages: list[bytes],
@@ -731,7 +732,7 @@ def test_bytes_mean_the_same_however_they_are_cut_and_whatever_was_learned(
     asyncio.run(compare())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=at_most(300))
 @given(exchanges, st.integers(0, 400), st.integers(0, 6), st.binary(max_size=6))
 def test_damaged_bytes_get_well_formed_answers_and_raise_nothing(
     messages: list[bytes],

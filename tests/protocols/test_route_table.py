@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import grpc
 import pytest
+from example_counts import at_most
 from grpc_health.v1 import health_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -369,7 +370,7 @@ async def test_no_spelling_of_a_path_reaches_a_handler_without_its_scope(
         assert {match.route.path for match in server.seen} == SCOPES.keys()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=at_most(300), deadline=None)
 @given(
     st.sampled_from(ROUTES),
     st.lists(st.sampled_from(sorted(TRICKS)), min_size=2, max_size=4),

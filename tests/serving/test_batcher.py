@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,7 +223,7 @@ class TestTokens:
         assert batcher.closed_by == closed_by
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=at_most(200))
 @given(
     st.integers(1, 6),
     st.integers(1, 9),
@@ -432,7 +433,7 @@ policies = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=at_most(400))
 @given(policies, st.integers(0, 2**32))
 def test_law_each_request_leaves_exactly_once(policy, seed):
     chance = random.Random(seed)
@@ -489,7 +490,7 @@ def check(policy: BatchPolicy, batch: list[Request] | None, shape_of: dict) -> l
     return batch
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=at_most(200))
 @given(st.integers(5, 40), st.integers(1, 6), st.integers(0, 2**32))
 def test_law_with_a_budget_nobody_of_a_level_is_overtaken(max_tokens, max_rows, seed):
     chance = random.Random(seed)

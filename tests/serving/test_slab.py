@@ -2,13 +2,14 @@
 
 import random
 
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.serving.slab import ALIGNMENT, Extents, Layout, Segment, SlabPool
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=at_most(200))
 @given(st.integers(0, 2**32))
 def test_extents_never_overlap_and_coalesce_when_released(seed):
     chance = random.Random(seed)
@@ -112,7 +113,7 @@ def test_full_slabs_refuse_unless_the_rows_are_needed_to_dispatch():
     slabs.close()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=at_most(200))
 @given(st.integers(0, 2**32))
 def test_law_rows_are_exclusive_and_all_come_back(seed):
     chance = random.Random(seed)

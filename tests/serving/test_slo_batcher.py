@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -530,7 +531,7 @@ policies = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=at_most(400))
 @given(policies, st.integers(1, 3), st.integers(0, 2**32))
 def test_law_each_request_leaves_exactly_once(policy, num_executors, seed):
     chance = random.Random(seed)

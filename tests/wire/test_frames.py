@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -303,7 +304,7 @@ runs = st.builds(frames.Run, sizes, sizes, sizes)
 seconds = st.floats(0, 1e6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=at_most(150))
 @given(
     st.builds(
         frames.Dispatch,
@@ -318,7 +319,7 @@ def test_any_dispatch_is_read_as_it_was_written(frame: frames.Dispatch) -> None:
     assert frames.decode_to_worker(frames.encode(frame)) == frame
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=at_most(150))
 @given(
     st.builds(
         frames.Done,
@@ -334,7 +335,7 @@ def test_any_done_is_read_as_it_was_written(frame: frames.Done) -> None:
     assert frames.decode_from_worker(frames.encode(frame)) == frame
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=at_most(150))
 @given(
     st.builds(
         frames.Infer,
@@ -354,7 +355,7 @@ def test_any_infer_is_read_as_it_was_written(frame: frames.Infer) -> None:
     assert decode_from_front(frames.encode(frame)) == frame
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=at_most(300))
 @given(st.binary(max_size=40), st.sampled_from(sorted(DIRECTIONS)))
 def test_random_bytes_are_refused_without_harm(data: bytes, direction: str) -> None:
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):

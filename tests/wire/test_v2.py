@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from example_counts import at_most
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -38,7 +39,7 @@ INTEGERS = ["INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UIN
 JSON_TYPES = ["BOOL", *INTEGERS, "FP32", "FP64", "BYTES"]
 BINARY_TYPES = [*JSON_TYPES, "FP16", "BF16"]
 DEEP = 100_000
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=at_most(200))
 
 
 def encoded(request: Request, response: Response, is_binary: bool) -> Any:
@@ -922,7 +923,7 @@ def edited(body: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
     return body
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None, max_examples=at_most(1500))
 @example(0, [(TEMPLATES[0].index(b'"a", "'), 3, b'"\xff"')], 0)
 @example(0, [(TEMPLATES[0].index(b"10"), 2, b"9" * 400)], 0)
 @given(st.integers(0, 1), edits, st.integers(-2, 2))
@@ -964,7 +965,7 @@ def replaced(draw: st.DrawFn) -> Any:
         node = child
 
 
-@settings(deadline=None, max_examples=800)
+@settings(deadline=None, max_examples=at_most(800))
 @given(replaced())
 def test_a_request_with_a_node_of_another_type_raises_nothing_but_our_errors(message: Any) -> None:
     body = text_of(message)
@@ -1255,7 +1256,7 @@ def outcome(codec: Codec, body: bytes, json_bytes: int | None) -> Any:
         return type(error), str(error)
 
 
-@settings(max_examples=500)
+@settings(max_examples=at_most(500))
 @given(frames, st.lists(st.tuples(ids, lists), min_size=2, max_size=5))
 def test_what_a_codec_remembers_changes_no_answer(
     frame: str, changes: list[tuple[str, str]]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -69,7 +70,7 @@ RAW = np.array([1, 2], dtype="<f4").tobytes()
 # What is kept
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(st.data(), st.sampled_from(FIXED))
 def test_raw_tensors_come_and_go_bit_by_bit(data: st.DataObject, datatype: str) -> None:
     array = data.draw(
@@ -90,7 +91,7 @@ def test_raw_tensors_come_and_go_bit_by_bit(data: st.DataObject, datatype: str) 
     assert not output.HasField("contents")
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(st.data(), st.sampled_from(sorted(CONTENTS.keys() - {"BYTES"})))
 def test_typed_contents_are_the_same_as_raw(data: st.DataObject, datatype: str) -> None:
     array = data.draw(hnp.arrays(DATATYPES[datatype].numpy, st.integers(1, 300)))
@@ -309,7 +310,7 @@ def survives(data: bytes) -> None:
         assert len(received.data) == num_elements(received.shape) * itemsize
 
 
-@settings(max_examples=300)
+@settings(max_examples=at_most(300))
 @given(st.binary(max_size=60))
 def test_random_bytes_do_no_harm(data: bytes) -> None:
     survives(data)
@@ -361,13 +362,13 @@ def wires(draw: st.DrawFn) -> Any:
     return wire
 
 
-@settings(max_examples=300)
+@settings(max_examples=at_most(300))
 @given(wires())
 def test_messages_of_any_content_do_no_harm(wire: Any) -> None:
     survives(wire.SerializeToString())
 
 
-@settings(max_examples=300)
+@settings(max_examples=at_most(300))
 @given(wires(), st.data())
 def test_messages_that_are_cut_or_changed_do_no_harm(wire: Any, data: st.DataObject) -> None:
     mutant = bytearray(wire.SerializeToString())
@@ -400,7 +401,7 @@ def arrays(draw: st.DrawFn) -> tuple[str, Any]:
     return datatype, array
 
 
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 @given(
     st.lists(arrays(), min_size=1, max_size=3),
     st.lists(st.sampled_from("abc"), unique=True, max_size=3),

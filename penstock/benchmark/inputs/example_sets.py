@@ -17,6 +17,8 @@ from penstock.units import listed
 
 # Problems listed per input; the rest is counted.
 MAX_SHOWN = 3
+# Usual names of a column of texts.
+TEXT_NAMES = ("text", "sentence", "content", "review", "prompt", "image")
 # The name that numpy.savez gives an unnamed array.
 UNNAMED = "arr_0"
 
@@ -51,6 +53,8 @@ def from_arrays(
     required = _required(form)
     if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in _names(form):
         arrays = {required[0]: arrays[UNNAMED]}
+    names = _renamed(form, list(arrays))
+    arrays = {names.get(name, name): array for name, array in arrays.items()}
     missing = [name for name in required if name not in arrays]
     problems = _mismatch(form, [*arrays], others, label) if missing else []
     columns: dict[str, Column] = {}
@@ -68,6 +72,10 @@ def from_arrays(
 def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str] = ()) -> Columns:
     """Fit rows to the inputs; problems name their place in the file."""
     names = list(dict.fromkeys(name for row in rows.rows for name in row))
+    if given := _renamed(form, names):
+        renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
+        rows = Rows(renamed, rows.numbers, rows.word)
+        names = [given.get(name, name) for name in names]
     missing = {name for name in _required(form) if name not in names}
     problems = _mismatch(form, names, others, label) if missing else []
     columns: dict[str, Column] = {}
@@ -170,6 +178,23 @@ class TextExamples:
         if "max_tokens" in fields:
             fields = {**fields, "max_tokens": max_tokens}
         return None, Sample(fields=fields, max_tokens=max_tokens)
+
+
+def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
+    """Return which column is the text of a model that takes only one."""
+    required = [spec for spec in form.inputs if not spec.is_optional]
+    return rename(required[0], names) if len(required) == 1 else {}
+
+
+def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
+    """Return the column that is meant by an input of one text, by its usual names; empty if there
+    is none, or if a column has the input's name."""
+    is_text = spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
+    if not is_text or spec.name in names:
+        return {}
+    usual = (spec.name.lower(), *TEXT_NAMES)
+    found = next((name for each in usual for name in names if name.lower() == each), None)
+    return {} if found is None else {found: spec.name}
 
 
 def _names(form: RequestForm) -> list[str]:

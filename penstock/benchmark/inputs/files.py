@@ -1,11 +1,12 @@
 """Reads data files of any format into arrays by name, or rows. Fits nothing to a model.
 
-.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json and .parquet hold rows;
-.txt holds one prompt per line.
+.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json, .csv and .parquet hold
+rows; .txt holds one prompt per line.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import struct
 import tokenize
@@ -24,7 +25,7 @@ from penstock.errors import ConfigError
 from penstock.types import Array
 
 ARRAY_SUFFIXES = (".npz", ".npy")
-ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_PROBLEMS = 10
 # Exceptions of numpy and zipfile for broken files.
 UNREADABLE = (
@@ -108,6 +109,8 @@ def read_rows(path: Path, as_arrays: bool = False) -> Rows:
             rows = _json(path)
         elif path.suffix == ".txt":
             rows = _text_lines(path)
+        elif path.suffix == ".csv":
+            rows = _csv(path)
         else:
             rows = _parquet(path, as_arrays)
     except OSError as error:
@@ -125,6 +128,35 @@ def _text_lines(path: Path) -> Rows:
         raise ConfigError([f"{path}: not UTF-8: {error.reason}"]) from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     return Rows([{"prompt": text} for _, text in found], [number for number, _ in found], "line")
+
+
+def _csv(path: Path) -> Rows:
+    """Read a table whose first line names the columns. A column of numbers becomes numbers."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            found = [(reader.line_num, row) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError([f"{path}: not a CSV file in UTF-8: {error}"]) from None
+    ragged = [number for number, row in found if None in row or None in row.values()]
+    if ragged:
+        raise ConfigError(
+            [f"{path}, line {ragged[0]}: more or fewer values than there are columns"]
+        )
+    names = list(found[0][1]) if found else []
+    columns = {name: _numeric([row[name] for _, row in found]) for name in names}
+    rows = [{name: columns[name][n] for name in names} for n in range(len(found))]
+    return Rows(rows, [number for number, _ in found], "line")
+
+
+def _numeric(texts: Sequence[str]) -> Sequence[Any]:
+    """Return whole numbers, or numbers, if all texts are; else the texts."""
+    for kind in (int, float):
+        try:
+            return [kind(text) for text in texts]
+        except ValueError:
+            continue
+    return texts
 
 
 def _where(path: Path, name: str) -> str:

@@ -1,0 +1,138 @@
+"""Pixels are those of transformers' image processors; what is no image is refused by itself."""
+
+import base64
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import tiny_pretrained as tiny
+from PIL import Image
+
+from penstock.backends.image import ImageStep
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import ConfigError, InvalidRequest
+from penstock.types import TensorSpec
+
+transformers = pytest.importorskip("transformers")
+SHORTEST = {"size": {"shortest_edge": 40}, "do_center_crop": True}
+CROP = {"crop_size": {"height": 32, "width": 32}}
+KINDS = {
+    "plain": ("ViT", {}),
+    "bicubic": ("ViT", {"resample": 3}),
+    "cropped": ("DeiT", {"size": {"height": 48, "width": 40}, "do_center_crop": True, **CROP}),
+    "shortest edge": ("Bit", {**SHORTEST, **CROP}),
+    "smaller than the crop": ("Bit", {**SHORTEST, "size": {"shortest_edge": 20}, **CROP}),
+    "convnext": ("ConvNext", {"size": {"shortest_edge": 32}, "crop_pct": 0.875}),
+    "not normalised": ("ViT", {"do_normalize": False}),
+}
+
+
+def open_step(folder):
+    config = ModelConfig(
+        name="m",
+        version="1",
+        backend="preprocess",
+        artifact=str(folder / "config.json"),
+        inputs=(TensorSpec("IMAGE", "BYTES", (1,)),),
+        outputs=(),
+        max_batch_size=8,
+        batching=BatchPolicy(8),
+    )
+    return ImageStep(config, [TensorSpec("pixel_values", "FP32", (3, 32, 32))])
+
+
+def rows(*images):
+    return [{"IMAGE": np.array([image], dtype=object)} for image in images]
+
+
+@pytest.fixture
+def step(tmp_path):
+    step = open_step(tiny.write_image_classifier(tmp_path / "m"))
+    yield step
+    step.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_are_those_of_transformers(tmp_path, kind):
+    name, settings = KINDS[kind]
+    folder = tiny.write_image_classifier(tmp_path / "m", name, **settings)
+    theirs = transformers.AutoImageProcessor.from_pretrained(folder)
+    step = open_step(folder)
+    for size in ((32, 32), (61, 47), (40, 90)):
+        data = tiny.draw_image(*size)
+        (row,) = step.tried_all(rows(data))
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        expected = theirs(image, return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(row["pixel_values"], expected, atol=2e-5)
+    step.close()
+
+
+def test_formats_modes_and_base64_are_one_image(step):
+    plain = tiny.draw_image(40, 40)
+    coded = base64.b64encode(plain)
+    made = step.tried_all(rows(plain, coded, b"data:image/png;base64," + coded))
+    for each in made[1:]:
+        np.testing.assert_array_equal(each["pixel_values"], made[0]["pixel_values"])
+    others = [tiny.draw_image(40, 40, form=form) for form in ("JPEG", "WEBP")]
+    others += [tiny.draw_image(40, 40, mode=mode) for mode in ("L", "RGBA", "P")]
+    for each in step.tried_all(rows(*others)):
+        assert each["pixel_values"].shape == (3, 32, 32)
+
+
+def bomb(width, height):
+    """A PNG of zeros: few bytes, many pixels."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1 << 16), 9)
+    chunks = chunk(b"IHDR", head), chunk(b"IDAT", data), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"not an image", "12 bytes that are no image; expected a JPEG, PNG or WebP file"),
+        (b"", "0 bytes that are no image"),
+        (tiny.draw_image(64, 64)[:100], "cannot be decoded"),
+        (b"GIF89a" + bytes(100), "no image"),
+        (bomb(7000, 7000), "7000 x 7000 pixels; at most 36000000 in all"),
+        (bomb(12000, 12000), "12000 x 12000 pixels"),
+        (bomb(60000, 60000), "more than 36000000 pixels"),
+    ],
+)
+def test_what_is_no_image_fails_alone(step, data, problem):
+    good, bad = step.tried_all(rows(tiny.draw_image(32, 32), data))
+    assert good["pixel_values"].shape == (3, 32, 32)
+    assert isinstance(bad, InvalidRequest)
+    assert str(bad).startswith("input 'IMAGE': ") and problem in str(bad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"image_processor_type": "LevitImageProcessor"}, "'LevitImageProcessor' is not supported"),
+        ({"size": {"shortest_edge": 32}}, "images would have any size"),
+        ({"size": {"longest_edge": 3, "shortest_edge": 2}}, "longest_edge is not supported"),
+        ({"size": {"max_height": 32}}, "size: {'max_height': 32}; expected height and width"),
+        ({"image_mean": [0.5]}, "image_mean: [0.5]; expected three numbers"),
+    ],
+)
+def test_settings_that_are_not_supported_are_named(tmp_path, settings, problem):
+    folder = tiny.write_image_classifier(tmp_path / "m", **settings)
+    with pytest.raises(ConfigError) as caught:
+        open_step(folder)
+    assert problem in str(caught.value)
+
+
+def test_a_folder_without_a_preprocessor_says_so(tmp_path):
+    folder = tiny.write_image_classifier(tmp_path / "m")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="no preprocessor_config.json"):
+        open_step(folder)
