@@ -118,10 +118,23 @@ class ModelSource:
         message.backend = BACKENDS[self.kind]
         try:
             config = pbtxt.resolve(message, self.name, path.parent, path)
-            found.configs.append(replace(config, version="1"))
+            notes = (*self._file_notes(), *config.notes)
+            found.configs.append(replace(config, version="1", notes=notes))
         except ConfigError as error:
             found.problems[self.name] = list(error.problems)
         return found
+
+    def _file_notes(self) -> list[str]:
+        path = self.path
+        notes: list[str] = []
+        if valid_name(path.stem) == self.name != path.stem:
+            rule = "in a model's name, characters other than letters, digits, _ . - become -"
+            notes.append(f"served as '{self.name}': {rule}")
+        beside = [folder / repository.CONFIG for folder in (path.parent, path.parent.parent)]
+        if path.parent.name.isdigit() and any(file.is_file() for file in beside):
+            given = next(file for file in beside if file.is_file())
+            notes.append(f"{given} is not used; give {path.parent} to serve this version with it")
+        return notes
 
 
 def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:

@@ -141,6 +141,8 @@ def test_a_file_gets_a_name_that_fits_a_url_or_the_one_that_is_given(
 ) -> None:
     path = relu(write_onnx, tmp_path / "größe (2).onnx")
     assert resolve(path).name == "gr-e-2"
+    [config] = resolve(path).read().configs
+    assert any("served as 'gr-e-2'" in note and "become -" in note for note in config.notes)
     assert resolve(path, name="sizes").read().configs[0].name == "sizes"
 
 
@@ -172,6 +174,19 @@ def test_a_file_that_is_broken_is_a_problem_of_its_model(tmp_path: Path) -> None
     (tmp_path / "a.onnx").write_bytes(b"nonsense")
     found = resolve(tmp_path / "a.onnx").read()
     assert found.problems["a"][0].startswith("a.onnx: cannot be read as ONNX")
+
+
+def test_a_file_of_a_configured_version_says_that_its_configuration_is_not_used(
+    tmp_path: Path, write_onnx: WriteOnnx
+) -> None:
+    path = relu(write_onnx, tmp_path / "m" / "1" / "model.onnx")
+    [config] = resolve(path).read().configs
+    assert not any("not used" in note for note in config.notes)
+    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 4")
+    [config] = resolve(path).read().configs
+    (note,) = (note for note in config.notes if "not used" in note)
+    assert note.startswith(str(tmp_path / "m" / "config.pbtxt"))
+    assert f"give {path.parent} to" in note
 
 
 @pytest.mark.parametrize(
@@ -327,6 +342,24 @@ def test_maps_of_probabilities_are_served_as_a_tensor(
     np.testing.assert_allclose(answer["probability"][0], [1 / 3] * 3, rtol=1e-6)
     assert answer["probability"][1].argmax() == 1
     assert path.read_bytes() == before
+
+
+def test_a_classifier_of_scikit_learn_is_served_as_skl2onnx_writes_it(tmp_path: Path) -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    skl2onnx = pytest.importorskip("skl2onnx")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 4)).astype(np.float32)
+    trained = linear_model.LogisticRegression().fit(
+        x, np.array(["a", "b", "c"])[x[:, :3].argmax(1)]
+    )
+    path = tmp_path / "trained.onnx"
+    path.write_bytes(skl2onnx.to_onnx(trained, x[:1]).SerializeToString())
+    with penstock.load(str(path)) as model:
+        answer = model.infer(x)
+    assert [each.decode() for each in answer["output_label"]] == list(trained.predict(x))
+    np.testing.assert_allclose(
+        answer["output_probability"], trained.predict_proba(x), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_other_outputs_that_are_no_tensors_are_refused(

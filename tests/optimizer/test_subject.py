@@ -407,6 +407,18 @@ def test_nor_are_they_of_a_module(here: Path) -> None:
     assert [spec.name for spec in config.inputs] == ["x"]
 
 
+def test_a_python_file_is_taken_with_the_modules_beside_it(here: Path) -> None:
+    (here / "factors.py").write_text("FACTOR = 3")
+    (here / "scale.py").write_text(
+        "from factors import FACTOR\ndef scale(x: float) -> float:\n    return x * FACTOR\n"
+    )
+    subject = open_subject(plan("scale.py"), here / "original")
+    assert (subject.kind, subject.build.config.backend) == ("Python", "python")
+    assert subject.build.config.max_batch_size > 1
+    assert (here / "original" / "1" / "factors.py").read_text() == "FACTOR = 3"
+    assert answer(subject, x=np.array([1.0, 2.0]))["output"].tolist() == [3, 6]
+
+
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
