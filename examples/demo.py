@@ -126,7 +126,7 @@ def optimize(console: Console, reviews: Path, slo: str) -> dict[str, Any]:
     show(console, arguments)
     status = penstock([*arguments, "--html", str(PAGE), "--json", str(path)])
     if status == DISTURBED:
-        raise SystemExit("other programs disturbed the measurement; run it again when they are done")
+        raise SystemExit("other programs disturbed the measurement; run it again later")
     if status not in (KEPT, BEST_EFFORT):
         raise SystemExit(f"penstock optimize ended with {status}: there is no version to serve")
     found: dict[str, Any] = json.loads(path.read_text())
