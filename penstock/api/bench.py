@@ -15,6 +15,7 @@ from penstock.api import shown
 from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import make_plans
 from penstock.benchmark import ci_gate, headline, run_files, summary
+from penstock.benchmark.comparison import Named
 from penstock.benchmark.plan import Plan
 from penstock.benchmark.results import Run
 from penstock.benchmark.run import Conductor
@@ -71,7 +72,10 @@ class BenchResult:
         return shown.to_text(self.__rich__())
 
     def _repr_html_(self) -> str:
-        return shown.to_html(self.__rich__())
+        from penstock.report import bench, compare
+
+        named = [Named(f"batch size {run.batch_size}", run) for run in self.runs]
+        return bench.fragment(self.runs[0]) if len(named) == 1 else compare.fragment(named)
 
 
 def bench(model: str, options: BenchOptions, *, progress: bool = False) -> BenchResult:
@@ -122,7 +126,6 @@ def render(runs: Sequence[Run]) -> RenderableType:
 
 def save(runs: Sequence[Run], path: Path) -> None:
     """Write runs to a file, by the name's ending; each run of a sweep to its own JSON or CSV."""
-    from penstock.benchmark.comparison import Named
     from penstock.report import bench, compare
 
     if path.suffix == ".html":
