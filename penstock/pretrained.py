@@ -72,6 +72,10 @@ class Pretrained:
         """The exported network, if the folder has one; empty without."""
         return next((name for name in ONNX if (self.folder / name).is_file()), "")
 
+    @property
+    def has_weights(self) -> bool:
+        return any((self.folder / name).is_file() for name in WEIGHTS)
+
 
 def read(folder: Path) -> Pretrained | None:
     """Return what a folder is; None for language models and for folders that are no Hugging Face
@@ -150,6 +154,17 @@ def max_length(folder: Path, config: Mapping[str, Any]) -> int:
     ]
     known = [int(each) for each in limits if isinstance(each, int | float) and 0 < each < NO_LIMIT]
     return min(known, default=DEFAULT_MAX_LENGTH)
+
+
+def lowers_case(folder: Path) -> bool:
+    """Whether sentence-transformers lowers the case of texts before its tokenizer."""
+    return _optional_json(folder / "sentence_bert_config.json").get("do_lower_case") is True
+
+
+def default_prompt(folder: Path) -> str:
+    """Return the name of the prompt that sentence-transformers puts before texts; empty without."""
+    name = _optional_json(folder / "config_sentence_transformers.json").get("default_prompt_name")
+    return name if isinstance(name, str) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ def complete(message: Any, found: Pretrained) -> Path:
             ["input, output: a Hugging Face folder has its own; leave them out of config.pbtxt"]
         )
     file = found.onnx_file
-    message.backend = message.backend or ("onnxruntime" if file else "pytorch")
+    # ONNX Runtime computes on CPUs here.
+    is_torch = not file or (found.has_weights and bool(devices.read_gpus()))
+    message.backend = message.backend or ("pytorch" if is_torch else "onnxruntime")
     if message.backend == "pytorch":
         file = pretrained.CONFIG
     message.default_model_filename = file
@@ -142,9 +144,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 def notes(folder: Path, head: str) -> list[str]:
     """Return what was assumed because the folder does not say it."""
-    if head == EMBEDDING and pretrained.embedding(folder).is_guessed:
-        return ["no modules.json: embeddings are the mean over the tokens, not normalised"]
-    return []
+    if head != EMBEDDING:
+        return []
+    found: list[str] = []
+    if pretrained.embedding(folder).is_guessed:
+        found.append("no modules.json: embeddings are the mean over the tokens, not normalised")
+    if prompt := pretrained.default_prompt(folder):
+        found.append(f"the default prompt '{prompt}' is not added to texts; send it with them")
+    return found
 
 
 def _torch_output(found: Pretrained) -> TensorSpec:

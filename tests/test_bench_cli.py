@@ -1,32 +1,46 @@
 """Flags become a plan, or an error that names what is wrong; commands end as CI expects."""
 
+import json
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from penstock import bench_cli
+from penstock.api.bench_options import BenchOptions
+from penstock.api.bench_plan import APPLIES, KINDS, make_plans
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.plan import Decides, Plan
 from penstock.benchmark.targets import TargetSpec, path_target
 from penstock.benchmark.targets.kinds import CLASSES
+from penstock.cli.bench import bench
+from penstock.cli.options import from_environment, from_params
+from penstock.cli.report import report
 from penstock.errors import CommandLineError, ConfigError
 from penstock.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def parse(*arguments: str) -> tuple[str, BenchOptions, set[str]]:
+    """MODEL, the options, and which of those came from the environment."""
+    context = click.Context(bench)
+    bench.parse_args(context, list(arguments))
+    options = from_params(BenchOptions, context.params)
+    return context.params["source"], options, from_environment(context, BenchOptions)
+
+
 def plan(*arguments: str) -> Plan:
-    context = click.Context(bench_cli.bench)
-    bench_cli.bench.parse_args(context, ["http://127.0.0.1:8000/v2/models/m", *arguments])
-    flags: dict[str, Any] = dict(context.params)
-    return bench_cli.make_plan(flags.pop("target"), flags)
+    model, options, _ = parse("http://127.0.0.1:8000/v2/models/m", *arguments)
+    command = shlex.join(["penstock", *sys.argv[1:]])
+    [made] = make_plans(model, options, command=command)
+    return made
 
 
 def problems(*arguments: str) -> str:
@@ -114,10 +128,10 @@ def test_seeds_differ_unless_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--concurrency", "1", "--rate", "5"], "--concurrency and --rate do not go together"),
+        (["--concurrency", "1", "--rate", "5"], "--concurrency and --rate contradict each other"),
         (["--find-knee", "--max-rate", "--slo", "p99 < 1ms"], "--find-knee and --max-rate"),
-        (["--max-rate"], "--max-rate: needs --slo"),
-        (["--gate"], "--gate: nothing to judge by"),
+        (["--max-rate"], "--max-rate needs --slo, e.g. --slo 'p99 < 20 ms'"),
+        (["--gate"], "--gate needs --slo, --baseline or both"),
         (["--slo", "p98 < 1ms"], "--slo: 'p98 < 1ms': 'p98' is not a term"),
         (["--duration", "soon"], "--duration: 'soon' is not a duration"),
         (["--timeout", "-1s"], "--timeout"),
@@ -126,19 +140,23 @@ def test_seeds_differ_unless_given() -> None:
         (["--concurrency", "8:1"], "--concurrency"),
         (["--rate", "fast"], "--rate"),
         (["--steps", "10"], "--steps"),
-        (["--cv", "3"], "--cv: the spread of gamma arrivals"),
-        (["--arrivals", "gamma", "--concurrency", "4"], "--arrivals: --concurrency has arrivals"),
-        (["--rate-scale", "3"], "--rate-scale: there is no --trace"),
+        (["--cv", "3"], "--cv applies to gamma arrivals"),
+        (
+            ["--arrivals", "gamma", "--concurrency", "4"],
+            "--arrivals has no effect with",
+        ),
+        (["--rate-scale", "3"], "--rate-scale needs --trace"),
         (["--trace", "no/such.csv"], "--trace: no/such.csv"),
         (["--lengths", "uniform:9"], "--lengths"),
         (["--header", "nocolon"], "--header 'nocolon': expected 'Name: value'"),
-        (["--method", "PUT"], "--method applies to plain URLs; the target is v2 over HTTP"),
+        (["--method", "PUT"], "--method applies to plain URLs; MODEL is v2 over HTTP"),
         (["--api", "chat"], "--api applies to OpenAI servers, a language model in this process;"),
-        (["--body", "{}", "--tensors", "json"], "--tensors applies to v2 over HTTP; the target is"),
-        (["--tolerance", "3"], "--tolerance applies to the comparison with --baseline"),
+        (["--body", "{}", "--tensors", "json"], "--tensors applies to v2 over HTTP; MODEL is"),
+        (["--tolerance", "3"], "--tolerance needs --baseline"),
         (["--arrivals", "constant"], "--arrivals applies to --rate, --ramp, --steps, --max-rate"),
-        (["--data-name", "x"], "--data-name: there is no --data"),
+        (["--data-name", "x"], "--data-name needs --data"),
         (["--body", "@no/such/file"], "--body: no/such/file cannot be read"),
+        (["-b", "0"], "--batch-size: '0' is not a batch size; expected one like 8, 1,8,32, 1:32"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
@@ -173,12 +191,10 @@ NO_FLAG = {"address", "timing_every"}
 
 def refused(kind: str, name: str) -> list[str]:
     """Problems with this flag for a target of this kind."""
-    context = click.Context(bench_cli.bench)
     flag = f"--{name.replace('_', '-')}"
-    bench_cli.bench.parse_args(context, [*TARGETS[kind], flag, VALUES[name]])
-    flags: dict[str, Any] = dict(context.params)
+    model, options, _ = parse(*TARGETS[kind], flag, VALUES[name])
     try:
-        bench_cli.make_plan(flags.pop("target"), flags)
+        make_plans(model, options)
     except CommandLineError as error:
         return [text for text in error.problems if text.startswith(f"{flag} applies to ")]
     return []
@@ -192,20 +208,20 @@ def test_flags_without_an_effect_on_the_target_are_refused(
     for name in VALUES:
         # A body makes any URL a plain one.
         is_plain = (kind, name) == ("v2 HTTP", "body")
-        has_effect = is_plain or kind in bench_cli.APPLIES.get(name, TARGETS)
+        has_effect = is_plain or kind in APPLIES.get(name, TARGETS)
         found = refused(kind, name)
         assert len(found) == (0 if has_effect else 1), f"{name}: {found}"
-        assert all(f"the target is {bench_cli.KINDS[kind]}" in text for text in found)
+        assert all(f"MODEL is {KINDS[kind]}" in text for text in found)
 
 
 def test_the_table_has_every_flag_that_is_about_targets() -> None:
     names = {"timeout_s": "timeout", "is_binary": "tensors", "headers": "header"}
     fields = {names.get(each, each) for each in TargetSpec.__struct_fields__} - NO_FLAG
     assert fields == set(VALUES)
-    assert fields - set(bench_cli.APPLIES) == {"timeout"}, "these have an effect on all targets"
-    options = {each.name for each in bench_cli.bench.params}
+    assert fields - set(APPLIES) == {"timeout"}, "these have an effect on all targets"
+    options = {each.name for each in bench.params}
     assert fields <= options
-    assert set(bench_cli.KINDS) == set(TARGETS) == {*CLASSES, "text in process"}
+    assert set(KINDS) == set(TARGETS) == {*CLASSES, "text in process"}
 
 
 def test_a_key_from_the_environment_is_for_whichever_target_takes_one(
@@ -213,11 +229,10 @@ def test_a_key_from_the_environment_is_for_whichever_target_takes_one(
 ) -> None:
     monkeypatch.setattr(path_target, "is_text", lambda spec: False)
     monkeypatch.setenv("PENSTOCK_API_KEY", "key")
-    context = click.Context(bench_cli.bench)
-    bench_cli.bench.parse_args(context, ["."])
-    flags: dict[str, Any] = dict(context.params)
-    with context:
-        assert bench_cli.make_plan(flags.pop("target"), flags).target.api_key == "key"
+    model, options, ambient = parse(".")
+    assert ambient == {"api_key"}
+    [made] = make_plans(model, options, ambient=ambient)
+    assert made.target.api_key == "key"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +281,31 @@ def test_a_run_and_its_report(tmp_path: Path) -> None:
         check=True,
     )
     assert shown.stdout == done.stdout
+
+
+def test_json_to_stdout_is_alone_there() -> None:
+    done = run_bench(IN_PROCESS, *SHORT, "--slo", "p99 < 30s", "--gate", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"]["slo"] == "kept"
+    assert "pass" in done.stderr
+
+
+def test_a_quiet_run_prints_its_verdict_only() -> None:
+    done = run_bench(IN_PROCESS, *SHORT, "--slo", "p99 < 30s", "--quiet")
+    assert done.stdout.startswith("SLO kept") and done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_a_sweep_has_a_table_and_a_file_for_each_batch_size(tmp_path: Path) -> None:
+    short = ["--duration", "300ms", "--warm-up", "0s"]
+    done = run_bench(IN_PROCESS, *short, "-b", "1:2", "--json", str(tmp_path / "run.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("highest throughput: ")
+    sizes = re.findall(r"^ +(\d+) +concurrency 1 ", done.stdout, re.M)
+    assert sizes == ["1", "2"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run-b1.json", "run-b2.json"]
+    done = run_bench(IN_PROCESS, *short, "-b", "1,2", "--json", "-")
+    assert [run["batch_size"] for run in json.loads(done.stdout)] == [1, 2]
 
 
 def test_the_gate_is_shut_by_a_missed_slo() -> None:
@@ -338,12 +378,12 @@ def test_colours_can_be_switched_off(
     monkeypatch: pytest.MonkeyPatch, value: str, is_coloured: bool
 ) -> None:
     monkeypatch.setenv("NO_COLOR", value)
-    done = CliRunner().invoke(bench_cli.bench, ["no/such/model"], color=True)
+    done = CliRunner().invoke(bench, ["no/such/model"], color=True)
     assert ("\x1b[31m" in done.output) is is_coloured
 
 
 def test_a_report_of_something_else_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    done = CliRunner().invoke(bench_cli.report, [str(tmp_path / "x.json")])
+    done = CliRunner().invoke(report, [str(tmp_path / "x.json")])
     assert done.exit_code == ExitCode.FAILED
     assert "x.json" in done.output

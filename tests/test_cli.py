@@ -193,6 +193,71 @@ def test_every_flag_says_when_one_would_change_it(command: str, flag: click.Opti
     assert flag.help.rstrip().endswith("."), flag.help
 
 
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_help_has_whole_summaries_and_ends_with_examples(name: str) -> None:
+    command = main.commands[name]
+    assert command.short_help and len(command.short_help) < 60
+    text = run_penstock(name, "--help").stdout
+    assert text.rstrip().splitlines()[-1].startswith("  ") and "\nExamples:\n" in text
+    for flag in command.params:
+        if isinstance(flag, click.Option) and flag.help:
+            summary = flag.help.partition(". ")[0]
+            assert len(summary) < 60, summary
+            assert summary in " ".join(text.split()), summary
+
+
+def test_help_shows_flags_by_group() -> None:
+    text = run_penstock("bench", "--help").stdout
+    groups = re.findall(r"^([A-Z][A-Za-z ]+):$", text, re.M)
+    wanted = ["Load", "SLO and comparison", "Duration", "Inputs", "Server", "Load generator"]
+    assert groups == [*wanted, "Output", "Other options", "Examples"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str) -> None:
+    ended = run_penstock("completion", shell)
+    assert ended.code == 0
+    assert "_PENSTOCK_COMPLETE" in ended.stdout
+
+
+def test_inspect_writes_json_and_nothing_else(examples: Path) -> None:
+    ended = run_penstock("inspect", examples / "digits", "--json", "-")
+    assert ended.code == 0
+    [model] = json.loads(ended.stdout)["models"]
+    assert model["name"] == "digits" and "max_batch_size: 64" in model["config_text"]
+
+
+def test_explain_takes_the_url_of_a_model_and_writes_json(examples: Path, tmp_path: Path) -> None:
+    with serving(examples / "digits") as server:
+        url = f"http://127.0.0.1:{server.port}/v2/models/digits"
+        ended = run_penstock("explain", url, "--json")
+        assert json.loads(ended.stdout)["model"] == "digits"
+        file = tmp_path / "e.json"
+        run_penstock("explain", "digits", "--url", url.partition("/v2")[0], "--json", file)
+        assert json.loads(file.read_text())["model"] == "digits"
+    twice = run_penstock("explain", url, "--url", url)
+    assert twice.code == ExitCode.USAGE and "--url is given twice" in twice.stderr
+
+
+def test_a_quiet_server_prints_nothing(tmp_path: Path) -> None:
+    add_model(tmp_path, "model")
+    with tempfile.TemporaryFile("w+") as out:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [*SERVE, str(tmp_path), "--quiet", "--http-port", str(port)]
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            with penstock.Client(f"http://127.0.0.1:{port}") as client:
+                while not client.ready():
+                    assert process.poll() is None
+                    time.sleep(0.05)  # Nothing tells that it is ready.
+        finally:
+            process.terminate()
+            process.wait(timeout=10)
+        out.seek(0)
+        assert out.read() == ""
+
+
 def test_help_of_serve_shows_every_flag_with_its_default() -> None:
     text = run_penstock("serve", "--help").stdout
     flags = {"--host": "127.0.0.1", "--http-port": "8000", "--grpc-port": "8001", "--grpc": "grpc"}

@@ -11,15 +11,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import main
-from penstock.commands import fail
+from penstock.cli.commands import fail, unknown_command
 from penstock.errors import BackendFailed, CommandLineError, ConfigError, PenstockError
 from penstock.exit_codes import ExitCode
 from penstock.optimizer.first_line import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(main.commands)
+# `completion` reads no file and asks no server.
+WITH_FILES = [name for name in COMMANDS if name != "completion"]
 # A required argument, and a flag with a value that cannot be.
 WRONG_VALUES = {
+    "completion": [["tcsh"], []],
     "bench": [["http://h/v2/models/m", "--slo", "p98 < 1ms"], ["http://h/", "--rate", "fast"]],
     "explain": [["m", "--url", "nowhere"], ["m", "--watch", "--json"]],
     "inspect": [["a", "b"]],
@@ -65,12 +68,54 @@ def test_a_wrong_value_is_wrong_usage(name: str, arguments: list[str]) -> None:
     assert re.search("(?i)^error: ", done.output, re.M)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model.onnx", "'model.onnx' is not a command; to serve it: penstock serve model.onnx"),
+        ("package.module:make", "to serve it: penstock serve package.module:make"),
+        ("http://h:8000", "to measure this server: penstock bench http://h:8000"),
+        ("serv", "'serv' is not a command; did you mean: penstock serve"),
+        ("optimise", "did you mean: penstock optimize"),
+        ("xyzzy", "'xyzzy' is not a command; expected one of serve, bench"),
+    ],
+)
+def test_what_is_no_command_gets_the_next_command(name: str, text: str) -> None:
+    assert text in unknown_command(name, list(main.commands))
+    done = run(name)
+    assert done.exit_code == ExitCode.USAGE and text in done.output
+
+
+def test_a_folder_is_not_a_command_either(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert "to serve it: penstock serve models" in run("models").output
+
+
+def test_a_flag_with_a_typo_gets_the_flag() -> None:
+    done = run("bench", "m.onnx", "--duraton", "1s")
+    assert done.exit_code == ExitCode.USAGE
+    assert "No such option" in done.output and "--duration" in done.output
+
+
+@pytest.mark.parametrize("name", ["serve", "bench", "inspect", "explain", "profile"])
+def test_a_missing_model_gets_an_example(name: str) -> None:
+    done = run(name)
+    assert done.exit_code == ExitCode.USAGE
+    assert f"error: MODEL is required, e.g. penstock {name} " in done.output
+    assert f"{name} --help shows all options" in done.output
+
+
+def test_no_command_gets_the_commands_and_where_to_start() -> None:
+    done = run()
+    assert done.exit_code == ExitCode.USAGE
+    assert "Start here:" in done.output and "penstock serve model.onnx" in done.output
+
+
 @pytest.mark.parametrize("arguments", [[], ["launch"]])
 def test_no_command_is_wrong_usage(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", WITH_FILES)
 def test_a_missing_file_or_server_is_a_failure(name: str) -> None:
     done = run(name, *FAILURES[name])
     assert done.exit_code == ExitCode.FAILED, done.output
@@ -82,7 +127,7 @@ def test_help_is_no_error(name: str) -> None:
     assert run(name, "--help").exit_code == ExitCode.OK
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", WITH_FILES)
 def test_ctrl_c_anywhere_is_an_interruption(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(**flags: object) -> None:
         raise KeyboardInterrupt
@@ -120,7 +165,7 @@ READING = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "explain"])
+@pytest.mark.parametrize("name", [name for name in WITH_FILES if name != "explain"])
 def test_sigint_while_files_are_read_is_an_interruption(name: str) -> None:
     """tests/e2e/test_watch.py interrupts explain, which reads no file."""
     process = subprocess.Popen(

@@ -4,7 +4,6 @@ import errno
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -12,8 +11,12 @@ import pytest
 from click.testing import CliRunner
 from optimizer import made_optimizations
 
-from penstock import optimize_cli
+from penstock.api import optimize as optimizations
+from penstock.api.optimize import make_plan
+from penstock.api.optimize_options import OptimizeOptions
 from penstock.cli import main
+from penstock.cli.optimize import optimize as command
+from penstock.cli.options import from_params
 from penstock.errors import ConfigError
 from penstock.exit_codes import ExitCode
 from penstock.optimizer.disk import WriteFailed
@@ -22,12 +25,9 @@ from penstock.optimizer.plan import Plan
 
 
 def plan(*arguments: str) -> Plan:
-    context = click.Context(optimize_cli.optimize)
-    optimize_cli.optimize.parse_args(context, list(arguments))
-    flags: dict[str, Any] = dict(context.params)
-    for name in ("html_path", "json_path"):
-        flags.pop(name)
-    return optimize_cli.make_plan(flags.pop("model"), flags.pop("plan_path"), flags)
+    context = click.Context(command)
+    command.parse_args(context, list(arguments))
+    return make_plan(context.params["source"], from_params(OptimizeOptions, context.params))
 
 
 @pytest.fixture
@@ -121,10 +121,10 @@ class TestWithoutAVersion:
 
     def ask(self, tmp_path, monkeypatch, found):
         (tmp_path / "m.onnx").write_bytes(b"")
-        monkeypatch.setattr(optimize_cli, "_optimize", lambda plan: (found, False))
+        monkeypatch.setattr(optimizations, "run", lambda plan, watch, command: found)
         asked = ["--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
         asked += ["--html", str(tmp_path / "page.html")]
-        return CliRunner().invoke(optimize_cli.optimize, [str(tmp_path / "m.onnx"), *asked])
+        return CliRunner().invoke(command, [str(tmp_path / "m.onnx"), *asked])
 
     def test_a_disturbed_result_leaves_the_kept_version(self, tmp_path, monkeypatch):
         found = msgspec.structs.replace(
@@ -148,22 +148,44 @@ class TestWithoutAVersion:
         assert reason in ended.stderr and "free some space" not in ended.stderr
 
 
+class TestOutputs:
+    """The verdict alone, or JSON alone."""
+
+    def ask(self, tmp_path, monkeypatch, *flags):
+        (tmp_path / "m.onnx").write_bytes(b"")
+        found = made_optimizations.kept()
+        monkeypatch.setattr(optimizations, "run", lambda plan, watch, command: found)
+        asked = ["--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
+        asked += ["--html", str(tmp_path / "page.html"), *flags]
+        ended = CliRunner().invoke(command, [str(tmp_path / "m.onnx"), *asked])
+        assert ended.exit_code == ExitCode.OK, ended.output
+        return ended, found
+
+    def test_json_to_stdout_is_alone_there(self, tmp_path, monkeypatch):
+        ended, found = self.ask(tmp_path, monkeypatch, "--json", "-")
+        assert json.loads(ended.stdout)["name"] == found.name
+
+    def test_a_quiet_run_prints_its_verdict_only(self, tmp_path, monkeypatch):
+        ended, found = self.ask(tmp_path, monkeypatch, "--quiet")
+        assert ended.stdout.splitlines() == [found.headline]
+
+
 class TestAFullDisk:
     """The command ends with a line, and what was found is not lost."""
 
     def ask(self, tmp_path, monkeypatch, outcome, *flags):
         (tmp_path / "m.onnx").write_bytes(b"")
 
-        def run(plan):
+        def run(plan, watch, command):
             if isinstance(outcome, BaseException):
                 raise outcome
-            return outcome, False
+            return outcome
 
-        monkeypatch.setattr(optimize_cli, "_optimize", run)
+        monkeypatch.setattr(optimizations, "run", run)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         (tmp_path / "temporary").mkdir()
         asked = [str(tmp_path / "m.onnx"), "--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
-        return CliRunner().invoke(optimize_cli.optimize, [*asked, *flags])
+        return CliRunner().invoke(command, [*asked, *flags])
 
     def found(self):
         reason = "out: not enough disk space for the version: needs 9 MiB, 1 MiB free"

@@ -7,11 +7,13 @@ import threading
 import numpy as np
 import pytest
 import tiny_pretrained as tiny
+from onnx import TensorProto, helper
 from PIL import Image
 
 import penstock
-from penstock import pbtxt, repository
+from penstock import devices, pbtxt, repository
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.testing import FakeGpus
 
 transformers = pytest.importorskip("transformers")
 TEXTS = [*tiny.SENTENCES, "cat", "unknown wörds 日本", "the " * 100]
@@ -85,6 +87,31 @@ def test_a_text_model_needs_a_tokenizer(tmp_path):
     (folder / "tokenizer.json").unlink()
     (problem,) = repository.read(folder).problems["m"]
     assert problem.startswith("a text classifier without a tokenizer; AutoTokenizer")
+
+
+def test_what_the_folder_does_not_say_is_noted(tmp_path):
+    folder = tiny.write_bert(tmp_path / "m", "BertModel")
+    (note,) = resolve(folder).notes
+    assert note == "no modules.json: embeddings are the mean over the tokens, not normalised"
+    tiny.write_modules(folder)
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (note,) = resolve(folder).notes
+    assert "default prompt 'query' is not added" in note
+
+
+@pytest.mark.parametrize(("num_gpus", "backend"), [(0, "onnxruntime"), (1, "pytorch")])
+def test_weights_are_preferred_where_there_is_a_gpu(tmp_path, monkeypatch, num_gpus, backend):
+    folder = tiny.write_classifier(tmp_path / "m")
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.INT64, ["n", "s"])
+        for name in ("input_ids", "attention_mask")
+    ]
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 3])
+    model = helper.make_model(helper.make_graph([], "g", inputs, [logits]))
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    monkeypatch.setattr(devices, "read_gpus", FakeGpus(*[1 << 34] * num_gpus))
+    assert resolve(folder).backend == backend
 
 
 def test_such_a_folder_may_stand_in_a_repository(tmp_path):

@@ -51,6 +51,16 @@ def test_a_file_is_profiled_to_terminal_page_trace_and_json(profile, model, tmp_
     assert "traceEvents" in json.loads(files[2].read_text())
 
 
+def test_json_to_stdout_is_alone_there_and_a_quiet_run_recommends(profile, model) -> None:
+    flags = ("--runs", 3, "--threads", 1)
+    ended = profile(model, *flags, "--json", "-")
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)
+    ended = profile(model, *flags, "--quiet")
+    assert len(ended.stdout.splitlines()) == 1
+    assert found["format"] == 1
+
+
 def test_data_is_what_runs(profile, model, tmp_path) -> None:
     np.savez(tmp_path / "d.npz", x=np.ones((4, 3, 8), np.float32))
     out = tmp_path / "p.json"

@@ -20,7 +20,6 @@ from penstock.benchmark.plan import Plan
 from penstock.benchmark.results import Run
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.summary import Figures
-from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +52,7 @@ class BenchResult:
 
     @property
     def headline(self) -> str:
-        return headline.headline_of(self.run).text
+        return headline_of(self.runs)
 
     @property
     def is_passed(self) -> bool:
@@ -125,26 +124,47 @@ def render(runs: Sequence[Run]) -> RenderableType:
 
 
 def save(runs: Sequence[Run], path: Path) -> None:
-    """Write runs to a file, by the name's ending; each run of a sweep to its own JSON or CSV."""
+    """Write runs to a file, by the name's ending."""
+    writers = {".json": write_json, ".html": write_html, ".csv": write_csv}
+    shown.writer_for(path, writers)(runs, path)
+
+
+def to_json(runs: Sequence[Run]) -> str:
+    """Return the run as JSON; a list of runs of a sweep."""
+    texts = [run_files.to_json(run) for run in runs]
+    return texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "]\n"
+
+
+def write_json(runs: Sequence[Run], path: Path) -> None:
+    """Write the run; each run of a sweep to its own file, `run-b8.json`."""
+    for target, run in _targets(runs, path):
+        run_files.write_run(run, target)
+
+
+def write_csv(runs: Sequence[Run], path: Path) -> None:
+    """Write the run; each run of a sweep to its own file, `run-b8.csv`."""
+    for target, run in _targets(runs, path):
+        run_files.write_text(run_files.csv_text(run), target)
+
+
+def write_html(runs: Sequence[Run], path: Path) -> None:
+    """Write the page of a run, or of a sweep's runs compared with the first."""
     from penstock.report import bench, compare
 
-    if path.suffix == ".html":
-        named = [Named(f"batch size {run.batch_size}", run) for run in runs]
-        page = bench.page(runs[0]) if len(runs) == 1 else compare.page(named)
-        run_files.write_text(page, path)
-        return
-    if path.suffix not in (".json", ".csv"):
-        raise ConfigError([f"{path}: expected a name that ends in .json, .html or .csv"])
+    named = [Named(f"batch size {run.batch_size}", run) for run in runs]
+    page = bench.page(runs[0]) if len(runs) == 1 else compare.page(named)
+    run_files.write_text(page, path)
+
+
+def headline_of(runs: Sequence[Run]) -> str:
+    from penstock.report import sweep
+
+    return headline.headline_of(runs[0]).text if len(runs) == 1 else sweep.headline(runs)
+
+
+def _targets(runs: Sequence[Run], path: Path) -> Iterator[tuple[Path, Run]]:
     for run in runs:
-        target = path if len(runs) == 1 else sweep_path(path, run.batch_size)
-        if path.suffix == ".json":
-            run_files.write_run(run, target)
-        else:
-            run_files.write_text(run_files.csv_text(run), target)
-
-
-def sweep_path(path: Path, batch_size: int) -> Path:
-    return path.with_stem(f"{path.stem}-b{batch_size}")
+        yield path if len(runs) == 1 else path.with_stem(f"{path.stem}-b{run.batch_size}"), run
 
 
 def _run(conductor: Conductor) -> Run:

@@ -217,8 +217,8 @@ class BenchOptions:
         Flag(
             INPUTS,
             "File or folder of representative inputs",
-            ".npz, .npy, .jsonl, .json (as perf_analyzer has it), .parquet, .txt (one prompt per "
-            "line) or a folder of images. Give it whenever time depends on the values.",
+            ".npz, .npy, .jsonl, .json (as perf_analyzer has it), .csv, .parquet, .txt (one text "
+            "per line) or a folder of images. Give it whenever time depends on the values.",
             metavar="PATH",
             default="random values of the model's signature",
         ),

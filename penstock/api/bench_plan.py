@@ -16,9 +16,8 @@ from penstock.benchmark import pacer
 from penstock.benchmark.inputs import InputSpec, lengths, traces
 from penstock.benchmark.pacer import Closed, Load
 from penstock.benchmark.plan import Plan, decides_for
-from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets import TargetSpec, path_target
 from penstock.benchmark.targets.kinds import kind_of
-from penstock.benchmark.targets.path_target import is_text
 from penstock.errors import CommandLineError, ConfigError
 from penstock.slo import Slo
 
@@ -230,7 +229,7 @@ def _check_unused(reading: Reading, spec: TargetSpec, ambient: Collection[str]) 
         return
     try:
         kind = kind_of(spec)
-        if kind == "in process" and is_text(spec):
+        if kind == "in process" and path_target.is_text(spec):
             kind = "text in process"
     except CommandLineError as error:
         reading.problems += error.problems

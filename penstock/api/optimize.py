@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from penstock.api import shown
 from penstock.api.optimize_options import OptimizeOptions
 from penstock.benchmark import run_files
-from penstock.errors import ConfigError
 from penstock.optimizer import optimization_files, plan_file
 from penstock.optimizer.first_line import exit_code
 from penstock.optimizer.llm.recognise import is_language_model
@@ -57,7 +56,8 @@ class OptimizeResult:
 
     def save(self, path: str | Path) -> None:
         """Write a .json or .html file, by the name's ending."""
-        save(self.optimization, Path(path))
+        writers = {".html": write_html, ".json": optimization_files.write_optimization}
+        shown.writer_for(Path(path), writers)(self.optimization, Path(path))
 
     def __rich__(self) -> RenderableType:
         from penstock.report import optimize_table
@@ -104,12 +104,7 @@ def run(plan: Plan, watch: Callable[[Progress], None], command: str = "") -> Opt
     return optimize(plan, watch, command)
 
 
-def save(optimization: Optimization, path: Path) -> None:
+def write_html(optimization: Optimization, path: Path) -> None:
     from penstock.report import optimize as report
 
-    if path.suffix == ".html":
-        run_files.write_text(report.page(optimization), path)
-    elif path.suffix == ".json":
-        optimization_files.write_optimization(optimization, path)
-    else:
-        raise ConfigError([f"{path}: expected a name that ends in .json or .html"])
+    run_files.write_text(report.page(optimization), path)

@@ -83,9 +83,9 @@ class OptimizeOptions:
         Flag(
             DATA,
             "File or folder of representative inputs",
-            ".npz, .npy, .jsonl, .json, .parquet, .txt (prompts) or a folder of images. Give it "
-            "whenever you can: without it, steps that may change answers are not tried. Language "
-            "models need it.",
+            ".npz, .npy, .jsonl, .json, .csv, .parquet, .txt (a text per line) or a folder of "
+            "images. Give it whenever you can: without it, steps that may change answers are not "
+            "tried. Language models need it.",
             metavar="PATH",
             default="random inputs",
         ),

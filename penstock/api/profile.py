@@ -12,7 +12,7 @@ from penstock.api import shown
 from penstock.api.profile_options import ProfileOptions
 from penstock.benchmark import run_files
 from penstock.benchmark.inputs import InputSpec, RequestForm, Source, lengths, open_source
-from penstock.errors import CommandLineError, ConfigError
+from penstock.errors import CommandLineError
 from penstock.optimizer.profile import profiler
 from penstock.optimizer.profile.opened import opened
 from penstock.optimizer.profile.results import Profile
@@ -39,9 +39,10 @@ class ProfileResult:
         """Seconds of one run, without the profiler."""
         return self.profile.total_s
 
-    def save(self, path: str | Path, *, command: str = "") -> None:
+    def save(self, path: str | Path) -> None:
         """Write a .json or .html file, by the name's ending."""
-        save(self.profile, Path(path), command)
+        writers = {".html": write_html, ".json": write_json}
+        shown.writer_for(Path(path), writers)(self.profile, Path(path))
 
     def __rich__(self) -> RenderableType:
         from penstock.report import profile_table
@@ -85,15 +86,14 @@ def to_json(profile: Profile) -> str:
     return msgspec.json.format(msgspec.json.encode(profile)).decode()
 
 
-def save(profile: Profile, path: Path, command: str = "") -> None:
+def write_html(profile: Profile, path: Path, command: str = "") -> None:
     from penstock.report import profile as report
 
-    if path.suffix == ".html":
-        run_files.write_text(report.page(profile, command), path)
-    elif path.suffix == ".json":
-        run_files.write_text(to_json(profile), path)
-    else:
-        raise ConfigError([f"{path}: expected a name that ends in .json or .html"])
+    run_files.write_text(report.page(profile, command), path)
+
+
+def write_json(profile: Profile, path: Path) -> None:
+    run_files.write_text(to_json(profile), path)
 
 
 def _source(config: ModelConfig, options: ProfileOptions) -> Source:

@@ -40,8 +40,8 @@ class ProfileOptions:
         Flag(
             INPUTS,
             "File or folder of representative inputs",
-            ".npz, .npy, .jsonl, .json, .parquet or a folder of images. Give it when time depends "
-            "on values or on lengths.",
+            ".npz, .npy, .jsonl, .json, .csv, .parquet or a folder of images. Give it when time "
+            "depends on values or on lengths.",
             metavar="PATH",
             default="random values of the model's signature",
         ),

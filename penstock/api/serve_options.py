@@ -81,7 +81,7 @@ class ServeOptions:
         Flag(
             LISTEN,
             "Processes that serve HTTP on the same port",
-            "0: the core process serves HTTP itself. Raise it when penstock explain says that the "
+            "With 0, the core process serves HTTP. Raise it when penstock explain says that the "
             "core's event loop is the bottleneck and CPU cores are idle; otherwise it only adds "
             "latency. Does not work with language models.",
             metavar="N",

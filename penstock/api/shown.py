@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import html
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+Writer = TypeVar("Writer")
 # Wide enough for all tables.
 WIDTH = 110
 STYLE = "font-family:monospace;line-height:1.25;overflow-x:auto"
@@ -32,6 +37,13 @@ def to_html(shown: RenderableType) -> str:
     console.print(shown)
     form = '<pre style="' + STYLE + '">{code}</pre>'
     return console.export_html(inline_styles=True, code_format=form)
+
+
+def writer_for(path: Path, writers: Mapping[str, Writer]) -> Writer:
+    """Return the writer of a file by its name's ending; ConfigError for other endings."""
+    if path.suffix in writers:
+        return writers[path.suffix]
+    raise ConfigError([f"{path}: expected a name that ends in {' or '.join(writers)}"])
 
 
 def escaped(text: str) -> str:

@@ -36,6 +36,7 @@ class TextTokenizer:
         self._specs = specs
         described = pretrained.read_config(config.folder)
         self.max_length = pretrained.max_length(config.folder, described)
+        self._lowers_case = pretrained.lowers_case(config.folder)
         self._pad = pretrained.pad_token(described)
         self._tokenizer = _open(config.folder)
         self._tokenizer.no_padding()
@@ -97,7 +98,7 @@ class TextTokenizer:
             return InvalidRequest(f"{where}: not UTF-8 at byte {error.start}; expected text")
         if not text.strip():
             return InvalidRequest(f"{where}: empty; expected a text")
-        return text
+        return text.lower() if self._lowers_case else text
 
 
 def _open(folder: Path) -> Any:

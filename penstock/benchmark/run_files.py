@@ -51,6 +51,11 @@ OWN_COLUMNS = ("p99.9 latency", "p99 low", "p99 high", "Failures", "Goodput/Seco
 
 def write_run(run: Run, path: Path) -> None:
     """Write the run as JSON, atomically."""
+    write_text(to_json(run), path)
+
+
+def to_json(run: Run) -> str:
+    """Return the run as JSON, with a summary of each level."""
     verdict = headline_of(run)
     data: dict[str, Any] = {"verdict": {"slo": verdict.outcome, "text": verdict.text}}
     data |= plain(msgspec.to_builtins(run, str_keys=True))
@@ -59,7 +64,7 @@ def write_run(run: Run, path: Path) -> None:
         for level, values in zip(run.levels, data["levels"], strict=True)
     ]
     text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
-    write_text(LONG_ROWS.sub(lambda match: re.sub(r"\n *", " ", match[0]), text) + "\n", path)
+    return LONG_ROWS.sub(lambda match: re.sub(r"\n *", " ", match[0]), text) + "\n"
 
 
 def problem_of(path: Path) -> str:

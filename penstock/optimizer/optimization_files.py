@@ -24,10 +24,14 @@ FIELDS = {"tries", "outcome", "machine", "format"}
 
 def write_optimization(optimization: Optimization, path: Path) -> None:
     """Write the file, completely or not at all."""
+    run_files.write_text(to_json(optimization), path)
+
+
+def to_json(optimization: Optimization) -> str:
+    """Return the optimisation as JSON, with its verdict."""
     data: dict[str, Any] = {"verdict": first_line.headline(optimization)}
     data |= run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
-    text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
-    run_files.write_text(text + "\n", path)
+    return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
 
 
 def is_optimization(path: Path) -> bool:

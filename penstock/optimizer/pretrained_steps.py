@@ -66,9 +66,10 @@ def find_steps(plan: Plan, rows: Sequence[Row]) -> Pretrained | None:
 
 def exported_network(folder: Path) -> Path | None:
     """Return the ONNX file of a folder that has no weights of its own."""
-    if any((folder / each).is_file() for each in pretrained.WEIGHTS):
+    found = pretrained.read(folder)
+    if found is None or found.has_weights:
         return None
-    return next((folder / each for each in pretrained.ONNX if (folder / each).is_file()), None)
+    return folder / found.onnx_file
 
 
 def copy_files(folder: Path, version: Path) -> None:

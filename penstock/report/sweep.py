@@ -33,14 +33,20 @@ def shown(runs: Sequence[Run]) -> Group:
         failed = str(row.num_failed)
         table.add_row(str(run.batch_size), row.label, *figures, curve, p50, p99, failed)
     target = runs[0].target
-    parts = [Text(_headline(runs, rates), style="bold"), Text(f"target  {target.address}", "dim")]
+    parts = [Text(headline(runs), style="bold"), Text(f"target  {target.address}", "dim")]
     problems = [Text(run.problem, style="red") for run in runs if run.problem]
     return Group(*parts, table, *problems)
 
 
-def _headline(runs: Sequence[Run], rates: Sequence[float]) -> str:
-    sizes = [run.batch_size for run in runs for _ in run.levels]
-    if not rates or max(rates) == 0:
+def headline(runs: Sequence[Run]) -> str:
+    """Say at which batch size most rows are computed."""
+    best_rate, best_size = 0.0, 0
+    for run in runs:
+        for level in run.levels:
+            rate = summary.figures_of(run, level).throughput.value * run.batch_size
+            if rate > best_rate:
+                best_rate, best_size = rate, run.batch_size
+    if not best_size:
         return "nothing was measured"
-    at = max(range(len(rates)), key=rates.__getitem__)
-    return f"highest throughput: {units.number(rates[at])} inferences/s at batch size {sizes[at]}"
+    number = units.number(best_rate)
+    return f"highest throughput: {number} inferences/s at batch size {best_size}"

@@ -206,7 +206,11 @@ class Catalog:
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     def pending(self) -> list[Pending]:
-        return [_pending(each) for model in self for each in (model, *_stages(model))]
+        return [
+            pending
+            for model in self
+            for pending in (_pending(model), *map(_pending_stage, _stages(model)))
+        ]
 
     async def drain(self) -> None:
         """Wait until every admitted request has its answer."""
@@ -308,6 +312,11 @@ class Catalog:
 def _stages(model: Served) -> Sequence[Served]:
     """Return the stages of a model of several, whose metrics have their own names."""
     return model.models if isinstance(model, StagePipeline) else ()
+
+
+def _pending_stage(model: Served) -> Pending:
+    """Return the state of a stage; its GPU memory counts for the whole model."""
+    return Pending(model.metrics, model.num_waiting, sum(e.is_ready for e in model.instances))
 
 
 def _pending(model: Served) -> Pending:

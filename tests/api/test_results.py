@@ -30,7 +30,7 @@ def test_a_bench_is_figures_a_table_and_files(identity: str, tmp_path: Path) -> 
         found.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 0
     assert read_run(tmp_path / "run.json").command.startswith("penstock.bench(")
-    with pytest.raises(ConfigError, match="ends in .json, .html or .csv"):
+    with pytest.raises(ConfigError, match="ends in .json or .html or .csv"):
         found.save(tmp_path / "run.txt")
 
 
@@ -114,7 +114,7 @@ def test_a_profile_shows_and_saves(
     found.save(tmp_path / "p.json")
     assert json.loads((tmp_path / "p.json").read_text())["model"] == "digits"
     found.save(tmp_path / "p.html")
-    with pytest.raises(ConfigError, match="ends in .json or .html"):
+    with pytest.raises(ConfigError, match="ends in .html or .json"):
         found.save(tmp_path / "p.txt")
 
 

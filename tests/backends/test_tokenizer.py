@@ -1,5 +1,7 @@
 """Tokens are those of the folder's own tokenizer."""
 
+import json
+
 import numpy as np
 import pytest
 import tiny_pretrained as tiny
@@ -65,3 +67,17 @@ def test_a_tokenizer_that_cannot_be_read_is_named(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="the tokenizer cannot be loaded"):
         open_tokenizer(tmp_path)
+
+
+def test_texts_are_lowered_if_sentence_transformers_does(folder, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    texts = [{"TEXT": np.array([text], dtype=object)} for text in (b"The CAT", b"the cat")]
+    one, other = open_tokenizer(tmp_path).tried_all(texts)
+    assert one["input_ids"].tolist() != other["input_ids"].tolist()
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    one, other = open_tokenizer(tmp_path).tried_all(texts)
+    assert one["input_ids"].tolist() == other["input_ids"].tolist()

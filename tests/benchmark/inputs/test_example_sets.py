@@ -14,6 +14,7 @@ from penstock.benchmark.inputs.example_sets import (
     from_arrays,
     from_list,
     from_rows,
+    rename,
 )
 from penstock.benchmark.inputs.files import Row, Rows
 from penstock.benchmark.inputs.non_finite import NonFinite
@@ -215,3 +216,17 @@ def test_a_template_that_names_the_limit_gets_it() -> None:
     samples = [Sample(fields={"text": "a", "max_tokens": 5})]
     examples = TextExamples(samples, iter([7]), shares(1, 0, 0, 1), ORIGIN)
     assert examples.next()[1].fields == {"text": "a", "max_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["text", "id"], {"text": "TEXT"}),
+        (["Sentence"], {"Sentence": "TEXT"}),
+        (["TEXT", "text"], {}),
+        (["other"], {}),
+    ],
+)
+def test_the_column_of_texts_is_found_by_its_usual_names(names, expected):
+    assert rename(TensorSpec("TEXT", "BYTES", (1,)), names) == expected
+    assert rename(TensorSpec("TEXT", "FP32", (1,)), names) == {}

@@ -184,3 +184,30 @@ def test_the_digest_of_several_files_depends_on_each(tmp_path: Path) -> None:
     before = digest(paths)
     paths[1].write_bytes(b"Content")
     assert digest(paths) != before
+
+
+def test_csv_columns_of_numbers_become_numbers(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text('\ufefftext,label,score\n"one, two",1,0.5\n"a ""b""",2,1\n', encoding="utf-8")
+    rows = read_rows(path)
+    assert rows.rows == [
+        {"text": "one, two", "label": 1, "score": 0.5},
+        {"text": 'a "b"', "label": 2, "score": 1.0},
+    ]
+    assert rows.place(1) == "line 3"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"a,b\n1\n", "line 2: more or fewer values than there are columns"),
+        (b"a,b\n1,2,3\n", "line 2: more or fewer values"),
+        (b"a\n\xff\n", "not a CSV file in UTF-8"),
+        (b"a,b\n", "has no examples"),
+    ],
+)
+def test_csv_files_that_are_none_are_refused(tmp_path, content, problem):
+    path = tmp_path / "data.csv"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        read_rows(path)

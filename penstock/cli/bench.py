@@ -1,0 +1,125 @@
+"""The `bench` command: flags to a plan, runs to files and terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.api.bench_options import BenchOptions
+from penstock.cli.commands import coloured, fail
+from penstock.cli.options import Command, add_options, from_environment
+from penstock.cli.outputs import STDOUT, TableOutputs, files, print_json
+from penstock.errors import ConfigError
+from penstock.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from penstock.benchmark.ci_gate import Check
+    from penstock.benchmark.plan import Plan
+    from penstock.benchmark.results import Run
+
+
+@click.command(
+    cls=Command,
+    short_help="Measure a model or a server under load.",
+    examples=[
+        "penstock bench model.onnx -b 1:32",
+        "penstock bench http://127.0.0.1:8000/v2/models/digits --concurrency 1:64",
+        "penstock bench grpc://127.0.0.1:8001/digits --rate 100:1600 --data data.npz",
+        "penstock bench models/digits --slo 'p99 < 20 ms at 200/s' --gate",
+        "penstock bench openai+http://127.0.0.1:8000/v1 --rate 2 --lengths 512",
+    ],
+)
+@click.argument("source", metavar="MODEL")
+@add_options(BenchOptions, "options")
+@add_options(TableOutputs, "outputs")
+@click.pass_context
+def bench(ctx: click.Context, source: str, options: BenchOptions, outputs: TableOutputs) -> None:
+    """Measure MODEL under load: throughput and latency with confidence intervals.
+
+    \b
+    MODEL is one of
+      model.onnx, models/NAME                        a model's file or folder: in this process
+      http://host:port/v2/models/NAME[/versions/V]   v2 over HTTP: Penstock, Triton, MLServer
+      grpc://host:port/NAME[/V]                      v2 over gRPC
+      openai+http://host:port/v1                     completions or chat, streamed
+      http://…                                       any other URL, with --body
+    """
+    from penstock.api import bench as api
+    from penstock.api.bench_plan import make_plans
+    from penstock.benchmark import run_files
+
+    command = shlex.join(["penstock", *sys.argv[1:]])
+    try:
+        ambient = from_environment(ctx, BenchOptions)
+        plans = make_plans(source, options, command=command, ambient=ambient)
+        run_files.check_outputs(files(outputs.json, outputs.html, outputs.csv))
+        baseline = run_files.read_run(Path(options.baseline)) if options.baseline else None
+        runs = _measure(plans, outputs)
+        checks = api.judge(runs, plans[0], baseline, options.tolerance)
+        _show(runs, outputs)
+    except ConfigError as error:
+        fail(error)
+    is_judged = options.gate or baseline is not None
+    sys.exit(_conclude(runs, checks, is_judged, options.gate, outputs))
+
+
+def _measure(plans: Sequence[Plan], outputs: TableOutputs) -> list[Run]:
+    from penstock.api import bench as api
+    from penstock.report.live import Live
+
+    def keep(run: Run) -> None:
+        """Save the run so far, so that it survives a crash. A full disk does not stop the
+        measurement; `_show` tries again and reports it."""
+        with contextlib.suppress(ConfigError):
+            if len(plans) == 1 and outputs.json not in ("", STDOUT):
+                api.write_json([run], Path(outputs.json))
+
+    with contextlib.nullcontext() if outputs.quiet else Live() as live:
+        watch = (lambda progress: None) if live is None else live.update
+        return api.measure(plans, watch, keep)
+
+
+def _show(runs: Sequence[Run], outputs: TableOutputs) -> None:
+    from penstock import terminal
+    from penstock.api import bench as api
+
+    if outputs.json == STDOUT:
+        print_json(api.to_json(runs))
+    elif outputs.quiet:
+        click.echo(api.headline_of(runs))
+    else:
+        terminal.console().print(api.render(runs))
+    if outputs.html:
+        api.write_html(runs, Path(outputs.html))
+    if outputs.csv:
+        api.write_csv(runs, Path(outputs.csv))
+    for name in files(outputs.json):
+        api.write_json(runs, Path(name))
+
+
+def _conclude(
+    runs: Sequence[Run],
+    checks: Sequence[Check],
+    is_judged: bool,
+    is_gate: bool,
+    outputs: TableOutputs,
+) -> int:
+    """Print the checks of the gate and return the exit code."""
+    from penstock.benchmark.run import INTERRUPTED
+
+    if any(run.problem == INTERRUPTED for run in runs):
+        return ExitCode.INTERRUPTED
+    if is_judged:
+        for check in checks:
+            mark = coloured("pass", "green") if check.is_passed else coloured("FAIL", "red")
+            click.echo(f"{mark}  {check.text}", err=outputs.json == STDOUT)
+    if any(run.is_partial for run in runs):
+        return ExitCode.FAILED
+    is_shut = is_gate and not all(check.is_passed for check in checks)
+    return ExitCode.MISSED if is_shut else ExitCode.OK

@@ -1,0 +1,144 @@
+"""Flags from dataclasses: each field of a group of options is a flag, and `--help` shows them by
+group, with the summary first, then the default, then when to change it."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any, TypeVar, get_type_hints
+
+import click
+
+from penstock.api.options import Flag, flag_name, flag_of
+
+Options = TypeVar("Options")
+Function = TypeVar("Function", bound=Callable[..., Any])
+# Column of the explanations in the help.
+COLUMN = 32
+OTHERS = "Other options"
+
+
+class FlagOption(click.Option):
+    """A flag that knows its group and the parts of its help."""
+
+    def __init__(self, names: Sequence[str], flag: Flag, **settings: Any) -> None:
+        default = flag.default or _shown(settings.get("default"))
+        parts = ["" if default == "-" else f"Default: {default}.", flag.when]
+        if flag.variable:
+            settings["envvar"] = flag.variable
+        self.group = flag.group
+        self.summary = flag.summary
+        self.details = " ".join(part for part in parts if part)
+        help_text = f"{flag.summary}. {self.details}"
+        super().__init__(names, metavar=flag.metavar or None, help=help_text, **settings)
+
+
+class Command(click.Command):
+    """A command whose help shows flags by group and ends with examples."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.examples = examples
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[click.Option]] = {}
+        for each in self.get_params(ctx):
+            if isinstance(each, click.Option) and not each.hidden:
+                groups.setdefault(getattr(each, "group", OTHERS), []).append(each)
+        groups = {"Options": groups[OTHERS]} if len(groups) == 1 else groups
+        for group, flags in groups.items():
+            with formatter.section(group):
+                for each in flags:
+                    _write_flag(each, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {example}\n" for example in self.examples))
+
+
+def add_options(kind: type[Options], name: str) -> Callable[[Function], Function]:
+    """Decorate a command's function: it gets the fields of `kind` as one argument, `name`."""
+
+    def decorate(function: Function) -> Function:
+        def call(*args: Any, **given: Any) -> Any:
+            made = from_params(kind, given)
+            rest = {key: value for key, value in given.items() if key not in own}
+            return function(*args, **rest, **{name: made})
+
+        own = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+        call.__name__, call.__doc__ = function.__name__, inspect.getdoc(function)
+        types = get_type_hints(kind)
+        made = [_option(each, types[each.name]) for each in fields(kind)]  # type: ignore[arg-type]
+        call.__click_params__ = [*getattr(function, "__click_params__", []), *reversed(made)]  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def from_params(kind: type[Options], params: Mapping[str, Any]) -> Options:
+    """Make options of parsed flags."""
+    given = {each.name: params[each.name] for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
+def from_environment(ctx: click.Context, kind: type[Options]) -> set[str]:
+    """Return the options whose values came from environment variables."""
+    source = click.core.ParameterSource.ENVIRONMENT
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    return {name for name in names if ctx.get_parameter_source(name) is source}
+
+
+def _option(each: Field[Any], kind: object) -> click.Option:
+    flag, name = flag_of(each), flag_name(each)
+    names = [each.name, *([flag.short] if flag.short else []), name, *flag.aliases]
+    # An empty text is no choice.
+    default = None if flag.choices and not each.default else each.default
+    settings: dict[str, Any] = {"default": default}
+    if kind in (bool, bool | None):
+        if each.default is True:
+            names[names.index(name)] = f"{name}/--no-{name.removeprefix('--')}"
+        else:
+            settings["is_flag"] = True
+    elif kind == tuple[str, ...]:
+        settings["multiple"] = True
+    else:
+        settings["type"] = _type(flag, kind)
+    return FlagOption(names, flag, **settings)
+
+
+def _type(flag: Flag, kind: object) -> click.ParamType[Any]:
+    if flag.choices:
+        return click.Choice(flag.choices, case_sensitive=False)
+    if kind in (int, int | None):
+        low, high = (None if each is None else int(each) for each in (flag.low, flag.high))
+        return click.IntRange(low, high)
+    if kind in (float, float | None):
+        return click.FloatRange(flag.low, flag.high)
+    return click.STRING
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default) if default not in (None, "", ()) else "none"
+
+
+def _write_flag(each: click.Option, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    record = each.get_help_record(ctx)
+    assert record is not None
+    names = record[0]
+    summary, _, details = record[1].partition(". ")
+    if isinstance(each, FlagOption):
+        summary, details = each.summary, each.details
+    width = max(formatter.width - COLUMN, 20)
+    lines = [*textwrap.wrap(summary, width), *textwrap.wrap(details, width)]
+    head = f"  {names}"
+    if len(head) > COLUMN - 2:
+        formatter.write(head + "\n")
+        head = ""
+    for line in lines:
+        formatter.write(f"{head:{COLUMN}}{line}\n")
+        head = ""
