@@ -30,7 +30,7 @@ def run(module: str, *arguments: str) -> bytes:
                 [sys.executable, "-m", module, str(theirs), *arguments],
                 pass_fds=[theirs],
                 stdin=subprocess.DEVNULL,
-                # What it prints belongs to the log, not to the output of a command.
+                # Its prints belong to the log, not to the output of a command.
                 stdout=2,
                 process_group=0,
                 env=environment.allowed(os.environ),

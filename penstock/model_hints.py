@@ -1,4 +1,4 @@
-"""What to say about a path that is no model: what it is, and what to give instead.
+"""Errors for paths that are not models: what the path is, and what to give instead.
 
 Looks at names only. `model_source` asks here once it knows that there is no model.
 """
@@ -70,8 +70,8 @@ def describe_file(path: Path, expected: str) -> str:
 
 
 def describe_folder(folder: Path, model_suffixes: Sequence[str], expected: str) -> str:
-    """Say why a folder without a model is none. `model_suffixes` are those of files that are a
-    model by themselves."""
+    """Say why a folder is not a model. `model_suffixes` are those of files that are a model by
+    themselves."""
     names = _names(folder)
     if not names:
         return f"is an empty folder; expected {expected}"

@@ -1,4 +1,4 @@
-"""What a MODEL is: every command and function that takes one asks `resolve`.
+"""The resolver of MODEL: every command and function that takes a model asks `resolve`.
 
 A file, a folder, a repository, `package.module:factory`, or the URL of a running server. Whatever
 is not a model gets an error that names the next command. Loads nothing; `repository` and `pbtxt`
@@ -138,8 +138,8 @@ class ModelSource:
 
 
 def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:
-    """Say what `model` is; ConfigError if it is none. `name` chooses a model of a repository, or
-    names the one model of a file."""
+    """Say what `model` is; ConfigError if it is not a model. `name` chooses a model of a
+    repository, or names the one model of a file."""
     text = os.fspath(model)
     if URL.match(text):
         return ModelSource(ModelKind.URL, text, name)

@@ -1,4 +1,4 @@
-"""What a Python model's file says about itself: its tensors, and the modules beside it.
+"""Facts about the file of a Python model: its tensors, and the modules beside it.
 
 Tensors are known only by running the file, which `backends.python_reader` does in a child process.
 """

@@ -230,8 +230,8 @@ def read_hugging_face(folder: Path) -> Found:
         written = pbtxt.to_text(message)
         artifact = pretrained_message.complete(message, described)
         config = pbtxt.resolve(message, name, folder, artifact)
-        warnings = (*config.warnings, *pretrained_message.notes(folder, described.head))
-        found.configs.append(replace(config, version="1", written=written, warnings=warnings))
+        notes = (*config.notes, *pretrained_message.notes(folder, described.head))
+        found.configs.append(replace(config, version="1", written=written, notes=notes))
     except ConfigError as error:
         found.problems[name] = list(error.problems)
     return found

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from html import escape
 from pathlib import Path
 
 CHROMIUM = next(
@@ -32,6 +33,29 @@ def browse(html: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[
     address = (folder / "page.html").as_uri()
     command = [CHROMIUM, *FLAGS, profile, *flags, address]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
+
+
+# Lets a page tell its width to the page around it, and what sticks out of it.
+PHONE = """<!DOCTYPE html><body style="margin:0"><iframe width="390" height="800"
+style="border:0" srcdoc="{page}"></iframe><script>
+addEventListener("load", () => {{
+  const inner = document.querySelector("iframe").contentDocument;
+  const out = Array.from(inner.querySelectorAll("main *")).filter((each) =>
+    each.getBoundingClientRect().right > 391 && !each.closest(".scroll, .plot"));
+  document.title = inner.documentElement.scrollWidth + " " +
+    out.map((each) => each.tagName + "." + each.className).join(" ");
+}});
+</script></body>"""
+
+
+def on_phone(html: str, folder: Path) -> tuple[int, str]:
+    """The width that a page takes on a screen of 390 px, and the elements that stick out of it,
+    besides those in containers that scroll."""
+    page = PHONE.format(page=escape(html, quote=True))
+    done = browse(page, folder, LAPTOP, "--dump-dom")
+    title = re.search(r"<title>(\d+)\s*(.*?)</title>", done.stdout)
+    assert title is not None
+    return int(title[1]), title[2]
 
 
 def body_of(document: str) -> str:

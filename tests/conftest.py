@@ -1,7 +1,7 @@
 """What several test files share: where the examples are, and small ONNX files made on the spot."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import onnx
@@ -38,6 +38,16 @@ ONNX_TYPES = {
 }
 
 WriteOnnx = Callable[..., Path]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Escape lone surrogates in captured output: processes of xdist exchange UTF-8 only."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope="session")

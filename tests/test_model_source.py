@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from suites.classifiers import write_classifier
 
 import penstock
 from penstock.errors import ConfigError, NotFound
@@ -296,32 +297,6 @@ def test_a_factory_is_served_with_the_tensors_of_its_examples(
         source.read_one("net_of_mine")
 
 
-def classifier(path: Path, classes: dict[str, list[str] | list[int]]) -> Path:
-    """A classifier as skl2onnx writes it: probabilities end in a ZipMap."""
-    value, types = helper.make_tensor_value_info, onnx.TensorProto
-    maps = helper.make_map_type_proto(
-        types.STRING if "classlabels_strings" in classes else types.INT64,
-        helper.make_tensor_type_proto(types.FLOAT, []),
-    )
-    probability = helper.make_value_info("probability", helper.make_sequence_type_proto(maps))
-    nodes = [
-        helper.make_node("Softmax", ["x"], ["p"], axis=1),
-        helper.make_node("ArgMax", ["p"], ["label"], axis=1, keepdims=0),
-        helper.make_node("ZipMap", ["p"], ["probability"], domain="ai.onnx.ml", **classes),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [value("x", types.FLOAT, [None, 3])],
-        [value("label", types.INT64, [None]), probability],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
-    path.write_bytes(
-        helper.make_model(graph, ir_version=9, opset_imports=opsets).SerializeToString()
-    )
-    return path
-
-
 @pytest.mark.parametrize(
     "classes",
     [{"classlabels_strings": ["cat", "dog", "owl"]}, {"classlabels_int64s": [3, 5, 8]}],
@@ -330,7 +305,7 @@ def classifier(path: Path, classes: dict[str, list[str] | list[int]]) -> Path:
 def test_maps_of_probabilities_are_served_as_a_tensor(
     tmp_path: Path, classes: dict[str, list[str] | list[int]]
 ) -> None:
-    path = classifier(tmp_path / "c.onnx", classes)
+    path = write_classifier(tmp_path / "c.onnx", **classes)
     before = path.read_bytes()
     with penstock.load(str(path)) as model:
         assert any("ZipMap" in note for note in model.config.notes)

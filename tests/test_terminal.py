@@ -192,3 +192,11 @@ def test_instances_on_gpus_are_shown_with_their_devices():
     text = shown(replace(ANSWER, instances=instances))
     assert "0         cuda:0  idle           2   10     3.0 GiB" in text
     assert "1         cuda:1  not ready      1    0" in text
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("localhost", "localhost"), ("10.0.0.7", "10.0.0.7")],
+)
+def test_a_server_on_all_addresses_is_called_by_the_loopback_one(host: str, address: str) -> None:
+    assert terminal.reachable(host) == address

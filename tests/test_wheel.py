@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,13 +22,13 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "penstock")
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
-def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 600) -> str:
+def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 600, **variables: str) -> str:
     # PYTHONPATH would lead to the tree instead of the wheel.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment,
+        env=environment | variables,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -57,6 +59,18 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     run([sys.executable, "-m", "venv", folder], folder)
     run([folder / "bin" / "python", *PIP, "install", wheel], folder)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def with_extras(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the libraries of the tests' own environment, torch among them: downloading
+    them again would take minutes."""
+    folder = tmp_path_factory.mktemp("extras")
+    run([sys.executable, "-m", "venv", folder], folder)
+    run([folder / "bin" / "python", *PIP, "install", "--no-deps", wheel], folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
 
 
@@ -130,3 +144,18 @@ def test_each_module_of_the_tree_is_in_the_wheel(environment: Path, empty: Path)
     }
     missing = sorted(str(name) for name in names if not (installed / name).is_file())
     assert not missing
+
+
+def test_the_first_minutes(with_extras: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = f"{with_extras}:{os.environ['PATH']}"
+    script = ROOT / "examples" / "first_minutes.sh"
+    output = run(["bash", script], tmp_path, 800, PATH=path, PORT=port)
+    assert "== Done" in output
+    where = run(
+        [with_extras / "python", "-c", "import penstock; print(penstock.__file__)"], tmp_path
+    )
+    assert Path(where).is_relative_to(with_extras.parent)
+    assert (tmp_path / "optimize.html").is_file()

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.python_file import SignatureReport
 from penstock.types import Signature, TensorSpec
 
-# Of the model, as errors name it.
+# The version that errors name.
 VERSION = "1"
 NOT_TOLD = (
     f"{TRITON} does not say what tensors it has; write config.pbtxt, or a static method "

@@ -91,8 +91,8 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def find_entry(module: types.ModuleType) -> Entry:
-    """Find the model of a file that has no TritonPythonModel; ConfigError if there is none or it is
-    not clear which it is."""
+    """Find the model of a file that has no TritonPythonModel; ConfigError if the file has none or
+    several."""
     own = {
         name: value
         for name, value in vars(module).items()

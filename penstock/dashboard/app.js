@@ -197,7 +197,8 @@ function form(model) {
   const button = make("button", { type: "submit" }, "Run");
   const took = make("span", { role: "status" });
   const answer = make("div", { className: "answer" });
-  const node = make("form", {}, field, note(call), make("div", { className: "run" }, button, took), answer);
+  const preview = call.form === "image" ? previewOf(field) : null;
+  const node = make("form", {}, field, preview, note(call), make("div", { className: "run" }, button, took), answer);
   node.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) node.requestSubmit();
   });
@@ -231,6 +232,16 @@ function fieldOf(call) {
   const text = pretty(body);
   const rows = Math.min(MAX_LINES, text.split("\n").length + 1);
   return make("textarea", { className: "code", value: text, rows, spellcheck: false, "aria-label": "Request as JSON" });
+}
+
+function previewOf(field) {
+  const image = make("img", { className: "preview", alt: "", hidden: true });
+  field.addEventListener("change", () => {
+    URL.revokeObjectURL(image.src);
+    image.hidden = !field.files.length;
+    if (field.files.length) image.src = URL.createObjectURL(field.files[0]);
+  });
+  return image;
 }
 
 function note(call) {

@@ -187,7 +187,7 @@ def _responses(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
 def _error_responses(by_type: dict[Any, Any]) -> dict[str, Any]:
     """Return the errors of both protocols by name."""
     error = by_type[ErrorAnswer]
-    # What is not an HTTP message is refused before its path is known.
+    # Bytes that are not an HTTP message are refused before the path is known.
     either = {"anyOf": [by_type[OpenAiErrorAnswer], error]}
     return {
         f"{form}{status}": {

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import penstock
 from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
-from penstock.protocols.v2_routes import V2Routes
-from penstock.serving.catalog import Catalog
-from penstock.serving.served import Served
 from penstock.types import TensorSpec
 from penstock.wire.documented import TensorDescription
 from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
 
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
+    from penstock.protocols.v2_routes import V2Routes
+    from penstock.serving.catalog import Catalog
+    from penstock.serving.served import Served
 
 FIGURES = "metrics"
 # The page shows no names of outputs with more elements.

@@ -48,7 +48,7 @@ class Route:
     path: str
     scope: Scope
     handler: str
-    # What it does, in a few words.
+    # Purpose in a few words.
     summary: str = ""
     # The JSON of requests and of answers; None: no body, or not JSON.
     body: Any = None

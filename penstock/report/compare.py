@@ -91,6 +91,7 @@ def _with_load_once(pair: Pair) -> Iterator[tuple[str, Row]]:
 def page(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
     labels = [summary.label_of(level) for level in runs[0].run.levels]
+    curve = _curve(runs)
     values = {
         "title": "; ".join(map(summary_text, pairs)),
         "sentences": [summary_text(pair) for pair in pairs],
@@ -102,9 +103,9 @@ def page(runs: Sequence[Named]) -> str:
             for pair in pairs
             for each in pair.differences
         ],
-        "figures": drawn({"curve": _curve(runs)}, PLOTS),
+        "figures": drawn({"curve": curve}, PLOTS, has_wide=False),
         "levels": [
-            (index, label, drawn({"cdf": _cdf(runs, index)}, PLOTS))
+            (index, label, drawn({"cdf": _cdf(runs, index)}, PLOTS, has_wide=curve is None))
             for index, label in enumerate(labels)
         ],
         "tables": [

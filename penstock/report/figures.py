@@ -22,8 +22,8 @@ WIDTH, HEIGHT = 560.0, 320.0
 LETTER = 6.4
 LINE_HEIGHT = 14.0
 TOP, RIGHT, GAP = 26.0, 14.0, 8.0
-# Letters on small screens, compared with others.
-LARGER = 1.4
+# Letters on small screens, compared with others; those of words, compared with digits.
+LARGER, WORDS = 1.4, 1.12
 # Pixels for a horizontal bar with its label.
 ROW = 34.0
 # Lines with more points keep the lowest and the highest of each piece.
@@ -166,7 +166,7 @@ def _frame(plot: Plot, width: float, height: float) -> _Frame:
     if plot.right is not None:
         y2 = scales.scale(plot.right, _values(plot, "y", True), bottom, top)
     # Small screens have larger letters: numbers get room for them.
-    room = 1.0 if plot.y.categories else LARGER
+    room = WORDS if plot.y.categories else LARGER
     left = GAP + min(room * _widest(scales.ticks(plot.y, y)), MAX_LABELS * width)
     right = RIGHT
     if plot.right is not None and y2 is not None:

@@ -53,16 +53,21 @@ class Drawn:
     is_wide: bool = False
 
 
-def drawn(plots: Mapping[str, Plot | None], words: Mapping[str, tuple[str, str]]) -> list[Drawn]:
-    """Draw the plots that exist, in the order of their words: title and explanation by name. The
-    last of an odd number has a row of its own."""
+def drawn(
+    plots: Mapping[str, Plot | None],
+    words: Mapping[str, tuple[str, str]],
+    *,
+    has_wide: bool = True,
+) -> list[Drawn]:
+    """Draw the plots that exist, in the order of their words: title and explanation by name. With
+    `has_wide`, the last of an odd number has a row of its own."""
     found = [
         (name, title, text, plot)
         for name, (title, text) in words.items()
         if (plot := plots.get(name)) is not None
     ]
     return [
-        _drawn(*each, is_wide=len(found) % 2 == 1 and index == len(found) - 1)
+        _drawn(*each, is_wide=has_wide and len(found) % 2 == 1 and index == len(found) - 1)
         for index, each in enumerate(found)
     ]
 

@@ -84,6 +84,7 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         options={STEP: step.function},
         warmups=(),
         warnings=(),
+        notes=(),
     )
     network = replace(
         config,
@@ -93,6 +94,7 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         batching=_own_timeouts(config.batching),
         warmups=(),
         warnings=(),
+        notes=(),
     )
     return Stage(step.function, before), Stage(NETWORK, network)
 
@@ -165,16 +167,24 @@ class Journey:
         if isinstance(answer, PenstockError) or self.at == len(self.owner.models) - 1:
             self.owner.finish(self, answer)
             return
-        tensors = [
-            Tensor(each.name, each.datatype, each.shape, bytes(each.data))
-            for each in answer.outputs
-            if each.name != NUM_TOKENS.name
-        ]
+        try:
+            tensors = self._take(answer)
+        except Exception:  # A request that cannot be handed on must still end.
+            log.exception("%s: a stage's answer cannot be handed on", self.owner.config.name)
+            self.owner.finish(self, BackendFailed("internal error; this is a bug"))
+            return
+        self.at += 1
+        self.submit(tensors, self.owner.clock())
+
+    def _take(self, answer: Response) -> list[Tensor]:
+        """Copy a stage's outputs, which are only borrowed, and note the number of tokens."""
+        tensors: list[Tensor] = []
         for each in answer.outputs:
             if each.name == NUM_TOKENS.name:
                 self.request.num_tokens = int(to_array(each).sum())
-        self.at += 1
-        self.submit(tensors, self.owner.clock())
+            else:
+                tensors.append(Tensor(each.name, each.datatype, each.shape, bytes(each.data)))
+        return tensors
 
     def _add_times(self, inner: Request) -> None:
         """Add the waits of a stage to those of the client's request. What earlier stages compute
@@ -311,7 +321,7 @@ class StagePipeline:
         """Explain the network's batches; the other stages are notes."""
         told = self.models[-1].explain()
         refused = {name: count for name, count in self.metrics.num_refused.items() if count}
-        notes = [*self.config.warnings, *told.notes]
+        notes = [*self.config.warnings, *self.config.notes, *told.notes]
         for stage, model in zip(self.stages, self.models, strict=True):
             notes.append(_describe(stage.name, model))
         return replace(told, state=self.shown_state, refused=refused, notes=notes)

@@ -31,7 +31,7 @@ class Reloader:
         self._catalog = catalog
         self._control = control
         self._interval_s = interval_s
-        # Of each model: the files that were loaded, and those of the last look.
+        # Files of each model as they were loaded, and as they were at the last check.
         self._loaded: dict[str, Stamps] = {}
         self._seen: dict[str, Stamps] = {}
 

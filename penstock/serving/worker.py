@@ -318,6 +318,8 @@ class Worker:
         """Pin shared memory for the GPU. Only in the worker's own process: a thread unmaps the
         memory while the process lives, and the GPU could still read it."""
         runner: object = self._runner
+        if isinstance(runner, Headed):
+            runner = runner.inner
         if self._die is not None and isinstance(runner, PinsMemory):
             runner.pin(memory)
 

@@ -38,7 +38,7 @@ class LiveAnswer(msgspec.Struct):
 
 class ReadyAnswer(msgspec.Struct):
     ready: bool
-    # Of one model.
+    # Set in the answer for one model.
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.wire.documented import TensorDescription
 
-# What the form of a model asks for.
+# Kinds of forms.
 Form = Literal["text", "image", "tensors", "chat", "completion"]
 
 
@@ -61,7 +61,7 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class ServerState(msgspec.Struct, frozen=True):
-    """What the caller may see of the server; `scopes` are those of its API key."""
+    """The part of the server that the caller may see; `scopes` are those of its API key."""
 
     name: str
     version: str

@@ -98,7 +98,7 @@ def page_server(
     thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
     try:
-        assert started.wait(20)
+        assert started.wait(90)
         yield box[0]
     finally:
         stop.set()

@@ -1,8 +1,10 @@
 """The pages in a real browser: they load without errors, forms work, and nothing overflows."""
 
 import asyncio
+import base64
 import http.client
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_pretrained
 import uvloop
 from browser import CHROMIUM
 from browser_tab import Tab, open_tab, overflowing
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 from text_server import served
 
+from penstock.model_source import resolve
 from penstock.protocols.gate import Gate
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
@@ -244,6 +248,29 @@ def test_the_description_of_the_api_is_shown(tab: Tab, server: PageServer, width
     assert tab.run(f"{shown}.length") == 1
     text = tab.run(f"{shown}[0].innerText")
     assert "/v1/chat/completions" in text and "messages" in text and "required" in text
+    assert tab.console == []
+
+
+@pytest.mark.slow
+def test_an_image_is_chosen_shown_and_classified(tab: Tab, tmp_path: Path) -> None:
+    folder = tiny_pretrained.write_image_classifier(tmp_path / "pictures")
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(tiny_pretrained.draw_image(64, 48))
+    tab.console.clear()
+    with page_server(resolve(folder).read().configs) as running:
+        tab.open(f"{running.url}/")
+        tab.wait("document.querySelector('.model')")
+        tab.choose_file(".model input[type=file]", photo)
+        tab.wait("document.querySelector('.preview').naturalWidth === 64")
+        shown = submit(tab, 0)
+        call = json.loads(running.ask("/dashboard/state")[2])["models"][0]["call"]
+        body = json.loads(call["body"])
+        body["inputs"][0]["data"] = [base64.b64encode(photo.read_bytes()).decode()]
+        status, _, answer = running.ask(f"/{call['path']}", body=json.dumps(body).encode())
+        assert status == 200
+        label = json.loads(answer)["outputs"][0]["data"][0]
+        assert f"LABEL  BYTES [1, 1]{label}" in shown
+        assert running.ask(f"/{call['path']}", body=call["body"].encode())[0] == 200
     assert tab.console == []
 
 

@@ -35,6 +35,7 @@ def num_failed(found: Benched) -> int:
     return sum(window.num_failed for level in found.run.levels for window in level.windows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "protocol"),
     [
@@ -101,6 +102,7 @@ def test_streams_of_an_llm(tmp_path: Path) -> None:
     assert found.out.startswith("SLO kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "text"),
     [

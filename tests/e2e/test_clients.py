@@ -56,6 +56,7 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.slow
 def test_a_script_notices_wrong_answers(tmp_path: Path) -> None:
     for name in ("simple", "text_length"):
         (tmp_path / name / "1").mkdir(parents=True)

@@ -69,6 +69,7 @@ def test_a_failed_reload_keeps_the_old_model(explicit):
         assert client.is_server_ready()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["nobody", "..", ".", "%2e%2e", "..%2f..%2fetc", "identity%00", "a" * 300]
 )
@@ -138,6 +139,7 @@ def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
     assert served.terminate() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fronts", ["0", "2"])
 def test_keys_are_reloaded_without_a_restart(tmp_path, fronts):
     path = tmp_path / "keys.toml"

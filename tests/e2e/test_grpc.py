@@ -476,6 +476,7 @@ def test_models_are_loaded_and_unloaded(explicit):
         assert states(client) == {"broken": "", "first": "READY", "second": "READY"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters", "code"),
     [

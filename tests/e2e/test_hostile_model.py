@@ -14,6 +14,8 @@ pytest.importorskip("tokenizers")
 
 from text_server import NAME, write_model
 
+pytestmark = pytest.mark.slow
+
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 PROMPT = {"model": NAME, "prompt": "the cat", "max_tokens": 4}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

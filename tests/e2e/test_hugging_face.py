@@ -10,6 +10,8 @@ import pytest
 import tiny_pretrained as tiny
 from onnx import TensorProto, helper, numpy_helper
 from served import Served
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,7 +62,7 @@ def table(folder):
 
 @pytest.fixture(scope="module")
 def server(folder, table):
-    server = Served(folder)
+    server = Served(folder, grpc=True)
     yield server
     server.terminate()
 
@@ -143,3 +145,32 @@ def test_the_explanation_has_the_stages(server):
     told = json.loads(get(server, "/v2/models/exported/explain"))
     notes = " ".join(told["notes"])
     assert "stage tokenizer" in notes and "stage model" in notes
+
+
+def test_grpc_has_the_same_answers_and_errors(server):
+    client = InferenceServerClient(server.grpc_address)
+    tensor = InferInput("TEXT", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[b"the cat"]], dtype=object))
+    answer = client.infer("exported", [tensor])
+    assert (
+        answer.as_numpy("LABEL")[0, 0].decode() == infer(server, "exported", ["the cat"])["LABEL"]
+    )
+    tensor.set_data_from_numpy(np.array([[b"\xff"]], dtype=object))
+    with pytest.raises(InferenceServerException, match="input 'TEXT': not UTF-8") as caught:
+        client.infer("exported", [tensor])
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    client.close()
+
+
+def test_classification_names_the_classes(server):
+    tensor = {"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["the cat"]}
+    asked = {"name": "SCORES", "parameters": {"classification": 1}}
+    body = {"inputs": [tensor], "outputs": [asked]}
+    (output,) = post(server, "/v2/models/exported/infer", body)["outputs"]
+    best = infer(server, "exported", ["the cat"])["LABEL"][0, 0]
+    assert output["data"][0].endswith(f":{best}")
+
+
+def test_the_page_shows_such_models(server):
+    told = get(server, "/dashboard/state")
+    assert '"exported"' in told and '"TEXT"' in told

@@ -15,6 +15,8 @@ from served import Served, null_model
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.slow
+
 SLOW, FREE = "0123456789abcdef", "fedcba9876543210"
 # One request in 100 seconds: the second is refused, however slow the machine is.
 KEYS = f"""

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from served import Served, python_model
 
+pytestmark = pytest.mark.slow
+
 ECHO = "def infer(inputs):\n    return {'y': inputs['x']}\n"
 SLEEPS = "import time\ntime.sleep(3600)\n"
 ALLOCATES = "held = []\nwhile True:\n    held.append(bytearray(32 << 20))\n"

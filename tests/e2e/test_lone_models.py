@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper
 from served import EXAMPLES, Served
+from suites.classifiers import write_classifier
 
 FUNCTION = """
 from beside import FACTOR
@@ -45,27 +44,6 @@ def tensor(name: str, datatype: str, *data: Any) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": list(data)}
 
 
-def write_classifier(path: Path) -> None:
-    """What skl2onnx writes: probabilities that end in a ZipMap."""
-    value, types = helper.make_tensor_value_info, onnx.TensorProto
-    maps = helper.make_map_type_proto(types.INT64, helper.make_tensor_type_proto(types.FLOAT, []))
-    nodes = [
-        helper.make_node("Softmax", ["X"], ["p"], axis=1),
-        helper.make_node("ArgMax", ["p"], ["output_label"], axis=1, keepdims=0),
-        helper.make_node(
-            "ZipMap", ["p"], ["output_probability"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]
-        ),
-    ]
-    outputs = [
-        value("output_label", types.INT64, [None]),
-        helper.make_value_info("output_probability", helper.make_sequence_type_proto(maps)),
-    ]
-    graph = helper.make_graph(nodes, "g", [value("X", types.FLOAT, [None, 2])], outputs)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
-    model = helper.make_model(graph, ir_version=9, opset_imports=opsets)
-    path.write_bytes(model.SerializeToString())
-
-
 def test_an_onnx_file_is_served_and_can_be_reloaded(tmp_path: Path) -> None:
     path = tmp_path / "add and subtract.onnx"
     path.write_bytes((EXAMPLES / "simple" / "1" / "model.onnx").read_bytes())
@@ -93,12 +71,12 @@ def test_an_onnx_file_is_served_and_can_be_reloaded(tmp_path: Path) -> None:
 
 
 def test_a_classifier_of_skl2onnx_gives_its_probabilities(tmp_path: Path) -> None:
-    write_classifier(tmp_path / "spam.onnx")
+    write_classifier(tmp_path / "spam.onnx", classlabels_int64s=[0, 1])
     with Served(tmp_path / "spam.onnx") as served:
-        rows = {"name": "X", "datatype": "FP32", "shape": [2, 2], "data": [0, 0, 0, 50]}
+        rows = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [0, 0, 0, 50]}
         found = infer(served, "spam", rows)
-        assert found["output_label"] == [0, 1]
-        assert found["output_probability"] == pytest.approx([0.5, 0.5, 0, 1])
+        assert found["label"] == [0, 1]
+        assert found["probability"] == pytest.approx([0.5, 0.5, 0, 1])
 
 
 def test_a_changed_function_is_reloaded_and_no_request_is_lost(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from penstock import repository
 from penstock.optimizer.results import Try
 from penstock.optimizer.this_machine import read_machine
 
+pytestmark = pytest.mark.slow
+
 DURATION = ("--duration", "1s")
 # A gate has said no, or it could not even be built.
 REFUSED = ("rejected", "failed")

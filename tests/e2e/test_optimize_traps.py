@@ -52,6 +52,8 @@ from penstock.optimizer.results import Optimization, Try
 from penstock.optimizer.this_machine import read_machine
 from penstock.types import Array
 
+pytestmark = pytest.mark.slow
+
 # The highest rate is looked for only where there is time for it.
 SHORT = ("--duration", "2s", "--budget", "70s")
 # With `LONG`, so many requests that the tail is sure.

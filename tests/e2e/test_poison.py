@@ -17,6 +17,8 @@ from open_loop import OpenLoop, OpenTally, intended_times, percentile
 from served import Served, null_model
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.slow
+
 TWO = "instance_group { count: 2 kind: KIND_CPU }"
 SECRETS = {"team-a": "0123456789abcdef", "team-b": "fedcba9876543210"}
 KEYS = "".join(

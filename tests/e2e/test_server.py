@@ -137,6 +137,7 @@ def test_metrics_count_what_was_done(server, client):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_fronts", "number"), [("0", signal.SIGTERM), ("2", signal.SIGQUIT)])
 def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_fronts, number):
     served = Served(null_model(tmp_path, "slow", a_ms=3000), "--fronts", num_fronts)

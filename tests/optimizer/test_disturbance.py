@@ -243,6 +243,7 @@ def check(endings: list[Ended], max_disturbed: float, max_wrong: float) -> None:
         assert bool(each.found.disturbances) == (each.found.outcome == "disturbed")
 
 
+@pytest.mark.slow
 def test_a_few_runs_on_simulated_machines() -> None:
     check([ended(quiet, seed) for seed in range(8)], 0.0, 0.13)
     check([ended(neighbour, seed) for seed in range(5)], 0.2, 0.2)

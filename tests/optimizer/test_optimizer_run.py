@@ -173,6 +173,7 @@ def test_a_row_that_makes_the_answer_nan_is_refused_with_its_index(plan: Plan) -
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_nan_for_a_missing_value_gets_it(plan: Plan) -> None:
     """As trees do: here it is replaced before anything is computed."""
     model = onnx.load(plan.model)
@@ -237,6 +238,7 @@ def outlier_plan(plan: Plan, tmp_path: Path, write_onnx) -> Plan:
     return replace(plan, model=model, data=data)
 
 
+@pytest.mark.slow
 def test_a_model_whose_real_rows_influence_each_other_is_never_batched(outlier_plan: Plan) -> None:
     """Neither as the baseline nor as it is committed; the check at load would let it be."""
     found = run.optimize(outlier_plan, lambda progress: None, "")
@@ -372,6 +374,7 @@ def test_a_repository_that_cannot_be_written(plan: Plan) -> None:
         run.optimize(plan, lambda progress: None, "")
 
 
+@pytest.mark.slow
 def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     """A whole run on a GPU that computes nothing: one process for all that is asked of the model,
     and one server for each way to serve it, from its first measurement to the proof."""

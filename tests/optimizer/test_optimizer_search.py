@@ -590,6 +590,7 @@ def test_interrupted_the_best_so_far_is_measured_once() -> None:
     assert len(lab.served) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt_at", ["faster", "later", "never", "lossy"])
 def test_what_an_interruption_announces_is_what_is_measured_and_saved(interrupt_at: str) -> None:
     later, never = MadePass("later", "precision"), MadePass("never", "precision")
@@ -623,6 +624,7 @@ def test_what_an_interruption_announces_is_what_is_measured_and_saved(interrupt_
     assert saved in {said.to_measure, kept} - {""}
 
 
+@pytest.mark.slow
 def test_the_same_answers_lead_to_the_same_choice() -> None:
     row_ms = {"original": 20.0, "faster": 8.0, "lossy": 2.0}
     chosen = set()
@@ -636,6 +638,7 @@ COMPILED = MadePass("compiled", "compile")
 HALF = MadePass("half", "precision", changes_answers=True)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_what_is_compiled_begins_with_sixteen_bits() -> None:
     lab, run = searched({"original": 20.0, "half": 12.0, "compiled": 11.0}, COMPILED, HALF)
     lab.device = "cuda"
@@ -644,6 +647,7 @@ def test_on_a_gpu_what_is_compiled_begins_with_sixteen_bits() -> None:
     assert "compiled" not in tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "first"), [("cuda", "precision"), ("cpu", "compile")])
 def test_whoever_watches_knows_the_order(device: str, first: str) -> None:
     plan = Plan("m.onnx", "m", "out", slo=WISH)
@@ -656,6 +660,7 @@ def test_whoever_watches_knows_the_order(device: str, first: str) -> None:
     assert set(told[-1].stages) == set(STAGES)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_what_does_not_bear_sixteen_bits_is_compiled_without() -> None:
     lab, run = searched({"original": 10.0, "half": 6.0, "compiled": 8.0}, COMPILED, HALF)
     lab.device, lab.losses = "cuda", {"half": 0.5}
@@ -675,6 +680,7 @@ class Choosy(MadePass):
         return super().propose(situation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "is_exhaustive", "is_tried"),
     [
@@ -712,6 +718,7 @@ def test_on_a_gpu_a_compiler_that_failed_is_not_told_to_be_behind() -> None:
     assert skip.reason.startswith("torch-compile(mode=fast) failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fast_ms", "outcome", "is_longer"), [(12.0, "slower", False), (5.0, "kept", True)]
 )
@@ -733,6 +740,7 @@ def test_on_a_gpu_a_compiler_gets_more_time_only_if_it_is_ahead(
     assert ("torch-compile(mode=long)" in skipped) == (not is_longer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "half_ms"), [("cuda", 7.5), ("cpu", 4.2)])
 def test_on_a_gpu_servers_are_started_on_the_way_only_if_that_may_be_the_end(
     device: str, half_ms: float

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from suites.classifiers import write_classifier
 
 import penstock
 from penstock import devices, versions
@@ -405,6 +406,17 @@ def test_nor_are_they_of_a_module(here: Path) -> None:
     np.savez(here / "data.npz", x=np.ones((5, 3), np.float32), label=np.zeros(5))
     config = open_subject(plan("subject_code:make", data="data.npz"), here / "one").build.config
     assert [spec.name for spec in config.inputs] == ["x"]
+
+
+def test_a_classifier_is_taken_with_its_probabilities_as_a_tensor(here: Path) -> None:
+    path = write_classifier(here / "spam.onnx", classlabels_strings=["no", "yes"])
+    before = path.read_bytes()
+    subject = open_subject(plan("spam.onnx"), here / "original")
+    taken = onnx.load(here / "original" / "1" / "model.onnx")
+    assert "ZipMap" not in {node.op_type for node in taken.graph.node}
+    found = answer(subject, x=np.zeros((1, 2), np.float32))
+    assert found["probability"].tolist() == [[0.5, 0.5]]
+    assert path.read_bytes() == before
 
 
 def test_a_python_file_is_taken_with_the_modules_beside_it(here: Path) -> None:

@@ -450,6 +450,7 @@ class TestKeep:
         assert trials.keep_compiled(build) == 0
         assert list(build.version_folder.iterdir()) == []
 
+    @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
     def test_what_was_compiled_and_not_in_the_build_it_was_linked_from(self, tmp_path):
         torch = pytest.importorskip("torch")

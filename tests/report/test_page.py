@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from benchmark import made_runs
 from benchmark.made_runs import Server
+from browser import CHROMIUM, on_phone
 from optimizer import made_optimizations as made
 
 from penstock.benchmark.comparison import Named
@@ -165,3 +166,19 @@ def test_no_plotting_library_is_installed_with_the_package() -> None:
     everything = [project["dependencies"], *project["optional-dependencies"].values()]
     names = {re.split(r"[^\w-]", each)[0] for group in everything for each in group}
     assert not names & {"plotly", "kaleido", "matplotlib", "bokeh", "altair"}
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium to look at the page with")
+@pytest.mark.parametrize("kind", ["bench", "streams", "compare", "optimize", "text", "profile"])
+def test_no_page_scrolls_sideways_on_a_phone(kind: str, profile, tmp_path: Path) -> None:
+    run = made_runs.sweep("p99 < 20ms")
+    makers: dict[str, Callable[[], str]] = {
+        "bench": lambda: bench.page(run),
+        "streams": lambda: bench.page(made_runs.streams()),
+        "compare": lambda: compare.page([Named("a.json", run), Named("b.json", run)]),
+        "optimize": lambda: optimize.page(made.kept()),
+        "text": lambda: optimize.page(made.text()),
+        "profile": lambda: profiles.page(profile, "penstock profile " + "models/encoder" * 9),
+    }
+    width, sticking_out = on_phone(makers[kind](), tmp_path)
+    assert 0 < width <= 390 and sticking_out == ""

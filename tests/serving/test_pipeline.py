@@ -372,6 +372,7 @@ class Chaos:
                 request = ask(values * draw.randint(1, 2))
                 if draw.random() < 0.2:
                     request.timeout_s = draw.choice([1e-6, 10.0])
+                request.priority = draw.choice([0, 1, 2])
                 self.sent.append((request, request.inputs[0].shape, values))
                 pipeline.submit(request)
             elif action < 0.75 and self.sent:
@@ -414,7 +415,15 @@ class Chaos:
 
 
 @pytest.mark.parametrize(
-    "batching", [OUTER.batching, DELAY, replace(DELAY, preserve_ordering=True)]
+    "batching",
+    [
+        OUTER.batching,
+        DELAY,
+        replace(DELAY, preserve_ordering=True),
+        replace(OUTER.batching, slo_latency_s=0.5),
+        BatchPolicy(8, is_dynamic=True, num_priorities=2, default_priority=1),
+    ],
+    ids=["plain", "time-outs", "ordered", "slo", "priorities"],
 )
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**32))

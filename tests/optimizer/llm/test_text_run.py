@@ -30,7 +30,7 @@ from penstock.report import optimize_table
 from penstock.slo import parse
 
 # Servers start and stop often; on a machine with others that takes its time.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "café", "def", "return", "x", "2024"]
 
 

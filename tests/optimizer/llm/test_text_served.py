@@ -20,6 +20,8 @@ from penstock.optimizer.llm.text_subject import build_of, open_text_subject
 from penstock.optimizer.plan import Plan
 from penstock.slo import parse
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("slo", "expected"),

@@ -9,6 +9,8 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.profile import profiler
 from penstock.optimizer.profile.profiler import Settings, make_batch, profile_build, read_config
 
+pytestmark = pytest.mark.slow
+
 ROW = {"x": np.zeros((5, 64), np.float32)}
 CRASHES = """
 import os, signal
