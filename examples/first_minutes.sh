@@ -131,7 +131,7 @@ stop
 
 step "A Python function: shout.py"
 serve shout.py shout
-call shout '{"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["it works"]}]}' 'IT WORKS'
+call shout '{"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["it works"]}]}' 'IT WORKS'
 measure shout
 stop
 

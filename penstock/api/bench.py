@@ -35,7 +35,7 @@ TOLERANCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What a load test measured: one run, or one for each batch size."""
+    """Result of a load test: one run, or one for each batch size."""
 
     runs: tuple[Run, ...]
     checks: tuple[Check, ...] = ()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OptimizeResult:
-    """What an optimisation found. `optimization` has every candidate with its figures."""
+    """Result of an optimisation. `optimization` has every candidate with its figures."""
 
     optimization: Optimization
 

@@ -7,7 +7,6 @@ nothing from the network is ever used. Called by the pytorch backend.
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ def _from_pretrained(kind: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def _transformers() -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         library = importlib.import_module("transformers")
     except ModuleNotFoundError as error:

@@ -24,7 +24,9 @@ def test_keywords_of_type_checkers_are_the_fields(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "each"), [(kind, each) for kind in ALL for each in fields(kind)], ids=str
+    ("kind", "each"),
+    [(kind, each) for kind in ALL for each in fields(kind)],
+    ids=lambda value: value.__name__ if isinstance(value, type) else value.name,
 )
 def test_every_option_says_what_it_is_and_when_to_change_it(kind: type, each) -> None:
     flag = flag_of(each)

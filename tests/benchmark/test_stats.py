@@ -169,6 +169,7 @@ def judged(intervals, truth):
     return np.mean(inside), np.median([each.high - each.low for each in intervals]) / ideal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("percent", [50, 99])
 def test_the_true_percentile_is_in_the_interval(case, percent):
