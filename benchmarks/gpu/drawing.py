@@ -12,9 +12,10 @@ import techniques
 from techniques import CLAIMS, Found, Gain
 
 from penstock import units
-from penstock.report import optimize_figures, plots
-from penstock.report.optimize_figures import BETTER, GREY, WHOLE, WaterfallStep
+from penstock.report import plots
+from penstock.report import waterfall as waterfalls
 from penstock.report.plots import Axis, Bars, Plot, Series
+from penstock.report.waterfall import BETTER, GREY, WHOLE, WaterfallStep
 
 ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = plots.PURPLE, BETTER, plots.ORANGE
 # Letters of a name in a line below a bar, and beside one.
@@ -125,7 +126,7 @@ def waterfall(steps: Sequence[tuple[str, float, bool]], title: str) -> Plot | No
         for name, value, is_first in steps
         if not math.isnan(value)
     ]
-    return optimize_figures.waterfall(known, title) if len(known) > 1 else None
+    return waterfalls.waterfall(known, title) if len(known) > 1 else None
 
 
 def _values(rows: Mapping[str, Found], load: str, key: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from penstock.api import shown
 from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import make_plans
 from penstock.benchmark import ci_gate, headline, run_files, summary
+from penstock.benchmark.comparison import Named
 from penstock.benchmark.plan import Plan
 from penstock.benchmark.results import Run
 from penstock.benchmark.run import Conductor
@@ -34,7 +35,7 @@ TOLERANCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What a load test measured: one run, or one for each batch size."""
+    """Result of a load test: one run, or one for each batch size."""
 
     runs: tuple[Run, ...]
     checks: tuple[Check, ...] = ()
@@ -70,7 +71,10 @@ class BenchResult:
         return shown.to_text(self.__rich__())
 
     def _repr_html_(self) -> str:
-        return shown.to_html(self.__rich__())
+        from penstock.report import bench, compare
+
+        named = [Named(f"batch size {run.batch_size}", run) for run in self.runs]
+        return bench.fragment(self.runs[0]) if len(named) == 1 else compare.fragment(named)
 
 
 def bench(model: str, options: BenchOptions, *, progress: bool = False) -> BenchResult:
@@ -145,7 +149,6 @@ def write_csv(runs: Sequence[Run], path: Path) -> None:
 
 def write_html(runs: Sequence[Run], path: Path) -> None:
     """Write the page of a run, or of a sweep's runs compared with the first."""
-    from penstock.benchmark.comparison import Named
     from penstock.report import bench, compare
 
     named = [Named(f"batch size {run.batch_size}", run) for run in runs]

@@ -174,7 +174,7 @@ class Reading:
             self.problems.append(f"{_flag(name)}: {error}")
         return None
 
-    def given(self, *names: str) -> list[str]:
+    def list_given(self, *names: str) -> list[str]:
         """Return which of these options were given, as flags."""
         return [_flag(name) for name in names if getattr(self.options, name)]
 
@@ -185,7 +185,7 @@ def _flag(name: str) -> str:
 
 def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
     options = reading.options
-    given = reading.given(*LOADS)
+    given = reading.list_given(*LOADS)
     if len(given) > 1:
         reading.problems.append(f"{' and '.join(given)} contradict each other; give one load")
     rate = None if slo is None else slo.rate
@@ -193,7 +193,7 @@ def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple
     cv = options.cv or (rate.cv if rate and rate.cv else 1.0)
     if options.cv and arrivals != "gamma":
         reading.problems.append("--cv applies to gamma arrivals; give --arrivals gamma too")
-    if options.arrivals and (closed := reading.given("concurrency", "trace", "find_knee")):
+    if options.arrivals and (closed := reading.list_given("concurrency", "trace", "find_knee")):
         reading.problems.append(f"--arrivals has no effect with {closed[0]}; leave one of them out")
     if options.rate_scale and not options.trace:
         reading.problems.append("--rate-scale needs --trace")
@@ -241,7 +241,8 @@ def _check_unused(reading: Reading, spec: TargetSpec, ambient: Collection[str]) 
         if kind not in kinds and name not in ambient:
             where = ", ".join(KINDS[each] for each in kinds)
             reading.problems += [
-                f"{flag} applies to {where}; MODEL is {KINDS[kind]}" for flag in reading.given(name)
+                f"{flag} applies to {where}; MODEL is {KINDS[kind]}"
+                for flag in reading.list_given(name)
             ]
 
 
@@ -253,7 +254,7 @@ def _check_alone(reading: Reading, slo: Slo | None) -> None:
     if options.tolerance is not None and not options.baseline:
         reading.problems.append("--tolerance needs --baseline")
     has_rate = slo is not None and slo.rate is not None
-    if options.arrivals and not (reading.given(*LOADS) or has_rate or options.slo and not slo):
+    if options.arrivals and not (reading.list_given(*LOADS) or has_rate or options.slo and not slo):
         rates = "--rate, --ramp, --steps, --max-rate or an SLO with a rate"
         reading.problems.append(f"--arrivals applies to {rates}; give one of them")
 

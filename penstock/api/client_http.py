@@ -30,7 +30,7 @@ from penstock.errors import (
 from penstock.types import Array, Tensor, TensorSpec
 from penstock.wire import v2_client
 
-# The errors that a server means; others are BackendFailed. 503 is told apart by its text.
+# Errors by HTTP status; other statuses are BackendFailed. The text decides which error 503 is.
 ERRORS: Mapping[int, type[PenstockError]] = {
     400: InvalidRequest,
     401: NotAllowed,

@@ -1,4 +1,4 @@
-"""What a running server's batcher does with a model. Used by `penstock.explain` and `penstock
+"""Explanations of a running server's batcher. Used by `penstock.explain` and `penstock
 explain`."""
 
 from __future__ import annotations

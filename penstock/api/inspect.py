@@ -1,4 +1,4 @@
-"""What a MODEL resolves to, without loading it. Used by `penstock.inspect` and `penstock
+"""Resolve a MODEL without loading it. Used by `penstock.inspect` and `penstock
 inspect`."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class InspectResult:
 
 
 def inspect(model: str) -> InspectResult:
-    """Resolve a model or repository; ConfigError if there is none."""
+    """Resolve a model or repository; ConfigError if the path is neither."""
     found = resolve(model).read()
     models = [_inspected(config, found) for config in found.configs]
     return InspectResult(tuple(models), found.problems)

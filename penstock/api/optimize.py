@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OptimizeResult:
-    """What an optimisation found. `optimization` has every candidate with its figures."""
+    """Result of an optimisation. `optimization` has every candidate with its figures."""
 
     optimization: Optimization
 
@@ -68,7 +68,9 @@ class OptimizeResult:
         return shown.to_text(self.__rich__())
 
     def _repr_html_(self) -> str:
-        return shown.to_html(self.__rich__())
+        from penstock.report import optimize
+
+        return optimize.fragment(self.optimization)
 
 
 def optimize(model: str, options: OptimizeOptions, *, progress: bool = False) -> OptimizeResult:

@@ -26,7 +26,7 @@ class Flag:
     """How an option is written on the command line and explained in its help."""
 
     group: str
-    # What it is, in less than 60 characters, without a full stop.
+    # Less than 60 characters, without a full stop.
     summary: str
     # When to change it, in sentences.
     when: str

@@ -53,7 +53,9 @@ class ProfileResult:
         return shown.to_text(self.__rich__())
 
     def _repr_html_(self) -> str:
-        return shown.to_html(self.__rich__())
+        from penstock.report import profile
+
+        return profile.fragment(self.profile)
 
 
 def profile(model: str, options: ProfileOptions) -> ProfileResult:

@@ -41,7 +41,7 @@ def main() -> int:
     # Unbuffered: a thread that waits in a buffered reader would block the interpreter's exit.
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0) as line:
         job = msgspec.json.decode(line.readline(), type=ServeJob)
-    # Whatever models print must not be taken for the outcome.
+    # Output of models must not mix with the outcome.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     threading.Thread(target=_end_with_parent, daemon=True).start()

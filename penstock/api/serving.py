@@ -25,7 +25,7 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """What the caller does with events of the start. Names are those of the repository's models."""
+    """Callbacks for events of the start. Names are those of the repository's models."""
 
     started: Callable[[Server, Sequence[str]], None]
     progress: Callable[[Progress], None] = lambda progress: None

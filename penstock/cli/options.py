@@ -24,7 +24,7 @@ class FlagOption(click.Option):
     """A flag that knows its group and the parts of its help."""
 
     def __init__(self, names: Sequence[str], flag: Flag, **settings: Any) -> None:
-        default = flag.default or _shown(settings.get("default"))
+        default = flag.default or _default_text(settings.get("default"))
         parts = ["" if default == "-" else f"Default: {default}.", flag.when]
         if flag.variable:
             settings["envvar"] = flag.variable
@@ -120,7 +120,7 @@ def _type(flag: Flag, kind: object) -> click.ParamType[Any]:
     return click.STRING
 
 
-def _shown(default: object) -> str:
+def _default_text(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return str(default) if default not in (None, "", ()) else "none"

@@ -18,10 +18,10 @@ from penstock.optimizer.first_line import chosen_try
 from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
 from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
-from penstock.report.plots import Axis, Bars, Limit, Note, Plot, Series, Symbol
+from penstock.report.plots import Axis, Limit, Plot, Series, Symbol
+from penstock.report.waterfall import BETTER, GREY, WHOLE, WaterfallStep, waterfall
 from penstock.slo import Latency, Slo
 
-BETTER, WORSE, WHOLE, GREY = plots.GREEN, plots.RED, plots.BLUE, plots.GREY
 BEFORE_COLOUR, AFTER_COLOUR = plots.GREY, plots.GREEN
 PHASE_COLOURS = {
     "network and codec": "#9aa5b4",
@@ -39,8 +39,6 @@ CUT = 4.0
 MAX_HOVER = 60
 # Characters that fit below a bar.
 MAX_LABEL = 10
-# Half the width of a bar, as a share of its slot.
-HALF_BAR = 0.325
 # Least span of an accuracy axis as a share of the largest value, so that noise does not look large.
 MIN_SPAN = 0.02
 
@@ -146,55 +144,6 @@ def _waterfall(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class WaterfallStep:
-    """A bar of a waterfall. `name` is below the bar, `label` is shown when it is pointed at."""
-
-    name: str
-    value: float
-    text: str
-    is_measured: bool
-    label: str
-
-
-def waterfall(
-    steps: Sequence[WaterfallStep],
-    title: str,
-    *,
-    is_lower_better: bool = False,
-    top: float | None = None,
-    limits: tuple[Limit, ...] = (),
-) -> Plot:
-    """Plot steps from the first value to the last; bars beyond `top` are cut off."""
-    values = [step.value for step in steps]
-    top = top or max(value for value in values if math.isfinite(value)) or 1.0
-    edge = top * 1.12
-    bars = [_bar(values, index, is_lower_better) for index in range(len(values))]
-    texts = [step.text + (" ↑" if step.value > top else "") for step in steps]
-    trace = Bars(
-        title,
-        tuple(map(float, range(len(steps)))),
-        tuple(min(bar.low, edge) for bar in bars),
-        tuple(min(bar.high, edge) for bar in bars),
-        tuple(bar.colour for bar in bars),
-        tuple(
-            f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}"
-            for step in steps
-        ),
-        outlined=tuple(not step.is_measured for step in steps),
-        thickness=2 * HALF_BAR,
-        in_legend=False,
-    )
-    return Plot(
-        Axis(categories=tuple(step.name for step in steps), has_grid=False),
-        Axis(title, low=0.0, high=edge),
-        (*_connectors(values, top), trace),
-        limits=limits,
-        notes=_labels(values, texts, top),
-        has_legend=False,
-    )
-
-
 def _names(phases: Sequence[Phase]) -> list[str]:
     """Number repeated labels, to tell them apart."""
     seen: dict[str, int] = {}
@@ -217,57 +166,11 @@ def _broken(label: str) -> str:
     return "\n".join(short)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    low: float
-    high: float
-    colour: str
-
-
-def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> _Bar:
-    value = values[index]
-    if not math.isfinite(value):
-        # Nothing was answered: beyond the top of any plot.
-        return _Bar(0.0, math.inf, WHOLE)
-    if index in (0, len(values) - 1):
-        return _Bar(0.0, value, WHOLE)
-    before = values[index - 1]
-    is_better = (value < before) is is_lower_better
-    return _Bar(min(before, value), max(before, value), BETTER if is_better else WORSE)
-
-
 def _top(finite: Sequence[float], limit: float | None) -> float:
     """Return the highest value, without those that would make the others too small to see."""
     usual = sorted(finite)[len(finite) // 2] if limit is None else limit
     kept = [value for value in finite if value <= CUT * usual]
     return max([*kept, usual]) or 1.0
-
-
-def _connectors(values: Sequence[float], top: float) -> list[Series]:
-    return [
-        Series(
-            "",
-            (index + HALF_BAR, index + 1 - HALF_BAR),
-            (value, value),
-            GREY,
-            width=1.0,
-            dash="2 3",
-            in_legend=False,
-        )
-        for index, value in enumerate(values[:-1])
-        if math.isfinite(value) and value <= top
-    ]
-
-
-def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> tuple[Note, ...]:
-    """Label the upper end of each bar."""
-    found = []
-    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
-        before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
-        end = max(value, before)
-        at, dy = (top * 1.12, -4.0) if end > top else (end, -5.0)
-        found.append(Note(float(index), at, text, dy=dy))
-    return tuple(found)
 
 
 def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:

@@ -25,7 +25,7 @@ def test_a_bench_is_figures_a_table_and_files(identity: str, tmp_path: Path) -> 
     assert all(level.num_good > 0 for level in found.levels)
     assert found.is_passed and found.headline.startswith("SLO kept")
     assert str(found).startswith("SLO kept")
-    assert "SLO kept" in found._repr_html_() and found._repr_html_().startswith("<pre")
+    assert "SLO kept" in found._repr_html_() and "<svg" in found._repr_html_()
     for name in ("run.json", "run.html", "run.csv"):
         found.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 0

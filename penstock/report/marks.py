@@ -1,0 +1,257 @@
+"""Bars, lines, symbols and hover strips of plots, as SVG. Pure.
+
+`figures` draws what is around them. A mark has its exact values in a `<title>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from penstock.report.plots import Bars, Mark, Plot, Series
+from penstock.report.scales import Scale
+
+# Lines with more points keep the lowest and the highest of each piece.
+MAX_POINTS = 160
+MAX_STRIPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class PlotFrame:
+    """The rectangle of the plot, and its scales."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x: Scale
+    y: Scale
+    y2: Scale | None
+
+    def vertical(self, mark: Mark) -> Scale:
+        return self.y2 if mark.is_right and self.y2 is not None else self.y
+
+
+def short(value: float) -> str:
+    """Format a coordinate with one decimal, as short as possible."""
+    text = f"{value:.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text
+
+
+def text_lines(
+    text: str, x: float, y: float, anchor: str, most: int = 1000, style: str = ""
+) -> str:
+    """Draw text of one or more lines; lines that are too long are cut, and whole in a title."""
+    place = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    place += f' class="{style}"' if style else ""
+    lines = [line if len(line) <= most else line[: most - 1] + "…" for line in text.split("\n")]
+    whole = f"<title>{escape(text)}</title>" if lines != text.split("\n") else ""
+    if len(lines) == 1:
+        return f'<text x="{short(x)}" y="{short(y)}"{place}>{whole}{escape(lines[0])}</text>'
+    spans = "".join(
+        f'<tspan x="{short(x)}" dy="{0 if index == 0 else "1.15em"}">{escape(line)}</tspan>'
+        for index, line in enumerate(lines)
+    )
+    return f'<text y="{short(y)}"{place}>{whole}{spans}</text>'
+
+
+def draw_bars(bars: Bars, frame: PlotFrame) -> Iterator[str]:
+    across = frame.y if bars.is_horizontal else frame.x
+    along = frame.x if bars.is_horizontal else frame.vertical(bars)
+    for index, place in enumerate(bars.places):
+        low, high = bars.lows[index], bars.highs[index]
+        if math.isnan(low) or math.isnan(high):
+            continue
+        a, b = sorted((along(low), along(high)))
+        c, d = sorted((across(place - bars.thickness / 2), across(place + bars.thickness / 2)))
+        box = (a, c, b - a, d - c) if bars.is_horizontal else (c, a, d - c, b - a)
+        yield _bar(bars, index, box)
+        if bars.labels and bars.labels[index]:
+            middle = (c + d) / 2
+            at = (b + 5, middle + 4) if bars.is_horizontal else (middle, a - 5)
+            anchor = "start" if bars.is_horizontal else "middle"
+            yield text_lines(bars.labels[index], *at, anchor, style="v")
+
+
+def _bar(bars: Bars, index: int, box: tuple[float, float, float, float]) -> str:
+    x, y, width, height = box
+    # A bar that is there can be seen and pointed at.
+    width, height = max(width, 0.7), max(height, 0.7)
+    colour = bars.colour(index)
+    look = f'fill="{colour}"'
+    if bars.outlined and bars.outlined[index]:
+        look += f' fill-opacity=".25" stroke="{colour}" stroke-dasharray="4 3"'
+    elif bars.opacity < 1:
+        look += f' opacity="{bars.opacity}"'
+    title = f"<title>{escape(bars.texts[index])}</title>" if bars.texts else ""
+    place = f'x="{short(x)}" y="{short(y)}" width="{short(width)}" height="{short(height)}"'
+    return f'<rect class="m" {place} {look}>{title}</rect>'
+
+
+def draw_series(series: Series, plot: Plot, frame: PlotFrame) -> Iterator[str]:
+    vertical = frame.vertical(series)
+    points = [
+        None
+        if not (math.isfinite(x) and math.isfinite(y)) or (plot.y.is_log and y <= 0)
+        else (frame.x(x), vertical(y))
+        for x, y in zip(series.x, series.y, strict=True)
+    ]
+    if series.width:
+        path = _path(_thinned(points), series.step)
+        dash = f' stroke-dasharray="{series.dash}"' if series.dash else ""
+        yield f'<path class="m" fill="none" stroke="{series.colour}"'
+        yield f' stroke-width="{short(series.width)}"{dash} d="{path}"/>'
+    if series.highs:
+        yield from _error_bars(series, frame, vertical)
+    for index, point in enumerate(points):
+        if point is None:
+            continue
+        if series.radii:
+            yield _symbol(series, index, point)
+        if series.labels and series.labels[index]:
+            yield text_lines(series.labels[index], point[0], point[1] - 9, "middle", style="v")
+
+
+def _thinned(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
+    """Keep the first, lowest, highest and last of each piece of a long line."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / (MAX_POINTS // 4))
+    kept: list[tuple[float, float] | None] = []
+    for start in range(0, len(points), size):
+        piece = [
+            (index, point)
+            for index, point in enumerate(points[start : start + size])
+            if point is not None
+        ]
+        if not piece:
+            kept.append(None)
+            continue
+        ends = {piece[0], piece[-1]}
+        ends |= {pick(piece, key=lambda each: each[1][1]) for pick in (min, max)}
+        kept += [point for _, point in sorted(ends)]
+    return kept
+
+
+def _path(points: Sequence[tuple[float, float] | None], step: str) -> str:
+    parts: list[str] = []
+    last: tuple[float, float] | None = None
+    for point in points:
+        if point is not None:
+            if last is None:
+                parts.append(f"M{short(point[0])} {short(point[1])}")
+            else:
+                corner = {"hv": f"H{short(point[0])}", "vh": f"V{short(point[1])}"}.get(step, "")
+                parts.append(f"{corner}L{short(point[0])} {short(point[1])}")
+        last = point
+    return "".join(parts)
+
+
+def _error_bars(series: Series, frame: PlotFrame, vertical: Scale) -> Iterator[str]:
+    parts = []
+    for x, low, high in zip(series.x, series.lows, series.highs, strict=True):
+        if math.isfinite(x) and math.isfinite(low) and math.isfinite(high):
+            at, top, bottom = frame.x(x), vertical(high), vertical(low)
+            caps = f"M{short(at - 3)} {short(top)}h6M{short(at - 3)} {short(bottom)}h6"
+            parts.append(f"M{short(at)} {short(top)}V{short(bottom)}{caps}")
+    if parts:
+        yield f'<path fill="none" stroke="{series.colour}" d="{"".join(parts)}"/>'
+
+
+def _symbol(series: Series, index: int, point: tuple[float, float]) -> str:
+    radius = series.radii[index % len(series.radii)]
+    symbol = series.symbols[index % len(series.symbols)] if series.symbols else "circle"
+    x, y, r = point[0], point[1], radius
+    title = f"<title>{escape(series.texts[index])}</title>" if series.texts else ""
+    line = f'stroke="{series.colour}" stroke-width="2"'
+    if symbol == "cross":
+        cross = f"M{short(x - r)} {short(y - r)}l{short(2 * r)} {short(2 * r)}m0 {short(-2 * r)}"
+        shape = f'<path d="{cross}l{short(-2 * r)} {short(2 * r)}" fill="none" {line}'
+    elif symbol in ("down", "down-open"):
+        triangle = (
+            f"M{short(x - r)} {short(y - 0.8 * r)}h{short(2 * r)}l{short(-r)} {short(1.8 * r)}z"
+        )
+        fill = f'fill="{series.colour}"' if symbol == "down" else f'class="dot" {line}'
+        shape = f'<path d="{triangle}" {fill}'
+    else:
+        look = f'fill="{series.colour}"'
+        if symbol == "open":
+            look = f'class="dot" {line}'
+        elif symbol == "ring":
+            look = f'fill="none" pointer-events="none" {line}'
+        if series.opacity < 1:
+            look += f' opacity="{series.opacity}"'
+        shape = f'<circle cx="{short(x)}" cy="{short(y)}" r="{short(r)}" {look}'
+    return f"{shape}>{title}</{'path' if shape.startswith('<path') else 'circle'}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    low: float
+    high: float
+    # What the strip is about; None: all between its ends.
+    at: float | None = None
+
+
+def draw_strips(plot: Plot, frame: PlotFrame) -> Iterator[str]:
+    """Draw invisible strips over dense lines; each names the values below it."""
+    lines = [each for each in plot.marks if isinstance(each, Series) and each.texts]
+    axis = frame.x if plot.strips == "x" else frame.y
+    for strip in _strip_ranges(plot, lines, axis):
+        texts = [_head(plot, strip)]
+        for each in lines:
+            text = _text_in(each, plot.strips, strip)
+            if text:
+                texts.append(f"{each.name} {text}")
+        a, b = sorted((axis(strip.low), axis(strip.high)))
+        high, wide = frame.bottom - frame.top, frame.right - frame.left
+        x, y, width, height = (
+            (a, frame.top, b - a, high) if plot.strips == "x" else (frame.left, a, wide, b - a)
+        )
+        box = f'x="{short(x)}" y="{short(y)}" width="{short(width)}" height="{short(height)}"'
+        title = escape("\n".join(filter(None, texts)))
+        yield f'<rect class="hit" {box}><title>{title}</title></rect>'
+
+
+def _strip_ranges(plot: Plot, lines: Sequence[Series], axis: Scale) -> Iterator[_Strip]:
+    """Cut an axis half-way between groups of neighbouring values."""
+    along = [each.x if plot.strips == "x" else each.y for each in lines]
+    values = sorted({value for each in along for value in each if math.isfinite(value)})
+    if plot.strip_values and values:
+        last = values[-1]
+        values = [*(each for each in plot.strip_values if each < last), last]
+    if not values:
+        return
+    size = math.ceil(len(values) / MAX_STRIPS)
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
+    edges = [axis.low]
+    edges += [(a[-1] + b[0]) / 2 for a, b in zip(groups, groups[1:], strict=False)]
+    edges.append(axis.high)
+    for group, low, high in zip(groups, edges, edges[1:], strict=False):
+        yield _Strip(low, high, group[0] if plot.strip_values else None)
+
+
+def _head(plot: Plot, strip: _Strip) -> str:
+    """Name the place of a strip along x; along y the texts do."""
+    if plot.strips == "y":
+        return ""
+    return f"{strip.low:.3g}-{strip.high:.3g}{plot.strip_unit}"
+
+
+def _text_in(series: Series, axis: str, strip: _Strip) -> str:
+    """Return the text of the point nearest to what a strip is about, or of its largest value."""
+    along = series.x if axis == "x" else series.y
+    other = series.y if axis == "x" else series.x
+    inside = [
+        index
+        for index, value in enumerate(along)
+        if strip.low <= value < strip.high and math.isfinite(other[index])
+    ]
+    if not inside:
+        return ""
+    at = strip.at
+    if at is not None:
+        return series.texts[min(inside, key=lambda index: abs(along[index] - at))]
+    return series.texts[max(inside, key=lambda index: other[index])]
