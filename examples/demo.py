@@ -36,9 +36,9 @@ DURATION = "4s"
 PRICE = "0.10"  # of two cores, per hour
 FOLDER = ROOT / ".bench" / "demo"
 PAGE = ROOT / "demo.html"
-KEPT, BEST_EFFORT = 0, 2
+KEPT, BEST_EFFORT, DISTURBED = 0, 2, 4
 # Expected seconds of each part on two quiet cores.
-SET_UP_S = 90
+SET_UP_S = 130
 ORIGINAL_S, OPTIMISE_S, OPTIMISED_S = 20, 110, 30
 
 
@@ -125,6 +125,8 @@ def optimize(console: Console, reviews: Path, slo: str) -> dict[str, Any]:
     arguments = ["optimize", MODEL, *data, *wishes, *place, "--duration", DURATION]
     show(console, arguments)
     status = penstock([*arguments, "--html", str(PAGE), "--json", str(path)])
+    if status == DISTURBED:
+        raise SystemExit("other programs disturbed the measurement; run it again later")
     if status not in (KEPT, BEST_EFFORT):
         raise SystemExit(f"penstock optimize ended with {status}: there is no version to serve")
     found: dict[str, Any] = json.loads(path.read_text())
