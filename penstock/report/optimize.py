@@ -34,7 +34,7 @@ DEFINITIONS = {
     "Measured": "Sent over the network to a real server, original and chosen in turns, so that a"
     " machine that changes changes for both. The range holds the true value 19 times of 20.",
     "Predicted": "From batch times measured in process, with the server's own batcher on a made-up"
-    " clock. Orders candidates; none is accepted by it. Marked ≈, hatched or hollow.",
+    " clock. Orders candidates; none is accepted by it. Marked ≈, outlined or hollow.",
     "Accuracy": "Original and candidate on the same examples. The loss is at most the bound, 19"
     " times of 20; a bound beyond the limit is refused, also when the loss itself is not. The"
     " held-out part is looked at once, for what was chosen.",
