@@ -13,7 +13,7 @@ import numpy as np
 from penstock.errors import InvalidRequest
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
 
-# What `infer` takes: one array or text for a model with one input, or all inputs by name.
+# What `infer` takes: one array or text for a model with one input that it needs, or inputs by name.
 Given = Array | str | bytes | Sequence[object] | Mapping[str, object]
 
 
@@ -60,11 +60,13 @@ def cast(spec: TensorSpec, values: object, num_dims: int) -> Array:
 def _by_name(given: Given, specs: Mapping[str, TensorSpec], model: str) -> Mapping[str, object]:
     if isinstance(given, Mapping):
         return given
-    if len(specs) != 1:
-        raise InvalidRequest(
-            f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
-        )
-    return {next(iter(specs)): given}
+    required = [name for name, spec in specs.items() if not spec.is_optional]
+    for names in (list(specs), required):
+        if len(names) == 1:
+            return {names[0]: given}
+    raise InvalidRequest(
+        f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
+    )
 
 
 def _wrong_type(spec: TensorSpec, array: Array) -> InvalidRequest:

@@ -66,8 +66,8 @@ class LocalModel:
         return f"<LocalModel {self.config.name}/{self.config.version}>"
 
     def infer(self, inputs: Given) -> dict[str, Array]:
-        """Return outputs by name. A model with one input takes a single array; if the model has a
-        batch dimension, so must the arrays."""
+        """Return outputs by name. A model that needs one input takes a single array; if the model
+        has a batch dimension, so must the arrays."""
         return self.submit(inputs).result()
 
     def submit(self, inputs: Given) -> Future[dict[str, Array]]:

@@ -56,6 +56,8 @@ def describe_missing(path: Path, text: str) -> str:
     missing = "no such file or folder"
     if ADDRESS.match(text):
         return f"{missing}; did you mean http://{text}?"
+    if path.is_symlink():
+        return f"is a link that leads nowhere, to {path.readlink()}"
     folder = path.parent
     if not folder.is_dir():
         return missing

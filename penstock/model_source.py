@@ -162,6 +162,8 @@ def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
         if name not in ("", source.name):
             raise ConfigError([f"{text}: holds no model '{name}'; there: {source.name}"])
         return source
+    if not path.is_file():
+        raise ConfigError([f"{text}: is no regular file; expected {FORMS}"])
     if path.name == repository.TEXT_CONFIG:
         return _resolve_path(path.parent, text, name)
     suffix = path.suffix.lower()

@@ -240,6 +240,17 @@ def test_a_bare_array_is_refused_where_there_are_several_inputs(tmp_path: Path) 
         model.infer(np.zeros(1, np.int8))
 
 
+def test_a_bare_array_is_the_one_input_that_the_model_needs(tmp_path: Path) -> None:
+    text = """
+    backend: "null"
+    input { name: "a" data_type: TYPE_INT8 dims: 1 optional: true }
+    input { name: "b" data_type: TYPE_INT8 dims: 1 }
+    output { name: "y" data_type: TYPE_INT8 dims: 1 }
+    """
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        assert model.infer(np.zeros(1, np.int8))["y"].shape == (1,)
+
+
 def test_inputs_whose_batches_differ_are_refused(tmp_path: Path) -> None:
     text = """
     backend: "null" max_batch_size: 4

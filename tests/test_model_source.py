@@ -214,6 +214,19 @@ def test_files_that_are_not_served_say_what_to_do(
     assert all(word in text for word in words), text
 
 
+def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.onnx").symlink_to("gone.onnx")
+    (tmp_path / "b.onnx").symlink_to("b.onnx")
+    assert "is a link that leads nowhere, to gone.onnx" in refusal(tmp_path / "a.onnx")
+    assert "is a link that leads nowhere, to b.onnx" in refusal(tmp_path / "b.onnx")
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.onnx")
+    assert "is no regular file" in refusal(tmp_path / "a.onnx")
+
+
 def test_a_missing_file_tells_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "resnet50.onnx").write_bytes(b"")
     text = refusal(tmp_path / "resnet5.onnx")

@@ -89,8 +89,8 @@ class Client:
         return self._calls.metadata(self._name(model), version or self._version)
 
     def infer(self, inputs: Given, *, model: str = "", version: str = "") -> dict[str, Array]:
-        """Return the outputs by name. A model with one input takes a single array, text or list of
-        texts; if the model has a batch dimension, so must the arrays."""
+        """Return the outputs by name. A model that needs one input takes a single array, text or
+        list of texts; if the model has a batch dimension, so must the arrays."""
         name, version = self._name(model), version or self._version
         known = self._metadata.get((name, version))
         if known is None:

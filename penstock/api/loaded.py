@@ -62,8 +62,8 @@ class LoadedModel:
         return self.config.version
 
     def infer(self, inputs: Given) -> dict[str, Array]:
-        """Return outputs by name. A model with one input takes a single array, text or list of
-        texts; if the model has a batch dimension, so must the arrays."""
+        """Return outputs by name. A model that needs one input takes a single array, text or list
+        of texts; if the model has a batch dimension, so must the arrays."""
         return self.submit(inputs).result()
 
     async def infer_async(self, inputs: Given) -> dict[str, Array]:

@@ -94,7 +94,7 @@ class Code:
         except PenstockError:
             raise
         except BaseException as error:  # A model's code may raise anything, also SystemExit.
-            if not isinstance(error, SyntaxError | ModuleNotFoundError):
+            if not self._says_all(error):
                 log.error("the model raised %s", type(error).__name__, exc_info=error)
             raise self.problem(what + self._describe(error)) from error
 
@@ -106,6 +106,12 @@ class Code:
             sys.path.remove(folder)
         for name in [n for n in sys.modules if n.partition(".")[0] == self._package]:
             del sys.modules[name]
+
+    def _says_all(self, error: BaseException) -> bool:
+        """Whether one line says all; other errors are logged with their traceback."""
+        if isinstance(error, OSError):
+            return error.filename == str(self._path)  # The file itself cannot be read.
+        return isinstance(error, SyntaxError | ModuleNotFoundError | SystemExit)
 
     def _describe(self, error: BaseException) -> str:
         if isinstance(error, SyntaxError) and error.lineno is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from penstock.types import DATATYPES, Array, TensorSpec
 FILE = "tokenizer.json"
 # Most bytes of one text. A longer one holds far more tokens than any model takes.
 MAX_TEXT_BYTES = 1 << 20
+# What is read of a text that is truncated: so many characters for each token that the model takes,
+# spaces not counted. Tokens of words are far shorter, so that what follows is truncated anyway.
+CHARS_PER_TOKEN, MIN_CHARS = 64, 4096
+WORD = re.compile(r"\S+")
 Row = Mapping[str, Array]
 
 
@@ -98,7 +103,21 @@ class TextTokenizer:
             return InvalidRequest(f"{where}: not UTF-8 at byte {error.start}; expected text")
         if not text.strip():
             return InvalidRequest(f"{where}: empty; expected a text")
+        text = beginning(text, max(MIN_CHARS, CHARS_PER_TOKEN * self.max_length))
         return text.lower() if self._lowers_case else text
+
+
+def beginning(text: str, num_chars: int) -> str:
+    """Return the text up to `num_chars` characters other than spaces. Tokenizers take time for all
+    of a text, also for what they then truncate."""
+    if len(text) <= num_chars:
+        return text
+    for word in WORD.finditer(text):
+        end = word.start() + num_chars
+        if end <= word.end():
+            return text[:end]
+        num_chars -= word.end() - word.start()
+    return text
 
 
 def _open(folder: Path) -> Any:

@@ -6,13 +6,14 @@ Text requests come through `generate`; tensor requests are refused with the path
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from penstock.config import ModelConfig
-from penstock.errors import NotReady, PenstockError, TooLarge, Unsupported
+from penstock.config import LLM, ModelConfig
+from penstock.errors import ConfigError, NotReady, PenstockError, TooLarge, Unsupported
 from penstock.llm.generation import Generation
 from penstock.llm.language_model import EngineLife, LlmModel
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
@@ -32,8 +33,18 @@ TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
+# What the engine and the renderer import.
+PACKAGES = ("torch", "tokenizers")
 # Prompts: texts, or lists of tokens.
 Given = Sequence[str | list[int]]
+
+
+def check_packages() -> None:
+    """ConfigError if a package is missing, before a process starts that could only fail."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            problem = f"backend: '{LLM}' needs the package '{package}', which is not installed"
+            raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,7 @@ class TextModel:
     # Lifecycle.
 
     async def start(self) -> None:
+        check_packages()
         began = time.monotonic()
         name, settings = self.config.name, self._settings
         source = TextSource(settings.path, settings.is_made_up, settings.parses_special)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import ModelConfig
+from penstock.config import CLASSIFIER, TOKEN_CLASSIFIER, ModelConfig
 from penstock.errors import BackendFailed, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
@@ -42,6 +42,8 @@ from penstock.wire.openai_v1 import EmbeddingsRequest, Invalid, Known
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
 MAX_TENSORS_TOLD = 8
+# Heads whose scores are no embedding.
+CLASSIFIERS = {CLASSIFIER: "a classifier", TOKEN_CLASSIFIER: "a token classifier"}
 log = logging.getLogger("penstock.http")
 _JSON = b"Content-Type: application/json\r\n"
 
@@ -98,6 +100,13 @@ class Embedder:
 def embedder_of(config: ModelConfig) -> Embedder:
     """Return how to ask a model for vectors. Invalid, with its inputs and outputs, if it is not an
     embedding model."""
+    kind = CLASSIFIERS.get(config.postprocess.function) if config.postprocess else None
+    if kind is not None:
+        raise Invalid(
+            f"model '{config.name}' is {kind}: it has scores, no embedding; expected an embedding "
+            f"model. Ask /v2/models/{config.name}/infer for labels and scores",
+            "model",
+        )
     texts = [each for each in config.inputs if _is_text(each)]
     others = [each for each in config.inputs if each not in texts and not each.is_optional]
     vectors = [each for each in config.outputs if _is_vector(each)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_pretrained as tiny
 
-from penstock.backends.tokenizer import TextTokenizer
+from penstock.backends.tokenizer import CHARS_PER_TOKEN, MIN_CHARS, TextTokenizer, beginning
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
@@ -81,3 +81,29 @@ def test_texts_are_lowered_if_sentence_transformers_does(folder, tmp_path):
     (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     one, other = open_tokenizer(tmp_path).tried_all(texts)
     assert one["input_ids"].tolist() == other["input_ids"].tolist()
+
+
+def test_what_is_truncated_is_not_read(folder):
+    tokenizer = open_tokenizer(folder)
+    text = "the cat sat " * 80_000
+    (cut,) = tokenizer.tried_all([{"TEXT": np.array([text.encode()], dtype=object)}])
+    (short,) = tokenizer.tried_all([{"TEXT": np.array([b"the cat sat " * 100], dtype=object)}])
+    for name in NAMES:
+        assert cut[name].tolist() == short[name].tolist()
+    limit = max(MIN_CHARS, CHARS_PER_TOKEN * tokenizer.max_length)
+    assert len(beginning(text, limit)) < 2 * limit
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("abc", "abc"),
+        ("abcdefgh", "abcde"),
+        ("äöü€😀x", "äöü€😀"),
+        ("   \n  abc   def", "   \n  abc   de"),
+        ("ab cde fgh", "ab cde"),
+        ("a" + " " * 100, "a" + " " * 100),
+    ],
+)
+def test_a_text_is_read_up_to_a_number_of_characters_without_spaces(text, expected):
+    assert beginning(text, 5) == expected

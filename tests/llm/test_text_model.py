@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 
@@ -17,6 +18,7 @@ from penstock import repository
 from penstock.config import LLM
 from penstock.errors import ConfigError, NotReady
 from penstock.llm.text import read_text
+from penstock.llm.text_model import TextModel
 from penstock.serving.catalog import Catalog
 
 
@@ -152,3 +154,15 @@ def test_a_file_that_is_no_gguf_is_named(tmp_path):
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"m\.gguf"):
         read_text(str(path))
+
+
+@pytest.mark.parametrize("package", ["torch", "tokenizers"])
+def test_a_package_that_is_missing_is_named_before_a_process_starts(tmp_path, monkeypatch, package):
+    def refuse(*_):
+        raise AssertionError("a process was started")
+
+    model = TextModel(config_of(write_model(tmp_path)), refuse, refuse)
+    monkeypatch.setitem(sys.modules, package, None)
+    words = rf"needs the package '{package}', .*pip install \"penstock\[llm\]\""
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(model.start())

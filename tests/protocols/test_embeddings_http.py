@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -12,7 +13,7 @@ from onnx import TensorProto, helper
 openai = pytest.importorskip("openai")
 
 from penstock import repository  # noqa: E402
-from penstock.config import BatchPolicy, HttpLimits, ModelConfig  # noqa: E402
+from penstock.config import BatchPolicy, HttpLimits, ModelConfig, Postprocess  # noqa: E402
 from penstock.errors import BackendFailed  # noqa: E402
 from penstock.protocols.embeddings_http import (  # noqa: E402
     EmbeddingsHttp,
@@ -314,6 +315,19 @@ class TestWhoCan:
         tensor = Tensor("v", "FP32", (1, 1), np.array([np.nan], np.float32).tobytes())
         with pytest.raises(BackendFailed, match="not finite"):
             vectors_of(Response("m", "1", [tensor]), "v")
+
+    @pytest.mark.parametrize(
+        ("head", "kind"),
+        [("classifier", "a classifier"), ("token_classifier", "a token classifier")],
+    )
+    def test_scores_of_a_classifier_are_no_embedding(self, head, kind):
+        text, scores = TensorSpec("TEXT", "BYTES", (1,)), TensorSpec("SCORES", "FP32", (2,))
+        made = Postprocess(head, (TensorSpec("logits", "FP32", (2,)),))
+        config = replace(self.config((text,), (scores,)), postprocess=made)
+        with pytest.raises(Invalid, match=f"is {kind}: .*expected an embedding model"):
+            embedder_of(config)
+        own = replace(made, function="embedding")
+        assert embedder_of(replace(config, postprocess=own)).vector == "SCORES"
 
 
 class TestQuotas:
