@@ -175,6 +175,7 @@ class Server:
     async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
+        self.catalog.announce(found)
         if self._config.num_fronts:
             self._add_http_fronts()
         else:

@@ -75,6 +75,8 @@ class Catalog:
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
         self._failures: dict[str, LoadFailure] = {}
+        # Models that load: requests for them are told to come back.
+        self._awaited: set[str] = set()
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -105,8 +107,19 @@ class Catalog:
                 self.find(name, version).refused(error, received)
             raise
 
+    def announce(self, found: Found) -> None:
+        """Say that these models will be loaded: until then they are not ready, not unknown."""
+        self._awaited.update(config.name for config in found.configs)
+
     async def load(self, found: Found) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
+        self.announce(found)
+        try:
+            await self._load(found)
+        finally:
+            self._awaited.difference_update(config.name for config in found.configs)
+
+    async def _load(self, found: Found) -> None:
         arranged = await self._arrange(found.configs)
         for name, problems in (found.problems | arranged.problems).items():
             self._fail(name, tuple(problems))
@@ -151,13 +164,14 @@ class Catalog:
         """Unload a model: new requests get NotFound, admitted ones are still answered."""
         async with self._lock(name):
             self._failures.pop(name, None)
+            self._awaited.discard(name)
             self._latest.pop(name, None)
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
 
     def find(self, name: str, version: str = "") -> Served:
-        """Return a loaded version. NotReady, with the reasons, if loading the model failed;
-        NotFound if it was never requested."""
+        """Return a loaded version. NotReady if the model is loading or, with the reasons, if that
+        failed; NotFound if it was never requested."""
         model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
         if model is not None:
             return model
@@ -174,6 +188,8 @@ class Catalog:
             return NotReady("the server is shutting down")
         if (failure := self._failures.get(name)) is not None:
             return NotReady(f"model '{name}' could not be loaded: {'; '.join(failure.problems)}")
+        if name in self._awaited:
+            return NotReady(f"model '{name}' is loading")
         loaded = listed(sorted(self._models))
         return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
 

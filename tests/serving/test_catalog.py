@@ -453,6 +453,26 @@ def test_requests_count_whether_or_not_there_is_such_a_model(caplog):
     assert "overloaded" not in caplog.text
 
 
+def test_a_model_that_loads_is_not_ready_instead_of_unknown():
+    async def scenario(stage):
+        stage.catalog.announce(Found([CONFIG]))
+        with pytest.raises(NotReady, match="model 'echo' is loading"):
+            stage.catalog.find("echo")
+        with pytest.raises(NotFound, match="loaded: none"):
+            stage.catalog.find("other")
+        loading = asyncio.ensure_future(stage.catalog.load(Found([CONFIG])))
+        await settle()
+        with pytest.raises(NotReady, match="model 'echo' is loading"):
+            stage.catalog.find("echo", "1")
+        await stage.act(loading)
+        assert stage.catalog.find("echo").is_ready
+        await stage.act(stage.catalog.unload("echo"))
+        with pytest.raises(NotFound):
+            stage.catalog.find("echo")
+
+    run(scenario)
+
+
 def test_a_closed_catalog_says_that_the_server_shuts_down():
     """A request at the end of a drain is refused; its model was not unknown."""
 
