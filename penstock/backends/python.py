@@ -110,7 +110,7 @@ class Code:
     def _says_all(self, error: BaseException) -> bool:
         """Whether one line says all; other errors are logged with their traceback."""
         if isinstance(error, OSError):
-            return error.filename == str(self._path)  # The file itself cannot be read.
+            return bool(error.filename == str(self._path))  # The file itself cannot be read.
         return isinstance(error, SyntaxError | ModuleNotFoundError | SystemExit)
 
     def _describe(self, error: BaseException) -> str:

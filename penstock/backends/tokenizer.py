@@ -27,6 +27,8 @@ MAX_TEXT_BYTES = 1 << 20
 # What is read of a text that is truncated: so many characters for each token that the model takes,
 # spaces not counted. Tokens of words are far shorter, so that what follows is truncated anyway.
 CHARS_PER_TOKEN, MIN_CHARS = 64, 4096
+# The most that is read, in the same unit, spaces counted.
+WITH_SPACES = 8
 WORD = re.compile(r"\S+")
 Row = Mapping[str, Array]
 
@@ -104,14 +106,18 @@ class TextTokenizer:
         if not text.strip():
             return InvalidRequest(f"{where}: empty; expected a text")
         text = beginning(text, max(MIN_CHARS, CHARS_PER_TOKEN * self.max_length))
+        if text.isspace():
+            begins = f"{len(text)} spaces at its beginning"
+            return InvalidRequest(f"{where}: {begins}; strip the text")
         return text.lower() if self._lowers_case else text
 
 
 def beginning(text: str, num_chars: int) -> str:
-    """Return the text up to `num_chars` characters other than spaces. Tokenizers take time for all
-    of a text, also for what they then truncate."""
+    """Return the text up to `num_chars` characters other than spaces, or WITH_SPACES times as many
+    with them. Tokenizers take time for all of a text, also for what they then truncate."""
     if len(text) <= num_chars:
         return text
+    text = text[: WITH_SPACES * num_chars]
     for word in WORD.finditer(text):
         end = word.start() + num_chars
         if end <= word.end():

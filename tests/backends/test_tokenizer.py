@@ -8,7 +8,7 @@ import tiny_pretrained as tiny
 
 from penstock.backends.tokenizer import CHARS_PER_TOKEN, MIN_CHARS, TextTokenizer, beginning
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest
 from penstock.types import TensorSpec
 
 NAMES = ("input_ids", "attention_mask", "token_type_ids")
@@ -102,8 +102,14 @@ def test_what_is_truncated_is_not_read(folder):
         ("äöü€😀x", "äöü€😀"),
         ("   \n  abc   def", "   \n  abc   de"),
         ("ab cde fgh", "ab cde"),
-        ("a" + " " * 100, "a" + " " * 100),
+        ("a" + " " * 100, "a" + " " * 39),
     ],
 )
 def test_a_text_is_read_up_to_a_number_of_characters_without_spaces(text, expected):
     assert beginning(text, 5) == expected
+
+
+def test_a_text_behind_very_many_spaces_is_refused(folder):
+    rows = [{"TEXT": np.array([b" " * 500_000 + b"cat"], dtype=object)}]
+    (refused,) = open_tokenizer(folder).tried_all(rows)
+    assert isinstance(refused, InvalidRequest) and "spaces at its beginning" in str(refused)
