@@ -52,12 +52,14 @@ def cast(spec: TensorSpec, values: object, num_dims: int) -> Array:
     if array.dtype.kind in "iu" and target.kind in "iu":
         limits = np.iinfo(target)
         if array.size and (array.min() < limits.min or array.max() > limits.max):
-            raise InvalidRequest(
-                f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
-            )
+            raise _too_large(spec)
     elif not np.can_cast(array.dtype, target, "same_kind"):
         raise _wrong_type(spec, array)
-    return array.astype(target, copy=False)
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(target, copy=False)
+    except FloatingPointError:
+        raise _too_large(spec) from None
 
 
 def _by_name(given: Given, specs: Mapping[str, TensorSpec], model: str) -> Mapping[str, object]:
@@ -69,6 +71,12 @@ def _by_name(given: Given, specs: Mapping[str, TensorSpec], model: str) -> Mappi
             return {names[0]: given}
     raise InvalidRequest(
         f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
+    )
+
+
+def _too_large(spec: TensorSpec) -> InvalidRequest:
+    return InvalidRequest(
+        f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
     )
 
 

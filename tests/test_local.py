@@ -240,6 +240,15 @@ def test_a_bare_array_is_refused_where_there_are_several_inputs(tmp_path: Path) 
         model.infer(np.zeros(1, np.int8))
 
 
+def test_a_float_that_is_too_large_is_refused_and_infinity_is_not(digits: LocalModel) -> None:
+    batch = images(1).astype(np.float64)
+    batch[0, 0, 0, 0] = 1e300
+    with pytest.raises(InvalidRequest, match="'image' has values that do not fit FP32"):
+        digits.infer(batch)
+    batch[0, 0, 0, 0] = np.inf
+    assert digits.infer(batch)["logits"].shape == (1, 10)
+
+
 def test_rows_of_several_lengths_are_refused(digits: LocalModel) -> None:
     with pytest.raises(InvalidRequest, match="'image' is no array"):
         digits.infer([[1.0], [1.0, 2.0]])
