@@ -78,6 +78,8 @@ def read_rows(dataset: object, config: ModelConfig) -> Columns:
     else:
         names = ", ".join(spec.name for spec in config.inputs)
         raise InvalidRequest(f"'{config.name}' has several inputs; give them by name: {names}")
+    if not all(len(values) for values in arrays.values() if values.ndim):
+        raise InvalidRequest("the data set has no rows; expected one or more")
     return from_arrays(form, arrays, "dataset")
 
 

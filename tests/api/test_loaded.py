@@ -113,3 +113,8 @@ def test_a_language_model_generates_chats_streams_and_predicts(tmp_path: Path) -
             model.infer("a")
     with pytest.raises(NotReady, match="closed"):
         model.generate("a")
+
+
+def test_a_data_set_without_rows_is_refused(digits: LoadedModel) -> None:
+    with pytest.raises(InvalidRequest, match="the data set has no rows"):
+        digits.predict(images(0), progress=False)
