@@ -39,7 +39,10 @@ def to_tensors(
 def cast(spec: TensorSpec, values: object, num_dims: int) -> Array:
     """Cast within the kind of the datatype (float64 to FP32); refuse other casts. Texts may leave
     out dimensions of size 1: a text or a list of texts becomes an array of `num_dims`."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # Rows of several lengths.
+        raise InvalidRequest(f"inference input '{spec.name}' is no array: {error}") from error
     if spec.datatype == "BYTES":
         if array.dtype.kind not in "OSUT":
             raise _wrong_type(spec, array)

@@ -240,6 +240,11 @@ def test_a_bare_array_is_refused_where_there_are_several_inputs(tmp_path: Path) 
         model.infer(np.zeros(1, np.int8))
 
 
+def test_rows_of_several_lengths_are_refused(digits: LocalModel) -> None:
+    with pytest.raises(InvalidRequest, match="'image' is no array"):
+        digits.infer([[1.0], [1.0, 2.0]])
+
+
 def test_a_bare_array_is_the_one_input_that_the_model_needs(tmp_path: Path) -> None:
     text = """
     backend: "null"

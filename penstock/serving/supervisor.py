@@ -664,7 +664,7 @@ class Supervisor:
             self._config.name,
             self._config.version,
             instance.index,
-            reason,
+            f"cannot load the model: {instance.load_error}" if instance.load_error else reason,
             "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s",
             extra={**self._labels(instance), "reason": reason},
         )

@@ -174,3 +174,10 @@ def test_classification_names_the_classes(server):
 def test_the_page_shows_such_models(server):
     told = get(server, "/dashboard/state")
     assert '"exported"' in told and '"TEXT"' in told
+
+
+def test_a_classifier_has_no_embeddings(server):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v1/embeddings", {"model": "exported", "input": "the cat"})
+    assert caught.value.code == 400
+    assert "is a classifier" in json.loads(caught.value.read())["error"]["message"]

@@ -102,6 +102,22 @@ def test_a_worker_writes_nothing_into_the_models_folder(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["helper.py", "model.py"]
 
 
+def test_a_restart_that_cannot_load_the_model_says_why(tmp_path: Path, caplog):
+    file = tmp_path / "model.py"
+    good = "def infer(inputs):\n    return {'y': inputs['x']}\n"
+    file.write_text(good)
+
+    async def scenario(model):
+        (instance,) = model.instances
+        file.write_text("def infer(:\n")
+        os.kill(instance.pid, signal.SIGKILL)
+        await until(lambda: "worker cannot load the model: 1/model.py: line 1: " in caplog.text)
+        file.write_text(good)
+        await until(lambda: model.instances[0].is_ready)
+
+    run(scenario, replace(CONFIG, backend="python", artifact=str(file), options={}))
+
+
 def test_kill_9_loses_nothing_and_the_worker_comes_back():
     async def scenario(model):
         (instance,) = model.instances
