@@ -59,7 +59,8 @@ def infer(served: Served) -> tuple[int, str]:
     is_definite = (
         answer["outputs"][0]["data"] == [7]
         if status == 200
-        else status == 404 and "'model' is not found" in answer["error"]
+        else (status == 404 and "'model' is not found" in answer["error"])
+        or (status == 503 and answer["error"] == "model 'model' is loading")
     )
     return status, "" if is_definite else str(answer)
 
