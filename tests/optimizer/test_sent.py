@@ -74,9 +74,9 @@ def test_no_data_is_no_rows() -> None:
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("a,b")
+    (tmp_path / "data.xlsx").write_text("a,b")
     with pytest.raises(ConfigError, match="expected a file that ends in .npz"):
-        read_sent(plan(tmp_path / "data.csv"))
+        read_sent(plan(tmp_path / "data.xlsx"))
     with pytest.raises(ConfigError, match="there is no such file"):
         read_sent(plan(tmp_path / "none.npz"))
 

@@ -44,7 +44,7 @@ def test_a_folder_is_a_model_in_this_process(tmp_path):
         ("localhost:8000/v2/models/m", "did you mean http://localhost:8000/v2/models/m"),
         ("me:secret@localhost/v2", r"^[^s]*\*\*\*"),
         ("redis://a", "unknown protocol 'redis'; expected http://"),
-        ("", "is empty"),
+        ("", "no model is given"),
     ],
 )
 def test_anything_else_is_refused_with_what_was_expected(address, problem):
