@@ -75,7 +75,8 @@ def test_what_is_sent_fits_with_its_number(tmp_path):
         ("p.jsonl", "", "has no examples"),
         ("p.jsonl", '{"text": "a"}', "expected 'prompt', 'messages' or 'conversations'"),
         ("p.npz", "", "prompts are read from files that end in"),
-        ("p.csv", "", "expected a file that ends in"),
+        ("p.csv", "", "has no examples"),
+        ("p.xlsx", "", "expected a file that ends in"),
     ],
 )
 def test_files_without_prompts_are_refused(tmp_path, name, content, problem):
