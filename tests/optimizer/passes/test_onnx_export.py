@@ -1,6 +1,5 @@
 """PyTorch to ONNX: the same answers, the same names, free axes stay free."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,15 +157,27 @@ def test_program_with_sizes_inside_needs_the_other_exporter(tmp_path) -> None:
     assert run(exported, {"x": x})["y"].tolist() == [[2.0] * 6] * 4
 
 
+def without_onnxscript(monkeypatch) -> None:
+    """torch keeps what it has imported of it, so hiding the package is not enough."""
+    real = torch.onnx.export
+
+    def export_by_tracing(*args, dynamo: bool, **options):
+        if dynamo:
+            raise ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")
+        return real(*args, dynamo=False, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", export_by_tracing)
+
+
 def test_size_that_became_a_constant_is_noticed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    without_onnxscript(monkeypatch)
     build = exported_program(tmp_path, Flat())
     with pytest.raises(BackendFailed, match=r"tracing: .*: a size became a constant; torch.export"):
         export(build, tmp_path / "exported")
 
 
 def test_model_that_loses_an_input_is_not_built(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    without_onnxscript(monkeypatch)
     build = build_of(tmp_path, monkeypatch, "forgetful")
     with pytest.raises(BackendFailed, match="'attention_mask' is not in the exported model"):
         export(build, tmp_path / "exported")
