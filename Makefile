@@ -30,11 +30,11 @@ demo: $(READY)
 demo-llm: $(READY)
 	$(BIN)/python examples/demo_llm.py
 
-# Before a commit: lint, types and the pure tests, within a minute.
+# Before a commit: lint, types and the pure tests.
 check: lint
 	$(PYTEST) -m "not verify and not slow" $(PURE)
 
-# Before a pull request: lint, types and all tests but the slow ones, within ten minutes on two cores.
+# Before a pull request: lint, types and all tests but the slow ones.
 test: lint
 	$(PYTEST) -m "not verify and not slow"
 
