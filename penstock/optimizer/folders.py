@@ -17,6 +17,7 @@ from penstock.python_file import local_imports
 from penstock.repository import ModelKind
 
 VERSION = "1"
+COPIED = {".txt", ".py", ".json", ".pbtxt"}
 # Files written by a commit, not part of a build. A version's own configuration would override that
 # of the build.
 OF_A_COMMIT = (repository.CONFIG, manifest.NAME, "history.jsonl")
@@ -112,7 +113,11 @@ def read_config(folder: Path) -> ModelConfig:
 
 def link(source: Path, target: Path) -> None:
     """Hard-link a file, or copy it if the file system cannot. A symbolic link could point elsewhere
-    from its new place."""
+    from its new place. Labels, code and configurations are copied: a server refuses to load those
+    with further hard links, and the original may be served meanwhile."""
+    if source.suffix in COPIED:
+        shutil.copyfile(source, target)
+        return
     try:
         os.link(source.resolve(), target)
     except OSError:

@@ -132,3 +132,13 @@ def test_a_committed_version_of_any_number_can_be_the_parent(tmp_path: Path, wri
     made = read(target).config
     assert (made.version, made.num_instances, made.manifest) == ("1", 2, "")
     assert names_below(target) == ["1/model.onnx", "config.pbtxt"]
+
+
+def test_files_that_a_server_refuses_with_links_are_copied(tmp_path):
+    (tmp_path / "labels.txt").write_text("a")
+    (tmp_path / "model.onnx").write_bytes(b"weights")
+    for name in ("labels.txt", "model.onnx"):
+        folders.link(tmp_path / name, tmp_path / f"linked {name}")
+    assert (tmp_path / "labels.txt").stat().st_nlink == 1
+    assert (tmp_path / "linked labels.txt").read_text() == "a"
+    assert (tmp_path / "model.onnx").stat().st_nlink == 2
