@@ -20,7 +20,8 @@ CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ONNX = ("model.onnx", "onnx/model.onnx")
 PREPROCESSOR = "preprocessor_config.json"
-# Architectures of language models, which have an engine of their own.
+# Architectures of causal language models, which have an engine of their own. They include families
+# that we do not serve, so that the user gets an error that lists those we do.
 GENERATORS = ("ForCausalLM", "LMHeadModel")
 # Task by the end of an architecture's name.
 TASKS: Mapping[str, Task] = {

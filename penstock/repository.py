@@ -34,9 +34,6 @@ MAX_NAMES_TOLD = 10
 # Files of a language model: Hugging Face's configuration, and one of these beside it.
 TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
 GGUF = ".gguf"
-# Hugging Face suffixes of causal language models. They include families that we do not serve, so
-# that the user gets an error that lists those we do.
-GENERATING = ("ForCausalLM", "LMHeadModel")
 RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
 FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"

@@ -24,10 +24,10 @@ from penstock.types import DATATYPES, Array, TensorSpec
 FILE = "tokenizer.json"
 # Most bytes of one text. A longer one holds far more tokens than any model takes.
 MAX_TEXT_BYTES = 1 << 20
-# What is read of a text that is truncated: so many characters for each token that the model takes,
-# spaces not counted. Tokens of words are far shorter, so that what follows is truncated anyway.
+# Limit on the characters read per token of the model's maximum length, spaces not counted. Words
+# have far shorter tokens, so truncation would drop the rest anyway.
 CHARS_PER_TOKEN, MIN_CHARS = 64, 4096
-# The most that is read, in the same unit, spaces counted.
+# Limit with spaces counted, as a multiple of the limit without them.
 WITH_SPACES = 8
 WORD = re.compile(r"\S+")
 Row = Mapping[str, Array]

@@ -75,7 +75,7 @@ class Catalog:
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
         self._failures: dict[str, LoadFailure] = {}
-        # Models that load: requests for them are told to come back.
+        # Models that are loading: requests for them get NotReady, which clients retry.
         self._awaited: set[str] = set()
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()

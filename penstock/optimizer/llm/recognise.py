@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock import repository
+from penstock import pretrained, repository
 from penstock.errors import ConfigError
 from penstock.model_source import resolve
 from penstock.repository import ModelKind
@@ -34,4 +34,4 @@ def _holds_one(folder: Path) -> bool:
     if any(folder.glob(f"model{repository.GGUF}")):
         return True
     names = repository.architectures(folder)
-    return any(name.endswith(repository.GENERATING) for name in names)
+    return any(name.endswith(pretrained.GENERATORS) for name in names)
