@@ -8,9 +8,10 @@ DOCS_READY := $(VENV)/.docs-ready
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
 # Tests run in this many processes; none depends on another. Servers of a file are shared, so a file
-# stays in one process.
+# stays in one process. A process that crashes ends the run: with a new one in its place, the run may
+# wait forever.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 # Tests that start no process and load no model: seconds, for `make check`.
 PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 	$(addprefix tests/test_,columns.py errors.py manifest.py pbtxt.py pbtxt_fields.py pbtxt_warmup.py slo.py types.py) \

@@ -1,5 +1,6 @@
 """What several test files share: where the examples are, and small ONNX files made on the spot."""
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,6 +49,26 @@ def pytest_runtest_makereport() -> Iterator[None]:
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+class SignalStack(ctypes.Structure):
+    """`stack_t` of sigaltstack(2)."""
+
+    _fields_ = (
+        ("ss_sp", ctypes.c_void_p),
+        ("ss_flags", ctypes.c_int),
+        ("ss_size", ctypes.c_size_t),
+    )
+
+
+@pytest.fixture(autouse=True)
+def signal_stack() -> Iterator[None]:
+    """Restore the alternate signal stack, which pytest's faulthandler sets: OpenVINO replaces it
+    and frees the replacement, so that the next signal would crash the process."""
+    libc, before = ctypes.CDLL(None), SignalStack()
+    libc.sigaltstack(None, ctypes.byref(before))
+    yield
+    libc.sigaltstack(ctypes.byref(before), None)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -81,10 +82,14 @@ MIXED = replace(
 SHARED = replace(FIXED, device="cuda", num_instances=2)
 
 
-def run(config: ModelConfig, scenario: Callable[[Model, Puppets], Awaitable[None]]) -> None:
+def run(
+    config: ModelConfig,
+    scenario: Callable[[Model, Puppets], Awaitable[None]],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     async def main() -> None:
         puppets = Puppets()
-        model = Model(config, start_life=puppets)
+        model = Model(config, start_life=puppets, clock=clock)
         starting = asyncio.ensure_future(model.start())
         await puppets.step_all()
         await starting
@@ -1407,18 +1412,21 @@ def test_refusals_are_counted_by_reason_and_overload_is_told_once(caplog):
 def test_a_request_that_times_out_in_the_queue_is_counted_as_such():
     queue = QueuePolicy(default_timeout_s=0.001)
     config = replace(FIXED, batching=BatchPolicy(1, is_dynamic=True, policies=(queue,)))
+    clock = FakeClock()
 
     async def scenario(model, puppets):
         first, second = (ask(config, canary(i, (1, 4))) for i in range(2))
         model.submit(first)
         model.submit(second)
-        while not second.is_done:
-            await asyncio.sleep(0.001)
+        await settle()
+        clock.advance(0.002)
+        model.tick()
+        assert second.is_done and not first.is_done, "the first one runs"
         await puppets.step_all()
         assert model.metrics.num_refused["queue_timeout"] == 1
         assert model.metrics.num_success == 1
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
 class TestMaxWait:
@@ -1427,19 +1435,8 @@ class TestMaxWait:
     config = replace(FIXED, max_batch_size=1, batching=BatchPolicy(1, is_dynamic=True))
 
     def run(self, scenario: Callable[[Model, Puppets, FakeClock], Awaitable[None]]) -> None:
-        async def main() -> None:
-            clock, puppets = FakeClock(), Puppets()
-            model = Model(self.config, start_life=puppets, clock=clock)
-            starting = asyncio.ensure_future(model.start())
-            await puppets.step_all()
-            await starting
-            await scenario(model, puppets, clock)
-            closing = asyncio.ensure_future(model.close())
-            while not closing.done():
-                await puppets.step_all()
-            await closing
-
-        asyncio.run(main())
+        clock = FakeClock()
+        run(self.config, lambda model, puppets: scenario(model, puppets, clock), clock)
 
     def test_a_request_that_has_waited_too_long_is_refused_with_when_to_come_back(self):
         async def scenario(model, puppets, clock):
