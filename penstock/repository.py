@@ -264,6 +264,8 @@ def _read_text_model(path: Path) -> Found:
     name = path.stem if is_file else path.name
     found = Found(folders={name: folder})
     try:
+        if is_file and not _starts_as_gguf(path):
+            raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
         # Files beside a GGUF file do not belong to it.
         message = pbtxt.parse("") if is_file else read_message(folder)
         message.backend = message.backend or LLM
@@ -277,6 +279,11 @@ def _read_text_model(path: Path) -> Found:
 
 def _is_gguf(path: Path) -> bool:
     return path.suffix == GGUF and path.is_file()
+
+
+def _starts_as_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _name(entry: Path) -> str:

@@ -138,6 +138,27 @@ def test_ctrl_c_anywhere_is_an_interruption(name: str, monkeypatch: pytest.Monke
     assert "Traceback" not in done.output
 
 
+# A process whose imports are interrupted.
+EARLY = """
+import sys
+from penstock.__main__ import main
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "penstock.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+main()
+"""
+
+
+def test_ctrl_c_during_imports_is_an_interruption() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (ExitCode.INTERRUPTED, "interrupted\n")
+
+
 # A process whose files take for ever to be read.
 SLOW = """
 import sys, time

@@ -1744,6 +1744,11 @@ class TestLanguageModels:
         (config,) = read(path).configs
         assert (config.name, config.artifact) == ("smol-q4", str(path))
 
+    def test_a_file_of_something_else_is_a_problem(self, tmp_path: Path) -> None:
+        (tmp_path / "smol.gguf").write_bytes(b"\0" * 100)
+        found = read(tmp_path / "smol.gguf")
+        assert not found.configs and "not a GGUF file" in found.problems["smol"][0]
+
     def test_files_stand_in_a_folder_of_models(self, tmp_path: Path) -> None:
         for name in ("a.gguf", "b.gguf", ".hidden.gguf"):
             (tmp_path / name).write_bytes(b"GGUF")

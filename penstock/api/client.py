@@ -51,7 +51,7 @@ class Client:
         self._model = model or endpoint.model
         self._version = endpoint.version
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
-        self._calls = _open(endpoint, Access(api_key, timeout_s, ca_file))
+        self._opened: Calls | None = _open(endpoint, Access(api_key, timeout_s, ca_file))
 
     def __enter__(self) -> Client:
         return self
@@ -111,7 +111,16 @@ class Client:
         return self._calls.generate(self._name(model), self._version, fields)
 
     def close(self) -> None:
-        self._calls.close()
+        """Close the connections. Later calls raise InvalidRequest."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    @property
+    def _calls(self) -> Calls:
+        if self._opened is None:
+            raise InvalidRequest(f"the client of {self.url} is closed; make a new one")
+        return self._opened
 
     def _name(self, model: str) -> str:
         name = model or self._model

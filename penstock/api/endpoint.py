@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
@@ -55,6 +56,12 @@ class Access:
     api_key: str = ""
     timeout_s: float = 60.0
     ca_file: str = ""
+
+    def __post_init__(self) -> None:
+        given = self.timeout_s
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not is_number or not 0 < given < math.inf:
+            raise ConfigError([f"timeout_s: {given!r} is not a number of seconds above 0"])
 
 
 def parse_endpoint(url: str) -> Endpoint:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +139,21 @@ def test_keys_and_time_limits(tmp_path: Path) -> None:
             )
             with hasty, pytest.raises(DeadlineExceeded):
                 hasty.infer(np.zeros((1, 2)))
+
+
+@pytest.mark.parametrize("timeout_s", ["a", 0, -1, float("inf"), True])
+def test_a_wrong_time_limit_says_what_is_accepted(timeout_s: Any) -> None:
+    with pytest.raises(ConfigError, match="number of seconds above 0"):
+        penstock.Client("http://127.0.0.1:1", timeout_s=timeout_s)
+
+
+def test_a_closed_client_says_so(server: ServerHandle) -> None:
+    client = penstock.Client(server.url)
+    assert client.models()
+    client.close()
+    client.close()
+    with pytest.raises(InvalidRequest, match="is closed"):
+        client.models()
 
 
 def test_text_is_generated_over_http(server: ServerHandle) -> None:
