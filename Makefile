@@ -23,7 +23,7 @@ PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 
 .PHONY: docs demo demo-llm check test test-slow test-gpu lint verify fuzz bench-gate bench-serving clean
 
-# Optimise a sentiment classifier to a latency target: 11 minutes, plus set-up on the first run.
+# Optimise a sentiment classifier to a latency target: under 3 minutes, plus set-up on the first run.
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 

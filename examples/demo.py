@@ -1,9 +1,9 @@
 """Optimise a sentiment classifier to a latency target, serve it, and measure before and after.
 
-Measures what the trained classifier (`sentiment/prepare.py`) does in PyTorch eager, asks for 1.6
-times that rate with a p99 below 100 ms, lets `penstock optimize` get there within an accuracy
-budget on held-out reviews, serves the version that it commits and measures it. Run by `make demo`:
-eleven minutes on two quiet cores, besides the set-up.
+Serves the trained classifier (`sentiment/prepare.py`) as it was exported to ONNX and measures it,
+asks for 1.3 times that rate with a p99 below 100 ms, lets `penstock optimize` get there within an
+accuracy budget on one-line reviews, serves the version that it commits and measures it. Run by
+`make demo`: less than three minutes on two quiet cores, besides the set-up.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 from fetch import FetchFailed
 from rich.console import Console
 from rich.table import Table
-from sentiment.prepare import Prepared, prepare, write_original
+from sentiment.prepare import WEIGHTS, Prepared, prepare, write_onnx
 from serving import ROOT, Server, penstock, show
 
-MODEL = "examples.sentiment.model:factory"
 # Whatever the machine: more than the original can do, less than the optimised model can.
-FACTOR = 1.6
+FACTOR = 1.3
 LATENCY = "p99 < 100 ms"
 CLIENTS = 16
 ACCURACY = "top1 drop <= 2 %"
-# With two minutes, and with six, no step or too few of them fit beside baseline and proof.
-BUDGET = "10m"
-DURATION = "10s"  # of each measurement before and after
+# Enough for the steps up to BF16; PyTorch modules, whose processes start slowly, need more.
+BUDGET = "120s"
+DURATION = "5s"  # of each measurement before and after
 PRICE = "0.10"  # of two cores, per hour
 FOLDER = ROOT / ".bench" / "demo"
+MODEL = FOLDER / "sentiment.onnx"
 PAGE = ROOT / "demo.html"
 KEPT, BEST_EFFORT, DISTURBED = 0, 2, 4
 # Expected seconds of each part on two quiet cores.
 SET_UP_S = 130
-ORIGINAL_S, OPTIMISE_S, OPTIMISED_S = 30, 600, 40
+ORIGINAL_S, OPTIMISE_S, OPTIMISED_S = 15, 120, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,14 @@ def main() -> None:
     total_s = ORIGINAL_S + OPTIMISE_S + OPTIMISED_S
     load = ["--concurrency", str(CLIENTS)]
     with progress.part("1/3  Serve the original, measure it", ORIGINAL_S, total_s):
-        original = write_original(FOLDER / "original").parent
-        [before] = bench(console, original, prepared.requests, [load])
+        [before] = bench(console, MODEL, prepared.one_line_requests, [load])
     slo = f"{LATENCY} at {max(10, round(FACTOR * before.per_s, -1)):.0f}/s"
-    console.print(f"PyTorch eager answers {before.per_s:.0f}/s. The target: [bold]{slo}[/bold]")
+    console.print(f"As exported, it answers {before.per_s:.0f}/s. The target: [bold]{slo}[/bold]")
     with progress.part("2/3  Optimise", OPTIMISE_S, total_s - ORIGINAL_S):
         found = optimize(console, reviews, slo)
     with progress.part("3/3  Serve the result, measure it", OPTIMISED_S, OPTIMISED_S):
         loads = [load, ["--slo", slo]]
-        after, promised = bench(console, FOLDER / "models", prepared.requests, loads)
+        after, promised = bench(console, FOLDER / "models", prepared.one_line_requests, loads)
     console.rule(f"Done in {progress.elapsed_s:.0f} s")
     conclude(console, table(slo, before, after, promised, found), found["headline"])
     # SLO mode refuses requests that cannot be answered in time; that is not a failure.
@@ -104,12 +103,14 @@ def set_up(console: Console) -> tuple[Prepared, Path]:
     except FetchFailed as error:
         raise SystemExit(str(error)) from None
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if not MODEL.exists() or MODEL.stat().st_mtime < WEIGHTS.stat().st_mtime:
+        write_onnx(MODEL)
     console.print(
         f"A sentiment classifier: MiniLM with a head trained on {prepared.num_training:,} film "
         f"reviews. It is right on {prepared.top1:.1%} of {prepared.num_held_out:,} others."
     )
     console.print(f"[dim]set-up took {time.monotonic() - began:.0f} s[/dim]")
-    return prepared, Path(prepared.reviews)
+    return prepared, Path(prepared.one_line_reviews)
 
 
 def optimize(console: Console, reviews: Path, slo: str) -> dict[str, Any]:
@@ -118,12 +119,12 @@ def optimize(console: Console, reviews: Path, slo: str) -> dict[str, Any]:
     data = ["--data", os.path.relpath(reviews, ROOT), "--labels", "label"]
     wishes = ["--slo", slo, "--accuracy", ACCURACY, "--price", PRICE, "--budget", BUDGET]
     place = ["--out", os.path.relpath(FOLDER / "models", ROOT), "--name", "sentiment"]
-    arguments = ["optimize", MODEL, *data, *wishes, *place]
+    arguments = ["optimize", os.path.relpath(MODEL, ROOT), *data, *wishes, *place]
     show(console, arguments)
     status = penstock([*arguments, "--html", str(PAGE), "--json", str(path)])
     if status == DISTURBED:
-        raise SystemExit("other programs disturbed the measurement; run it again later")
-    if status not in (KEPT, BEST_EFFORT):
+        console.print("[yellow]Other programs disturbed the proof; a quiet machine may pass it.[/]")
+    if status not in (KEPT, BEST_EFFORT, DISTURBED):
         raise SystemExit(f"penstock optimize ended with {status}: there is no version to serve")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -174,7 +175,7 @@ def table(
     verdicts = [each["outcome"] for each in (found["before"] or {}).get("verdicts", [])]
     kept = "kept" if verdicts and set(verdicts) == {"kept"} else "missed"
     rows = (
-        ("PyTorch eager", before, overloaded_ms, kept, "original"),
+        ("as exported", before, overloaded_ms, kept, "original"),
         ("optimised", after, promised.p99_ms, promised.verdict, "candidate"),
     )
     for name, each, p99_ms, verdict, key in rows:

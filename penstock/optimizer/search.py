@@ -295,8 +295,7 @@ class Search:
     def _may_be_enough(self) -> bool:
         """Return whether a served run may show that the search can end. On a GPU, where servers
         start slowly, and with a small budget, the prediction must have headroom."""
-        is_short = self._is_on_gpu or not self._time.has_rates
-        if is_short and not self._plan.is_exhaustive:
+        if (self._is_on_gpu or self._time.is_short) and not self._plan.is_exhaustive:
             return self._has_room(self.findings.best)
         return self._is_in_reach()
 
@@ -566,6 +565,8 @@ class Search:
             if times and not self._has_search_time((self._clock() - began) / len(times)):
                 break
             times[pair] = lab.times(build, *pair)
+            if self._time.is_short and not is_on_gpu:
+                break
             if is_on_gpu and self._is_hopeless(Contender(build, facts, times, [], is_lossy)):
                 # More instances only overlap copies with compute, which would not make it the best.
                 break

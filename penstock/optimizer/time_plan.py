@@ -85,6 +85,12 @@ class TimePlan:
     judge_s: float = 0.0
 
     @property
+    def is_short(self) -> bool:
+        """Whether the budget has room only for the most important measurements: no highest rates;
+        on a CPU, candidates are timed with one instance and at few lengths."""
+        return not self.has_rates
+
+    @property
     def level_cost_s(self) -> float:
         return level_cost_s(self.level_s)
 
@@ -233,6 +239,8 @@ def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
     if not time.has_rates:
         needed_s = _budget_for(plan, is_on_gpu, lambda other: other.has_rates)
         need = f"needs about {_span(needed_s)}"
+        if not is_on_gpu:
+            parts.append("batch times with one instance only")
         parts.append(f"no search for the highest rate ({need})")
     return f"budget {_span(time.budget_s)}: {', '.join(parts)}"
 

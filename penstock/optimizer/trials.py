@@ -78,7 +78,8 @@ LARGEST_ON_GPU = 256
 MORE_ON_GPU = (32, 128)
 # Batches that would take longer are not run unless requested: their times are extrapolated.
 MAX_BATCH_S = 1.0
-MAX_LENGTHS = 6
+# Lengths at which batches are timed; the second on a CPU with a small time budget.
+MAX_LENGTHS, FEW_LENGTHS = 6, 3
 A = TypeVar("A", bound=Answer)
 
 
@@ -95,6 +96,8 @@ class TrialLimits:
     ends_at: float = math.inf
     # Answers that take longer than this in total are left out.
     stop_after_s: float = math.inf
+    # Lengths at which batches are timed.
+    max_lengths: int = MAX_LENGTHS
 
 
 NO_LIMITS = TrialLimits()
@@ -391,7 +394,8 @@ class Crew:
         if not rows:
             raise ConfigError(["batch times: expected at least one row to measure with"])
         rows = fitted(rows, self.config)
-        by_length = _by_length(self.config, self.children[0].is_padded, rows)
+        first = self.children[0]
+        by_length = _by_length(self.config, first.is_padded, rows, first.rules.max_lengths)
         seconds = {length: self.times(chosen, length) for length, chosen in by_length.items()}
         if not self.is_on_gpu:
             seconds = undisturbed(seconds)
@@ -553,7 +557,7 @@ def _shape(spec: TensorSpec, row: Row) -> tuple[int, ...] | None:
 
 
 def _by_length(
-    config: ModelConfig, is_padded: bool, rows: Sequence[Row]
+    config: ModelConfig, is_padded: bool, rows: Sequence[Row], num_lengths: int
 ) -> dict[int, Sequence[Row]]:
     """Group rows by length, or by bucket if the model is padded; a few lengths, spread over those
     of the rows. 0 if rows have no length."""
@@ -564,7 +568,7 @@ def _by_length(
         return {0: [rows[index] for index in most]}
     pads = Pads(config) if is_padded else None
     keys = [(pads.bucket(each) if pads else None) or each for each in lengths]
-    found: dict[int, list[Row]] = {key: [] for key in _spread(keys)}
+    found: dict[int, list[Row]] = {key: [] for key in _spread(keys, num_lengths)}
     for row, key in zip(rows, keys, strict=True):
         if key in found:
             found[key].append(row)
@@ -605,14 +609,14 @@ def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -
     return {name: cropped(name, array, crops, length) for name, array in arrays.items()}
 
 
-def _spread(keys: Sequence[int]) -> list[int]:
+def _spread(keys: Sequence[int], most: int) -> list[int]:
     """Return the shortest, the longest and some lengths between, at even quantiles."""
     counted = Counter(keys)
-    if len(counted) <= MAX_LENGTHS:
+    if len(counted) <= most:
         return sorted(counted)
     ordered = sorted(keys)
     last = len(ordered) - 1
-    return sorted({ordered[last * i // (MAX_LENGTHS - 1)] for i in range(MAX_LENGTHS)})
+    return sorted({ordered[last * i // (most - 1)] for i in range(most)})
 
 
 def padded(config: ModelConfig, row: Row, length: int) -> Row:

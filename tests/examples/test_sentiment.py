@@ -86,6 +86,15 @@ def test_split_is_disjoint_shuffled_and_leaves_out_what_would_be_cut(prepare: Mo
     assert prepare.split(lengths, seed=6) != (training, held_out)
 
 
+def test_one_liners_are_short_and_not_trained_on(prepare: ModuleType) -> None:
+    lengths = [prepare.MAX_ONE_LINE_TOKENS + index % 2 for index in range(4000)]
+    training = list(range(0, 1000, 2))
+    chosen = prepare.one_liners(lengths, training)
+    assert len(set(chosen)) == prepare.NUM_ONE_LINE and not set(chosen) & set(training)
+    assert {lengths[index] for index in chosen} == {prepare.MAX_ONE_LINE_TOKENS}
+    assert prepare.one_liners(lengths, training) == chosen
+
+
 def test_head_gives_the_odds_of_the_logistic_model(prepare: ModuleType) -> None:
     from sklearn.linear_model import LogisticRegression
 

@@ -13,6 +13,7 @@ from penstock import slo
 from penstock.benchmark.stats import Interval
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed
+from penstock.optimizer import simulate
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
@@ -34,6 +35,12 @@ ROW = {"x": np.zeros(4, np.float32)}
 
 # Steps that change nothing but how a model is served.
 ON_SERVING = ("batching", "instances")
+
+
+@pytest.fixture(autouse=True)
+def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates here differ by far more than simulations of this length do."""
+    monkeypatch.setattr(simulate, "NUM_REQUESTS", 500)
 
 
 class Clock:
@@ -356,6 +363,14 @@ def test_a_small_budget_has_no_time_for_highest_rates() -> None:
     assert len(search.findings.finalists) > 1
 
 
+@pytest.mark.parametrize(("budget_s", "is_short"), [(100.0, True), (600.0, False)])
+def test_a_small_budget_times_one_instance_only(budget_s: float, is_short: bool) -> None:
+    lab, run = searched({"original": 90.0, "solid": 10.1, "hollow": 9.9}, *PAIR, budget_s=budget_s)
+    lab.machine = msgspec.structs.replace(MACHINE, num_cores=2, memory_bytes=1 << 40)
+    run()
+    assert set(lab.instances) == ({1} if is_short else {1, 2})
+
+
 def test_where_the_time_is_up_far_from_the_slo_rates_are_looked_for_too() -> None:
     lab, run = searched({"original": 90.0, "solid": 10.1, "hollow": 9.9}, *PAIR, budget_s=400.0)
     lab.try_s = 220.0
@@ -445,7 +460,10 @@ def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
     assert not any("faster" in text for text in lab.served)
 
 
-def test_what_is_no_faster_is_called_equal_and_the_simpler_stays() -> None:
+def test_what_is_no_faster_is_called_equal_and_the_simpler_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulate, "NUM_REQUESTS", 4000)  # A small difference.
     lab, run = searched({"original": 20.0, "faster": 19.8}, FASTER)
     search = run()
     assert outcome_of(search, "faster")[0] == "equal"

@@ -104,8 +104,8 @@ def test_what_fits_is_told_in_one_line() -> None:
         return describe(plan_time(wish, is_on_gpu=False), wish, is_on_gpu=False)
 
     assert told(60.0) == (
-        "budget 1 min: about 14 s for steps, levels of 2 s instead of 10 s, no search for the "
-        "highest rate (needs about 3 min)"
+        "budget 1 min: about 14 s for steps, levels of 2 s instead of 10 s, batch times with "
+        "one instance only, no search for the highest rate (needs about 3 min)"
     )
     assert "no time is planned for steps" in told(25.0)
     assert "one round in the proof" in told(25.0)

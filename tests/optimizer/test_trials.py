@@ -385,6 +385,12 @@ class TestTimes:
         assert 4 <= len(table.seconds) <= 6
         assert table.memory_bytes > 0
 
+    def test_a_small_budget_has_time_for_three_lengths(self, tmp_path: Path, write_onnx):
+        rules = trials.TrialLimits(max_lengths=trials.FEW_LENGTHS)
+        build = mean_build(tmp_path, write_onnx)
+        table = trials.times(build, sequences(*range(1, 21)), 1, 1, rules=rules)
+        assert sorted(table.seconds) == [1, 10, 20]
+
     def test_lengths_with_padding_are_buckets(self, tmp_path: Path, write_onnx):
         build = mean_build(tmp_path, write_onnx, config=PADDED)
         table = trials.times(build, sequences(1, 3, 7, 11), 1, 1)

@@ -68,6 +68,8 @@ class TransformerFusion:
         model = onnx_model.optimised(original)
         if not attention.fuse(model, form):
             model = _fused_by_library(model)
+        if not any(node.op_type in ATTENTION for node in model.graph.node):
+            raise BackendFailed("attention was not fused: no known pattern fits this graph")
         _check_answers(original, model)
         write_onnx(parent, model, target)
 
