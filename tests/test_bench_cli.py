@@ -296,6 +296,7 @@ def test_a_quiet_run_prints_its_verdict_only() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_table_and_a_file_for_each_batch_size(tmp_path: Path) -> None:
     short = ["--duration", "300ms", "--warm-up", "0s"]
     done = run_bench(IN_PROCESS, *short, "-b", "1:2", "--json", str(tmp_path / "run.json"))
@@ -354,6 +355,7 @@ def test_bad_input_ends_with_an_error_in_words(arguments: list[str], text: str) 
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_interrupted_before_anything_was_measured_it_ends_at_once() -> None:
     """Here a server takes the first request and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -51,6 +51,7 @@ def test_a_file_is_profiled_to_terminal_page_trace_and_json(profile, model, tmp_
     assert "traceEvents" in json.loads(files[2].read_text())
 
 
+@pytest.mark.slow
 def test_json_to_stdout_is_alone_there_and_a_quiet_run_recommends(profile, model) -> None:
     flags = ("--runs", 3, "--threads", 1)
     ended = profile(model, *flags, "--json", "-")
@@ -61,6 +62,7 @@ def test_json_to_stdout_is_alone_there_and_a_quiet_run_recommends(profile, model
     assert found["format"] == 1
 
 
+@pytest.mark.slow
 def test_data_is_what_runs(profile, model, tmp_path) -> None:
     np.savez(tmp_path / "d.npz", x=np.ones((4, 3, 8), np.float32))
     out = tmp_path / "p.json"

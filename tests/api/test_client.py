@@ -26,7 +26,7 @@ backend: "null"
 max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
-parameters { key: "null.a_ms" value { string_value: "3000" } }
+parameters { key: "null.a_ms" value { string_value: "700" } }
 """
 
 

@@ -104,6 +104,7 @@ def test_an_explanation_by_name_or_url(examples: Path) -> None:
             penstock.explain(server.url)
 
 
+@pytest.mark.slow
 def test_a_profile_shows_and_saves(
     examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -832,6 +832,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @compiles
 @needs_compiler
 @pytest.mark.timeout(600)

@@ -115,6 +115,7 @@ def test_patience_ends(tmp_path: Path) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_patience_can_become_shorter(tmp_path: Path) -> None:
     """Said twice, answered once."""
 

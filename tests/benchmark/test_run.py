@@ -137,6 +137,7 @@ def test_the_knee_is_looked_for(tmp_path: Path) -> None:
     assert [level.load for level in run.levels][:3] == [Closed(1), Closed(2), Closed(4)]
 
 
+@pytest.mark.slow
 def test_the_highest_rate_is_looked_for(tmp_path: Path) -> None:
     model = make(tmp_path, max_batch=1, a_ms=10)
     wanted = slo.parse("p99 < 200ms")
@@ -274,6 +275,7 @@ async def answering_once_then_never() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
 
 
+@pytest.mark.slow
 def test_answers_that_are_slow_and_in_time_are_waited_for() -> None:
     """A search that has seen enough must not turn what was kept into failures."""
     (level,) = measure_slow(

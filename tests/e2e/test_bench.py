@@ -146,6 +146,7 @@ def num_answered(served: Served, model: str) -> int:
     return int(stats["inference_stats"]["success"]["count"])
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_leaves_a_partial_result(tmp_path: Path) -> None:
     served = Served(null_model(tmp_path / "models", "null", a_ms=2))
     path = tmp_path / "run.json"

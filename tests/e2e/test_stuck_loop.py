@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 
+import pytest
 from served import Served
 
 # The path that a client may ask for stops the loop, as a bug of the server might.
@@ -52,6 +53,7 @@ def get(url):
         return 0, b""
 
 
+@pytest.mark.slow
 def test_it_is_not_live_and_sigterm_ends_it(tmp_path):
     served = StuckServed(tmp_path, "--drain-s", "3", "--model-control-mode", "explicit")
     url = served.metrics_url.rsplit("/", 1)[0] + "/v2/health/live"

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_when_every_worker_is_killed() -> None:
     command = [sys.executable, str(EXAMPLES / "kill_workers.py")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

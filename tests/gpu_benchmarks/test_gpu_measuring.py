@@ -93,6 +93,7 @@ def test_answers_are_compared_with_what_was_kept(run, tmp_path) -> None:
     assert run.error_of(found, path) == pytest.approx(0.5 / np.hypot(3, 4.5))
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_once(tmp_path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(SCRIPTS / "run.py"), "--model", "bert-large", "--device", "cpu"]

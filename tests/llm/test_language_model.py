@@ -359,6 +359,7 @@ def test_a_sink_that_fails_is_nobody_elses_problem(tmp_path):
     run(scenario)
 
 
+@pytest.mark.slow
 def test_an_engine_that_says_nothing_is_replaced(tmp_path):
     """A real process, stopped as if a driver never came back."""
 

@@ -60,6 +60,7 @@ def plan(tmp_path: Path) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     """At once, with its proof; and run again nothing is measured, and nothing committed twice."""
     told: list[Progress] = []

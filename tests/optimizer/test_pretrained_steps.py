@@ -41,6 +41,7 @@ def expected(folder, texts):
         return model.infer({"TEXT": np.array([[text] for text in texts], dtype=object)})
 
 
+@pytest.mark.slow
 def test_the_original_takes_texts_and_answers_as_the_folder_does(tmp_path, classifier):
     labels = [tiny.LABELS[n % 3] for n in range(len(TEXTS))]
     data = write_csv(tmp_path / "d.csv", sentence=TEXTS, label=labels)
@@ -69,6 +70,7 @@ def test_the_written_model_is_served_through_the_same_stages(tmp_path, classifie
     np.testing.assert_allclose(answer["SCORES"], right["SCORES"], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_embeddings_keep_their_pooling(tmp_path):
     source = tiny.write_modules(tiny.write_bert(tmp_path / "s", "BertModel"), "cls")
     lines = tmp_path / "d.txt"

@@ -316,6 +316,7 @@ class TestServers:
         assert self.children() == before
 
 
+@pytest.mark.slow
 def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(served, "WARM_UP_S", 0.3)
     quick = null_build(tmp_path / "a", a_ms=1)
@@ -339,6 +340,7 @@ def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert any(text.startswith("40/s poisson, measuring") for text in heard)
 
 
+@pytest.mark.slow
 def test_a_round_that_has_no_time_is_left_out(tmp_path: Path):
     plan = a_plan("p99 < 1s", duration_s=0.5)
     limits = Limits(num_rounds=3, left_s=lambda: 0.5)
@@ -370,6 +372,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
     assert found.gpu_memory_bytes == 3 << 30
 
 
+@pytest.mark.slow
 def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("throughput >= 5/s", duration_s=0.5)

@@ -26,7 +26,7 @@ def test_a_language_model_takes_text(root):
 
 
 def test_a_gguf_file_is_one(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(b"")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert is_text(TargetSpec(str(tmp_path / "x.gguf")))
 
 

@@ -92,6 +92,7 @@ instance_group { kind: KIND_CPU }
 """
 
 
+@pytest.mark.slow
 def test_built_and_read_back(tmp_path: Path) -> None:
     """On a CPU, where it only saves the normalisation; on a GPU: tests/gpu."""
     save_file = pytest.importorskip("safetensors.torch").save_file
