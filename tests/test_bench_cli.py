@@ -316,6 +316,7 @@ def test_the_gate_is_shut_by_a_missed_slo() -> None:
     assert "FAIL" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_gate_opens_for_a_run_like_the_baseline(tmp_path: Path) -> None:
     saved = tmp_path / "before.json"
     assert run_bench(IN_PROCESS, *SHORT, "--json", str(saved)).returncode == 0
@@ -325,6 +326,7 @@ def test_the_gate_opens_for_a_run_like_the_baseline(tmp_path: Path) -> None:
     assert done.stdout.count("pass") == 4
 
 
+@pytest.mark.slow
 def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
     saved = tmp_path / "before.json"
     run_bench(IN_PROCESS, *SHORT, "--json", str(saved))

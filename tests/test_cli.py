@@ -588,6 +588,7 @@ def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
+@pytest.mark.slow
 def test_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "60000"))
     command = [*SERVE, str(folder)]
@@ -648,6 +649,7 @@ def test_banner_fits_a_terminal_of_80_columns(examples: Path) -> None:
     assert max(map(len, table)) <= 80
 
 
+@pytest.mark.slow
 def test_slow_loading_is_told(tmp_path: Path) -> None:
     add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "4000"))
     add_model(tmp_path, "quick")

@@ -894,6 +894,7 @@ def test_compiling_needs_fixed_shapes(tmp_path: Path) -> None:
     assert problem.startswith("parameters.penstock.compile: needs inputs of fixed shapes")
 
 
+@pytest.mark.slow
 @compiles
 @needs_compiler
 @pytest.mark.timeout(600)

@@ -236,6 +236,7 @@ def test_what_is_made_of_it_is_made_of_the_original(tmp_path: Path) -> None:
     loaded.close()
 
 
+@pytest.mark.slow
 def test_served_by_a_worker_every_answer_is_that_of_its_request(tmp_path: Path) -> None:
     """Requests of all lengths in one bucket, in a process of its own."""
     config = write(tmp_path)

@@ -59,6 +59,7 @@ def test_every_protocol_under_every_kind_of_load(
     assert not found.run.is_partial
 
 
+@pytest.mark.slow
 def test_the_server_has_counted_what_we_have(server: Served, tmp_path: Path) -> None:
     url = f"http://{server.address}/v2/models/identity"
     found = bench(tmp_path, url, "--rate", "100", "--duration", "1s", "--warm-up", "0s")
@@ -182,6 +183,7 @@ def test_ctrl_c_keeps_what_was_measured(server: Served, tmp_path: Path, number: 
     assert "partial" in found.out
 
 
+@pytest.mark.slow
 def test_requests_that_the_server_refuses_are_counted_by_cause(tmp_path: Path) -> None:
     """A queue of one: most of what is due is refused, and that is not an SLO that was kept."""
     limit = "default_queue_policy { max_queue_size: 1 }"

@@ -26,6 +26,7 @@ def bench(llm, tmp_path):
     return llm.Bench("cpu", True, False, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-8b", "llama-8b-fp8"])
 def test_all_tokens_come(llm, bench, name):
     found = llm.CASES[name](bench)
@@ -43,6 +44,7 @@ def test_times_of_one_sequence_and_of_a_prefix(llm, bench):
     assert found["ratio"] == pytest.approx(found["hit_ms"] / found["miss_ms"])
 
 
+@pytest.mark.slow
 def test_a_case_that_was_measured_is_not_measured_again(llm, tmp_path, monkeypatch, capsys):
     out = tmp_path / "found.json"
     command = ["llm.py", "--tiny", "--device", "cpu", "--case", "itl", "--out", str(out)]

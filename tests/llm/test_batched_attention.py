@@ -55,6 +55,7 @@ class Pair:
         return (one.keys, other.keys), (one.values, other.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_blocks", [64, 96, 400])
 def test_whatever_is_in_a_step_the_answers_are_the_plain_ones(num_blocks, dtype):

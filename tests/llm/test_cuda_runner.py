@@ -196,6 +196,7 @@ def test_a_request_that_is_given_up_while_it_runs_leaves_nothing(tmp_path):
     assert set(found) == {1, 3}
 
 
+@pytest.mark.slow
 def test_more_sequences_than_rows_take_turns(tmp_path):
     """Each row of the table is used by one after the other, and by those that come back."""
     model = Model(tmp_path)

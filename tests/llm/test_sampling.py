@@ -31,6 +31,7 @@ def test_tokens_come_as_often_as_they_are_likely(temperature):
         assert abs(found[token] / 20_000 - wanted) < 5 * deviation
 
 
+@pytest.mark.slow
 def test_noise_is_evenly_spread_over_many_tokens():
     """Of 50,000 that are all as likely none comes often, and neighbours have nothing in common."""
     rows = [Row(Sampling(seed=9), position) for position in range(400)]

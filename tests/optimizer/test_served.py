@@ -226,6 +226,7 @@ class TestEndpoint:
         ):
             served.measure(build, a_plan(), numbers(3), silent)
 
+    @pytest.mark.slow
     def test_the_speed_of_the_processor_is_not_that_of_a_gpu(self, tmp_path: Path, monkeypatch):
         """The model is served on the CPU here; its configuration, as read, says otherwise."""
         monkeypatch.setattr(served, "WARM_UP_S", 0.3)
@@ -269,6 +270,7 @@ class TestServers:
     def children(self) -> set[psutil.Process]:
         return set(psutil.Process().children())
 
+    @pytest.mark.slow
     def test_stay_for_the_next_measurement(self, tmp_path: Path, monkeypatch):
         monkeypatch.setattr(served, "WARM_UP_S", 0.3)
         build = null_build(tmp_path)
@@ -383,6 +385,7 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     assert 1 < found.max_rate.value <= 101
 
 
+@pytest.mark.slow
 def test_a_search_without_time_finds_no_rate(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("p99 < 1 s", duration_s=0.5)

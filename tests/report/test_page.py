@@ -99,6 +99,7 @@ def pages(profile: Profile, run: Run) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_large_results_make_small_pages_that_are_well_formed(profile, runs) -> None:
     num_requests = sum(w.num_due for level in runs["large"].levels for w in level.windows)
     assert num_requests > 200_000
