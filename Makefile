@@ -7,9 +7,9 @@ DOCS_READY := $(VENV)/.docs-ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-# Tests run in this many processes, one more than there are cores: some wait. None depends on another. Servers of a file are shared, so a file
-# stays in one process. A process that crashes ends the run: with a new one in its place, the run may
-# wait forever.
+# Tests run in this many processes, one more than there are cores, as some tests wait. None depends
+# on another. Servers of a file are shared, so a file stays in one process. A process that crashes
+# ends the run: with a new one in its place, the run may wait forever.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 # Tests that start no process and load no model: seconds, for `make check`.
