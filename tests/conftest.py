@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from example_counts import MAX_EXAMPLES
 from hypothesis import HealthCheck, settings
 from onnx import TensorProto, helper
 
@@ -15,7 +16,7 @@ from onnx import TensorProto, helper
 # example_counts), and `--hypothesis-profile explore` draws new ones.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", settings.get_profile("explore"), derandomize=True)
-settings.register_profile("penstock", settings.get_profile("full"))
+settings.register_profile("penstock", settings.get_profile("full"), max_examples=MAX_EXAMPLES)
 settings.load_profile("penstock")
 # Triton reads it when it is imported: without a GPU, kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():

@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 
-MAX_EXAMPLES = 100
+MAX_EXAMPLES = 40
 
 
 def at_most(count: int) -> int:
