@@ -94,8 +94,8 @@ MIN_CHILD_S = 5.0
 MAX_BEGUN = 3
 # Share of a time budget for comparing answers on rows outside of the held-out part.
 SURVEY_SHARE = 0.02
-# Time for requesting answers to held-out rows from a server, and its largest share of a budget.
-SERVED_ANSWERS_S, SERVED_ANSWERS_SHARE = 8.0, 1 / 40
+# Time for requesting answers to held-out rows from a server.
+SERVED_ANSWERS_S = 8.0
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
 # Maximum number of rows with NaN or infinity that the original is run on.
 MAX_NON_FINITE = 64
@@ -616,13 +616,6 @@ class Lab:
         shortest = math.inf if budget_s is None else SURVEY_SHARE * budget_s
         return min(influence.SURVEY_S, shortest)
 
-    @property
-    def _served_answers_s(self) -> float:
-        left_s, budget_s = self.left_s(), self.plan.budget_s
-        of_left_s = math.inf if left_s is None else left_s / 4
-        of_budget_s = math.inf if budget_s is None else SERVED_ANSWERS_SHARE * budget_s
-        return min(SERVED_ANSWERS_S, of_left_s, of_budget_s)
-
     def check_served(self, build: Build, *, is_lossy: bool) -> str:
         """Return why the server's answers are not those that the gate judged; empty if they are."""
 
@@ -631,8 +624,10 @@ class Lab:
             indices = self._indices(HELD_OUT)
             judged = self.answers(build, indices)
             rows = [self.rows[index] for index in indices]
+            left_s = self.left_s()
+            seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
             limits, kept = self._limits(), self._kept([build])
-            found = served.answers(build, rows, self._served_answers_s, limits, kept)
+            found = served.answers(build, rows, seconds, limits, kept)
             if not found:
                 return "the server refused every row of the held-out examples"
             pairs = [judged[place] for place, _ in found], [answer for _, answer in found]
