@@ -77,6 +77,8 @@ class Catalog:
         self._failures: dict[str, LoadFailure] = {}
         # Models that are loading: requests for them get NotReady, which clients retry.
         self._awaited: set[str] = set()
+        # When the latest load of each model began, by the clock that stamps files.
+        self._load_began_ns: dict[str, int] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -114,6 +116,8 @@ class Catalog:
     async def load(self, found: Found) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
         self.announce(found)
+        now_ns = time.time_ns()
+        self._load_began_ns.update((config.name, now_ns) for config in found.configs)
         try:
             await self._load(found)
         finally:
@@ -166,8 +170,13 @@ class Catalog:
             self._failures.pop(name, None)
             self._awaited.discard(name)
             self._latest.pop(name, None)
+            self._load_began_ns.pop(name, None)
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
+
+    def load_began_ns(self, name: str) -> int:
+        """Return when the latest load of a model began, in nanoseconds of the epoch."""
+        return self._load_began_ns[name]
 
     def find(self, name: str, version: str = "") -> Served:
         """Return a loaded version. NotReady if the model is loading or, with the reasons, if that

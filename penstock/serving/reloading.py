@@ -37,7 +37,9 @@ class Reloader:
 
     async def run(self) -> None:
         while True:
-            for name in await asyncio.to_thread(self._find_changed, self._files()):
+            models = self._files()
+            began_ns = {name: self._catalog.load_began_ns(name) for name in models}
+            for name in await asyncio.to_thread(self._find_changed, models, began_ns):
                 await self._reload(name)
             await asyncio.sleep(self._interval_s)
 
@@ -49,14 +51,22 @@ class Reloader:
                 found.setdefault(model.config.name, []).append(Path(model.config.artifact))
         return found
 
-    def _find_changed(self, models: Mapping[str, list[Path]]) -> list[str]:
+    def _find_changed(
+        self, models: Mapping[str, list[Path]], began_ns: Mapping[str, int]
+    ) -> list[str]:
         """Return the models that differ from what was loaded. A change is reported once, whether it
-        can be loaded or not, and when it has lasted for one interval: editors write in parts."""
+        can be loaded or not, and when it has lasted for one interval: editors write in parts. At
+        the first check, a file counts as changed if it was written after the load began."""
         changed: list[str] = []
         for name, paths in models.items():
             files = {file for path in paths for file in (path, *local_imports(path))}
             stamps = {file: _stamp(file) for file in sorted(files)}
-            is_new = self._loaded.setdefault(name, stamps) != stamps
+            as_loaded = {
+                file: stamp
+                for file, stamp in stamps.items()
+                if stamp is None or stamp[0] <= began_ns[name]
+            }
+            is_new = self._loaded.setdefault(name, as_loaded) != stamps
             if is_new and self._seen.get(name) == stamps:
                 self._loaded[name] = stamps
                 changed.append(name)

@@ -89,3 +89,25 @@ def test_a_change_is_served_and_a_broken_one_leaves_the_old_code(
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
+
+
+def test_a_change_before_the_first_check_is_not_missed(tmp_path: Path) -> None:
+    path = tmp_path / "adds.py"
+    path.write_text(CODE.format(1))
+
+    async def scenario() -> None:
+        catalog = Catalog(start_life=ThreadLife)
+        control = Control(catalog, str(path), is_explicit=False)
+        await catalog.load(resolve(path).read())
+        assert await ask(catalog, 1) == 2
+        write(path, CODE.format(10))
+        watching = asyncio.ensure_future(Reloader(catalog, control, interval_s=0.01).run())
+
+        async def is_new() -> bool:
+            return await ask(catalog, 1) == 11
+
+        await until(is_new)
+        watching.cancel()
+        await catalog.close()
+
+    asyncio.run(scenario())
