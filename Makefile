@@ -14,11 +14,12 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 # Tests that start no process, load no model and simulate nothing, for `make check`.
 PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
-	$(addprefix tests/test_,columns.py errors.py manifest.py pbtxt.py pbtxt_fields.py pbtxt_warmup.py slo.py types.py) \
+	$(addprefix tests/test_,errors.py slo.py types.py) \
+	$(addprefix tests/repository/test_,manifest.py pbtxt.py pbtxt_fields.py pbtxt_warmup.py) \
 	$(addprefix tests/serving/test_,batcher.py slo_batcher.py slab.py) \
 	$(addprefix tests/llm/test_,blocks.py pace.py scheduler.py stops.py table_rows.py wait_policy.py) \
 	$(addprefix tests/benchmark/test_,ci_gate.py exchange.py messages.py recorder.py verdicts.py) \
-	$(addprefix tests/optimizer/test_,binomial.py budget.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
+	$(addprefix tests/optimizer/test_,binomial.py budget.py columns.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
 
 .PHONY: docs demo demo-llm check test test-slow test-gpu lint verify fuzz bench-gate bench-serving clean
 

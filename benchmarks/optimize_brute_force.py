@@ -69,12 +69,12 @@ from optimizing.measure import optimized as run_optimizer
 from rich.console import Console
 from rich.table import Table
 
-from penstock import repository
 from penstock.errors import PenstockError
 from penstock.optimizer import journal
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Served
 from penstock.optimizer.time_plan import SEARCH_S
+from penstock.repository import layout
 
 MODELS = ("sentiment_onnx", "mobilenet_v2", "mnist_8", "residual_traced")
 # What makes another model's file; the other stages only change how it is served.
@@ -135,7 +135,7 @@ def combinations(
 ) -> Iterator[tuple[str, Path, Shape, str]]:
     """Name, files, how they are served, and the name of the twin by Triton's rules."""
     for name, folder in made.items():
-        [config] = repository.read(folder).configs
+        [config] = layout.read(folder).configs
         batches: Sequence[int | None] = sizes if config.max_batch_size else (None,)
         for pair in shapes():
             for batch in batches:

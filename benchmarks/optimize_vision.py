@@ -28,7 +28,7 @@ from optimizing.cases import CASES, fetch, photographs, prepared_image
 from optimizing.measure import optimized, repository_of, steps_text, tries, write
 from rich.console import Console
 
-from penstock import repository
+from penstock.repository import layout
 
 MODELS = ("mobilenet_v2", "mnist_8")
 LOST = ("rejected", "slower", "failed")
@@ -61,7 +61,7 @@ def labelled(model: Path) -> str:
 
 def chosen_file(folder: Path) -> Path | None:
     """The committed file, where it is ONNX."""
-    artifact = Path(repository.read(folder).configs[-1].artifact)
+    artifact = Path(layout.read(folder).configs[-1].artifact)
     return artifact if artifact.suffix == ".onnx" else None
 
 

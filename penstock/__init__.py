@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from penstock.python_model import TensorType as Tensor
-from penstock.python_model import model
+from penstock.repository.python_model import TensorType as Tensor
+from penstock.repository.python_model import model
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -51,7 +51,7 @@ Model = str | os.PathLike[str]
 def load(model: Model, *, version: str = "") -> LoadedModel:
     """Load a model in this process: `penstock.load("model.onnx").infer(image)`."""
     from penstock.api.loaded import LoadedModel
-    from penstock.model_source import resolve
+    from penstock.repository.model_source import resolve
 
     return LoadedModel(resolve(model).read(), os.fspath(model), version)
 

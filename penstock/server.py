@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
-from penstock.exit_codes import ExitCode
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
@@ -35,14 +34,15 @@ from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
-from penstock.repository import Found
+from penstock.protocols.watchdog import Watchdog
+from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quotas
 from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
 from penstock.serving.supervisor import limited
-from penstock.watchdog import Watchdog
+from penstock.system.exit_codes import ExitCode
 from penstock.wire.openai_v1 import Known
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock import manifest, repository, versions
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import PenstockError
+from penstock.repository import layout, manifest, versions
 from penstock.types import TensorSpec
 
 # Where Python announces what it is about to do; fsync is announced by `announce_fsync`.
@@ -74,11 +74,11 @@ class Repository:
 
     def check(self) -> bool:
         """Whether the round has had its effect. Anything between all and nothing is an error."""
-        found = repository.read(self.root)
+        found = layout.read(self.root)
         assert found.problems == {}, found.problems
         served = {config.name: config.version for config in found.configs}
         folder = self.root / NAME
-        there = repository.version_folders(folder) if folder.exists() else []
+        there = layout.version_folders(folder) if folder.exists() else []
         for version in there:
             manifest.check_digests(folder / version)
         done, todo = {
@@ -88,7 +88,7 @@ class Repository:
         }[self.kind]
         if self.kind == "promote":
             assert there == done
-            policy = repository.read_message(folder).version_policy.specific
+            policy = layout.read_message(folder).version_policy.specific
             assert list(policy.versions) in ([1], [2])
             for line in (folder / versions.HISTORY).read_text().splitlines():
                 json.loads(line)

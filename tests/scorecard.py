@@ -76,7 +76,7 @@ ROWS = (
         "the old version serves on, 0 lost; 1,000 crash points",
         (
             "tests/e2e/test_commit.py",
-            "tests/test_versions.py::test_killed_a_thousand_times_it_is_done_or_it_never_was",
+            "tests/repository/test_versions.py::test_killed_a_thousand_times_it_is_done_or_it_never_was",
         ),
         "keeps the old version",
         runs=1,

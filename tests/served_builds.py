@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from onnx import helper, numpy_helper
 
-from penstock import repository
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import Examples, Split
@@ -15,6 +14,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.passes import Situation
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
+from penstock.repository import layout
 from penstock.slo import parse
 from penstock.types import TensorSpec
 
@@ -24,7 +24,7 @@ SCORES = TensorSpec("scores", "FP32", (2,))
 
 
 def read(folder: Path) -> Build:
-    found = repository.read(folder)
+    found = layout.read(folder)
     assert found.problems == {}
     return Build(Candidate(), folder, found.configs[0])
 

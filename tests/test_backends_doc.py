@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import backends, pbtxt
+from penstock import backends
 from penstock.backends import null
 from penstock.config import LLM
+from penstock.repository import pbtxt
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "backends.md").read_text()

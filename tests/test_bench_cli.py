@@ -23,7 +23,7 @@ from penstock.cli.bench import bench
 from penstock.cli.options import from_environment, from_params
 from penstock.cli.report import report
 from penstock.errors import CommandLineError, ConfigError
-from penstock.exit_codes import ExitCode
+from penstock.system.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 

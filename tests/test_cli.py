@@ -23,9 +23,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import penstock
-from penstock import repository, versions
 from penstock.cli import main
-from penstock.exit_codes import ExitCode
+from penstock.repository import layout, versions
+from penstock.system.exit_codes import ExitCode
 
 pytestmark = pytest.mark.timeout(30)
 WriteOnnx = Callable[..., Path]
@@ -318,7 +318,7 @@ def test_inspect_shows_the_good_models_and_fails_for_the_bad_one(tmp_path: Path)
 
 def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "model")
-    [config] = repository.read(tmp_path).configs
+    [config] = layout.read(tmp_path).configs
     evidence = {"slo": "p99 < 20ms"}
     assert versions.commit(tmp_path, "model", {}, config, evidence) == "2"
     ended = run_penstock("inspect", tmp_path)

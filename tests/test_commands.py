@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from penstock.cli import main
 from penstock.cli.commands import fail, unknown_command
 from penstock.errors import BackendFailed, CommandLineError, ConfigError, PenstockError
-from penstock.exit_codes import ExitCode
 from penstock.optimizer.first_line import EXIT_CODES
+from penstock.system.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(main.commands)
@@ -162,7 +162,7 @@ def test_ctrl_c_during_imports_is_an_interruption() -> None:
 # A process whose files take for ever to be read.
 SLOW = """
 import sys, time
-from penstock import repository
+from penstock.repository import layout
 from penstock.benchmark import run_files
 from penstock.cli import main
 from penstock.optimizer import plan_file
@@ -172,7 +172,7 @@ def read(*names):
     print("reading", flush=True)
     time.sleep(60)
 
-repository.folder_kind = plan_file.read = read
+layout.folder_kind = plan_file.read = read
 run_files.read_run = optimization_files.is_optimization = read
 main()
 """

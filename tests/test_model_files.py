@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config import ModelConfig
-from penstock.pbtxt import describe, parse, resolve
-from penstock.repository import read
+from penstock.repository.layout import read
+from penstock.repository.pbtxt import describe, parse, resolve
 from penstock.types import TensorSpec
 
 WriteOnnx = Callable[..., Path]

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from onnx import helper, numpy_helper
 
 from penstock.cli import main
-from penstock.exit_codes import ExitCode
+from penstock.system.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from penstock import pbtxt
 from penstock.protocols.route_table import MISSING as MISSING_HANDLERS
 from penstock.protocols.route_table import ROUTES, RPC_SCOPES
 from penstock.protocols.v2_grpc import MISSING
+from penstock.repository import pbtxt
 
 TEXT = (Path(__file__).parents[1] / "docs" / "protocols.md").read_text()
 RPC_ROWS = re.findall(r"^\| (`[^|]+`) \| (open|infer|admin) \| (.+) \|$", TEXT, re.M)

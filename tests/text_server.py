@@ -8,7 +8,6 @@ import tiny_llm as tiny
 from engine_thread import EngineThread, RendererThread
 from tiny_text import TOKENIZER
 
-from penstock import repository
 from penstock.config import LLM, HttpLimits
 from penstock.dashboard.pages import Pages
 from penstock.llm.text_model import TextModel
@@ -19,6 +18,7 @@ from penstock.protocols.http import HttpServer
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
+from penstock.repository import layout
 from penstock.server import TextModels
 from penstock.serving.catalog import Catalog
 
@@ -87,7 +87,7 @@ class TextServer:
 async def served(folder, gate=None, parameters=None, max_length=256, template=TEMPLATE):
     server = TextServer(gate)
     written = write_model(folder, parameters, max_length, template)
-    await server.catalog.load(repository.read(written))
+    await server.catalog.load(layout.read(written))
     assert server.catalog.failures == []
     server.routes.is_loading = False
     server.port = await server.http.start("127.0.0.1", 0)

@@ -58,11 +58,12 @@ from rich.console import Console
 from rich.table import Table
 from triton_side import ROOT, Server, StartError, Variant
 
-from penstock import repository, slo
+from penstock import slo
 from penstock.benchmark import pacer, stats
 from penstock.benchmark.results import Level
 from penstock.benchmark.run_files import read_run
 from penstock.optimizer.passes import half
+from penstock.repository import layout
 
 SLO = "p99 < 130 ms"
 GOAL = 1.3
@@ -253,7 +254,7 @@ class Comparison:
             (served / "config.pbtxt").write_text(self.config(size))
             if self.args.device != "cpu":
                 # Which kernels are the fastest, found while nobody else is on the GPU.
-                (config,) = repository.read_one(str(served.parent), size).configs
+                (config,) = layout.read_one(str(served.parent), size).configs
                 # For all counts of tokens: Triton's batches have more than Penstock's.
                 config = replace(config, batching=replace(config.batching, max_tokens=None))
                 for name, content in repositories.compiled(config).items():

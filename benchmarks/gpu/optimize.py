@@ -148,7 +148,7 @@ class Processes:
 
     KINDS: Mapping[str, str] = {
         "penstock.optimizer.trial_child": "trial",
-        "penstock.optimizer.profile": "profile",
+        "penstock.profile": "profile",
         "penstock.serving.worker": "worker",
         "penstock.benchmark.generator": "generator",
         "penstock.serving.model": "worker",

@@ -20,10 +20,11 @@ import models
 import numpy as np
 from safetensors.torch import save_file
 
-from penstock import local, repository, versions
 from penstock.backends import KeepsCompiled, backend
 from penstock.config import CPU, EACH_GPU, BatchPolicy, ModelConfig
 from penstock.optimizer.passes import fp8, half
+from penstock.repository import layout, versions
+from penstock.serving import local
 from penstock.serving.proof import apply_proof, prove
 from penstock.serving.worker import warm_up_all
 from penstock.types import TensorSpec
@@ -186,5 +187,5 @@ def rows_of(root: Path) -> Arrays:
 
 def config_of(root: Path) -> ModelConfig:
     """The one version that the repository holds."""
-    (config,) = repository.read(root).configs
+    (config,) = layout.read(root).configs
     return config

@@ -44,9 +44,9 @@ from repositories import SUBJECTS, Subject
 from rich.console import Console
 from rich.table import Table
 
-from penstock import local
 from penstock.backends import Batch, PinsMemory, backend
 from penstock.config import ModelConfig
+from penstock.serving import local
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from penstock import repository
 from penstock.backends import Batch, PinsMemory, backend
+from penstock.repository import layout
 from penstock.serving.worker import warm_up_buckets
 from penstock.types import DATATYPES
 
@@ -36,7 +36,7 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
         served, name = os.path.split(parameters["served_by_penstock"]["string_value"])
-        (config,) = repository.read_one(served, name).configs
+        (config,) = layout.read_one(served, name).configs
         device = parameters["device"]["string_value"]
         # Triton's batcher knows no budget of tokens: graphs of fuller batches are to be warm, too.
         batching = replace(config.batching, max_tokens=None)

@@ -313,7 +313,7 @@ def missing(file: Path, env: Mapping[str, str]) -> str:
 
 def write_model(repository: Path, name: str, served: Path, variant: Variant, device: str) -> None:
     """`served` is the model's folder in Penstock's repository, whose configuration holds."""
-    from penstock import repository as repositories
+    from penstock.repository import layout as repositories
 
     (config,) = repositories.read_one(served.parent, served.name).configs
     version = repository / name / "1"

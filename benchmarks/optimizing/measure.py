@@ -21,12 +21,11 @@ from serving import penstock, show
 
 from optimizing import FOLDER, RESULTS
 from optimizing.cases import Case, relative
-from penstock import pbtxt, repository
 from penstock.benchmark import plan as bench
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Flat, Open
 from penstock.benchmark.targets import TargetSpec
 from penstock.config import SLO_OFF
+from penstock.data import InputSpec
 from penstock.optimizer import plan_file, served
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
@@ -35,6 +34,7 @@ from penstock.optimizer.results import Curve
 from penstock.optimizer.subject import open_subject
 from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.time_plan import SEARCH_S
+from penstock.repository import layout, pbtxt
 from penstock.slo import parse
 
 MET, MISSED, REFUSED = 0, 2, 3
@@ -123,7 +123,7 @@ def _max_rates(
 
 def _builds(contenders: Sequence[Contender], case: Case) -> list[Build]:
     folders = [each.repository / case.name for each in contenders]
-    return [Build(Candidate(), each, repository.read(each).configs[-1]) for each in folders]
+    return [Build(Candidate(), each, layout.read(each).configs[-1]) for each in folders]
 
 
 def num_runs_of(curve: Curve | None) -> int:
@@ -267,7 +267,7 @@ class Shape:
 
 def shaped(model: Path, target: Path, shape: Shape, slo: str = "") -> Path:
     """A copy of a model's folder, served so, in a repository at `target`."""
-    [config] = repository.read(model).configs
+    [config] = layout.read(model).configs
     shutil.rmtree(target, ignore_errors=True)
     copied = target / model.name
     shutil.copytree(model, copied)

@@ -13,11 +13,11 @@ from typing import Any
 from penstock import slo as slos
 from penstock.api.bench_options import BenchOptions
 from penstock.benchmark import pacer
-from penstock.benchmark.inputs import InputSpec, lengths, traces
 from penstock.benchmark.pacer import Closed, Load
 from penstock.benchmark.plan import Plan, decides_for
 from penstock.benchmark.targets import TargetSpec, path_target
 from penstock.benchmark.targets.kinds import kind_of
+from penstock.data import InputSpec, lengths, traces
 from penstock.errors import CommandLineError, ConfigError
 from penstock.slo import Slo
 

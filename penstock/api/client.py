@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata, parse_endpoint
-from penstock.arrays import to_tensors
 from penstock.errors import InvalidRequest, NotFound, PenstockError, Unsupported
 from penstock.types import Array, Tensor
+from penstock.wire.arrays import to_tensors
 
 if TYPE_CHECKING:
-    from penstock.arrays import Given
+    from penstock.wire.arrays import Given
 
 
 class Calls(Protocol):

@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock import ask, terminal
-from penstock.api import shown
+from penstock.api import ask, shown, terminal
 from penstock.api.endpoint import parse_endpoint
 from penstock.errors import CommandLineError, ConfigError
-from penstock.model_source import URL
+from penstock.repository.model_source import URL
 from penstock.serving.explain import Explanation
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock import devices, pbtxt, repository
 from penstock.api import shown
-from penstock.model_source import resolve
+from penstock.repository import layout, pbtxt
+from penstock.repository.model_source import resolve
 from penstock.serving import placement
+from penstock.system import devices
 
 if TYPE_CHECKING:
     from penstock.config import ModelConfig
@@ -57,8 +58,8 @@ def inspect(model: str) -> InspectResult:
     return InspectResult(tuple(models), found.problems)
 
 
-def _inspected(config: ModelConfig, found: repository.Found) -> InspectedModel:
-    notes = list(repository.about(found.folders[config.name], config))
+def _inspected(config: ModelConfig, found: layout.Found) -> InspectedModel:
+    notes = list(layout.about(found.folders[config.name], config))
     if config.uses_gpu:
         notes.append(f"instances: {placement.told(config, devices.read_gpus())}")
     artifact = os.path.relpath(config.artifact)

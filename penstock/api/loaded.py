@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock import local
 from penstock.api import predictions
 from penstock.config import LLM, ModelConfig
 from penstock.errors import Unsupported
-from penstock.local import LocalModel
+from penstock.serving import local
+from penstock.serving.local import LocalModel
 from penstock.types import Array
 
 if TYPE_CHECKING:
-    from penstock.arrays import Given
-    from penstock.local_text import LocalTextModel, Prompt
-    from penstock.repository import Found
+    from penstock.llm.local_text import LocalTextModel, Prompt
+    from penstock.repository.layout import Found
+    from penstock.wire.arrays import Given
 
 
 class LoadedModel:
@@ -33,7 +33,7 @@ class LoadedModel:
         self._tensors: LocalModel | None = None
         self._text: LocalTextModel | None = None
         if self.config.backend == LLM:
-            from penstock.local_text import LocalTextModel
+            from penstock.llm.local_text import LocalTextModel
 
             self._text = LocalTextModel(self.config)
         else:

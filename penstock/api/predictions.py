@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.benchmark.inputs import InputSpec, RequestForm
-from penstock.benchmark.inputs.datasets import read_columns
-from penstock.benchmark.inputs.example_sets import Columns, from_arrays
-from penstock.benchmark.inputs.files import read_rows as read_file_rows
-from penstock.benchmark.inputs.prompts import samples_from_rows
 from penstock.config import ModelConfig
+from penstock.data import InputSpec, RequestForm
+from penstock.data.datasets import read_columns
+from penstock.data.example_sets import Columns, from_arrays
+from penstock.data.files import read_rows as read_file_rows
+from penstock.data.prompts import samples_from_rows
 from penstock.errors import InvalidRequest
 from penstock.types import Array
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from penstock.local import LocalModel
+    from penstock.serving.local import LocalModel
 
 # Batches in flight: enough that one waits while another runs.
 NUM_IN_FLIGHT = 4

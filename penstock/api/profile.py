@@ -11,11 +11,11 @@ import msgspec
 from penstock.api import shown
 from penstock.api.profile_options import ProfileOptions
 from penstock.benchmark import run_files
-from penstock.benchmark.inputs import InputSpec, RequestForm, Source, lengths, open_source
+from penstock.data import InputSpec, RequestForm, Source, lengths, open_source
 from penstock.errors import CommandLineError
-from penstock.optimizer.profile import profiler
-from penstock.optimizer.profile.opened import opened
-from penstock.optimizer.profile.results import Profile
+from penstock.profile import profiler
+from penstock.profile.opened import opened
+from penstock.profile.results import Profile
 from penstock.types import Array
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock import logs
 from penstock.api.options import Flag, option
 from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, ServerConfig, TlsConfig
+from penstock.system import logs
 
 LISTEN, MODELS, SECURITY = "Where to listen", "Which models", "Who may ask"
 LIMITS, LOGS = "Limits", "Logs"

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError, ConfigError, PenstockError
-from penstock.exit_codes import ExitCode
+from penstock.system.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.server import Server

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock import logs, repository, server
+from penstock import server
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError, ConfigError, NotFound
-from penstock.model_source import resolve
+from penstock.repository import layout
+from penstock.repository.model_source import resolve
+from penstock.system import logs
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
-    from penstock.repository import Found
+    from penstock.repository.layout import Found
     from penstock.server import Progress, Server
     from penstock.serving.memory_plan import GpuPlan
 
@@ -42,7 +44,7 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
     server.check(config, options.insecure)
     found = _find(model, config)
     if not config.allows_hard_links:
-        found = repository.refuse_hard_links(found)
+        found = layout.refuse_hard_links(found)
     server.check_models(found, config)
     if found.problems and options.exit_on_error:
         raise ConfigError(flat(found.problems))
@@ -85,7 +87,7 @@ def _check_gpus(found: Found, options: ServeOptions, listeners: Listeners) -> No
 def _find(path: str, config: ServerConfig) -> Found:
     """Return what to load at start."""
     if config.has_random_weights:
-        return repository.read_made_up(path)
+        return layout.read_made_up(path)
     if not config.is_explicit:
         if config.load:
             raise CommandLineError(["--load-model needs --model-control-mode explicit"])
@@ -94,7 +96,7 @@ def _find(path: str, config: ServerConfig) -> Found:
     if "*" in config.load:
         return source.read()
     source.names()
-    found = repository.Found()
+    found = layout.Found()
     for name in config.load:
         try:
             one = source.read_one(name)

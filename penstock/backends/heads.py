@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock import pretrained
 from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner
 from penstock.config import (
     CLASSIFIER,
@@ -25,6 +24,7 @@ from penstock.config import (
     ModelConfig,
 )
 from penstock.errors import ConfigError
+from penstock.repository import pretrained
 from penstock.types import Array, TensorSpec
 
 MASK = "attention_mask"

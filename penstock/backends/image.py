@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock import pretrained
 from penstock.backends.checks import first_line
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.repository import pretrained
 from penstock.types import DATATYPES, Array, TensorSpec
 
 # Decoders of rarer formats are where image libraries have their vulnerabilities.

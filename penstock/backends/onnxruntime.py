@@ -21,7 +21,6 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock import onnx_file
 from penstock.backends import Batch, Execution, Finished
 from penstock.backends.checks import (
     check_signature,
@@ -32,6 +31,7 @@ from penstock.backends.checks import (
 )
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.repository import onnx_file
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
 
 GRAPH_LEVELS = {

@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock import pbtxt
 from penstock.backends import Batch, BatchRequest, Execution, Finished, Outputs, PerRequest
 from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.backends.python_signature import TRITON, CallForm, Entry, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
+from penstock.repository import pbtxt
 from penstock.types import Array, Parameter, TensorSpec
 
 MAX_TEXT_CHARS = 1000

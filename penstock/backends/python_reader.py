@@ -19,7 +19,7 @@ from penstock.backends.python import Code
 from penstock.backends.python_signature import TRITON, find_entry, read_form
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.python_file import SignatureReport
+from penstock.repository.python_file import SignatureReport
 from penstock.types import Signature, TensorSpec
 
 # The version that errors name.

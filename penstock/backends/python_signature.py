@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args, get_origin
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.python_model import MARK, Declaration, TensorType
+from penstock.repository.python_model import MARK, Declaration, TensorType
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
 TRITON = "TritonPythonModel"

@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock import pt2_file
 from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
 from penstock.backends.checks import (
     check_signature,
@@ -50,6 +49,7 @@ from penstock.backends.torch_transformers import load_network
 from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
+from penstock.repository import pt2_file
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
 # Configuration of a Hugging Face folder.

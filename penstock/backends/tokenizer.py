@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock import pretrained
 from penstock.backends.checks import first_line
 from penstock.config import OFFSETS, ModelConfig
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.repository import pretrained
 from penstock.types import DATATYPES, Array, TensorSpec
 
 FILE = "tokenizer.json"

@@ -10,9 +10,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from penstock import pretrained
 from penstock.backends.checks import first_line
 from penstock.errors import ConfigError
+from penstock.repository import pretrained
 
 CLASSES = {
     "text classifier": "AutoModelForSequenceClassification",

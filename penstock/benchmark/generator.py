@@ -21,7 +21,6 @@ from typing import assert_never
 import uvloop
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import Origin, RequestForm, open_source
 from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
 from penstock.benchmark.messages import (
     LENGTH,
@@ -44,6 +43,7 @@ from penstock.benchmark.messages import (
 from penstock.benchmark.pacer import Closed, Replay
 from penstock.benchmark.targets import Target
 from penstock.benchmark.targets.kinds import open_target
+from penstock.data import Origin, RequestForm, open_source
 from penstock.errors import ConfigError, PenstockError
 
 REPORT_S = 0.1

@@ -13,9 +13,9 @@ from typing import Any
 
 from penstock.benchmark.alarm import Alarm
 from penstock.benchmark.exchange import Collector, Exchange
-from penstock.benchmark.inputs import Source
 from penstock.benchmark.pacer import Closed, Load, due_times
 from penstock.benchmark.targets import Target
+from penstock.data import Source
 
 # Pause of a closed-loop client after a failure, so that a dead server is not hammered at the
 # generator's full speed.

@@ -11,9 +11,9 @@ import struct
 import msgspec
 
 from penstock.benchmark.exchange import Columns
-from penstock.benchmark.inputs import InputSpec, Origin
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.data import InputSpec, Origin
 
 LENGTH = struct.Struct("<I")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.targets import TargetSpec
+from penstock.data import InputSpec
 from penstock.slo import Latency, Slo
 
 

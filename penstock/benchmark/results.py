@@ -7,12 +7,12 @@ from typing import Literal
 import msgspec
 
 from penstock.benchmark.exchange import TimingSample
-from penstock.benchmark.inputs import Origin
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.search import Knee as Knee
 from penstock.benchmark.search import MaxRate as MaxRate
 from penstock.benchmark.stats import Histogram, Window
 from penstock.benchmark.targets import Counters, Description
+from penstock.data import Origin
 
 FORMAT = 1
 

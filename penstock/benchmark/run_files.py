@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from penstock import staging
 from penstock.benchmark import pacer, summary
 from penstock.benchmark.headline import headline_of
 from penstock.benchmark.pacer import Closed
@@ -28,6 +27,7 @@ from penstock.benchmark.results import FORMAT, Level, Run
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.summary import Figures
 from penstock.errors import CommandLineError, ConfigError
+from penstock.repository import staging
 
 # perf_analyzer's columns, in its order, after the load. Durations in microseconds.
 PERF_ANALYZER_COLUMNS = (

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import psutil
 
 import penstock
-from penstock import devices
 from penstock.benchmark.results import Environment, SystemSample
+from penstock.system import devices
 
 PACKAGES = ("numpy", "onnxruntime", "openvino", "torch", "grpcio", "uvloop")
 

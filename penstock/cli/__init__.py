@@ -6,7 +6,6 @@ from __future__ import annotations
 import click
 
 import penstock
-from penstock import logs
 from penstock.cli.bench import bench
 from penstock.cli.commands import Commands
 from penstock.cli.completion import completion
@@ -16,6 +15,7 @@ from penstock.cli.optimize import optimize
 from penstock.cli.profile import profile
 from penstock.cli.report import report
 from penstock.cli.serve import serve
+from penstock.system import logs
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from penstock.cli.commands import coloured, fail
 from penstock.cli.options import Command, add_options, from_environment
 from penstock.cli.outputs import STDOUT, TableOutputs, files, print_json
 from penstock.errors import ConfigError
-from penstock.exit_codes import ExitCode
+from penstock.system.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.benchmark.ci_gate import Check
@@ -86,8 +86,8 @@ def _measure(plans: Sequence[Plan], outputs: TableOutputs) -> list[Run]:
 
 
 def _show(runs: Sequence[Run], outputs: TableOutputs) -> None:
-    from penstock import terminal
     from penstock.api import bench as api
+    from penstock.api import terminal
 
     if outputs.json == STDOUT:
         print_json(api.to_json(runs))

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import click
 
 from penstock.errors import CommandLineError, ConfigError, PenstockError
-from penstock.exit_codes import ExitCode
-from penstock.model_source import FACTORY, FILE_KINDS, URL
+from penstock.repository.model_source import FACTORY, FILE_KINDS, URL
+from penstock.system.exit_codes import ExitCode
 
 
 class Commands(click.Group):

@@ -65,7 +65,7 @@ def explain(model: str, url: str, version: str, api_key: str, watch: bool, json_
     """
     import msgspec
 
-    from penstock import terminal
+    from penstock.api import terminal
     from penstock.api.explain import locate
     from penstock.benchmark import run_files
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock import staging
 from penstock.api.optimize_options import OptimizeOptions
 from penstock.cli.commands import fail
 from penstock.cli.options import Command, add_options
 from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
 from penstock.errors import ConfigError, PenstockError
-from penstock.exit_codes import ExitCode
+from penstock.repository import staging
+from penstock.system.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.optimizer.plan import Plan
@@ -103,8 +103,8 @@ def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]
 
 
 def _show(found: Optimization, plan: Plan, outputs: PageOutputs) -> None:
-    from penstock import terminal
     from penstock.api import optimize as api
+    from penstock.api import terminal
     from penstock.optimizer import optimization_files
     from penstock.optimizer.run import report_path
     from penstock.report import optimize_table

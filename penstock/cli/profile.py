@@ -16,7 +16,7 @@ from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.optimizer.profile.results import Profile
+    from penstock.profile.results import Profile
 
 
 @click.command(
@@ -48,8 +48,8 @@ def profile(source: str, options: ProfileOptions, outputs: PageOutputs) -> None:
 
 
 def _show(found: Profile, source: str, options: ProfileOptions, outputs: PageOutputs) -> None:
-    from penstock import terminal
     from penstock.api import profile as api
+    from penstock.api import terminal
     from penstock.report import profile_table
 
     if outputs.json == STDOUT:

@@ -32,7 +32,7 @@ from penstock.errors import ConfigError
 )
 def report(runs: tuple[str, ...], html: str, csv: str) -> None:
     """Show a saved result of bench or optimize; compare several runs of bench with the first."""
-    from penstock import terminal
+    from penstock.api import terminal
     from penstock.report import saved
 
     paths = [Path(each) for each in runs]

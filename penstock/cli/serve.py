@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock import logs
 from penstock.api.serve_options import ServeOptions
 from penstock.cli.commands import fail
 from penstock.cli.options import Command, add_options
 from penstock.errors import PenstockError
-from penstock.exit_codes import ExitCode
+from penstock.system import logs
+from penstock.system.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.server import Server
@@ -48,8 +48,7 @@ def serve(source: str, options: ServeOptions, quiet: bool) -> None:
     MODEL is a file (model.onnx, model.pt2, model.xml, model.gguf, model.py), a Hugging Face folder,
     a model's folder, or a repository of several models.
     """
-    from penstock import terminal
-    from penstock.api import serving
+    from penstock.api import serving, terminal
 
     loading = terminal.LoadingStatus()
     if quiet:
@@ -73,7 +72,7 @@ def serve(source: str, options: ServeOptions, quiet: bool) -> None:
 
 
 def _tell_start(running: Server, host: str, names: Sequence[str]) -> None:
-    from penstock import terminal
+    from penstock.api import terminal
 
     is_json = logs.from_environment().format == "json"
     tell = terminal.log_start if is_json else terminal.print_start

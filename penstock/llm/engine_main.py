@@ -28,7 +28,7 @@ from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
 from penstock.llm.sequence import Ending
-from penstock.manifest import check_digests
+from penstock.repository.manifest import check_digests
 from penstock.serving.worker import begin_life, take_part
 from penstock.wire.frames import MAX_FRAME_BYTES
 

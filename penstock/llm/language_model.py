@@ -32,7 +32,7 @@ from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.llm.token_bytes import Vocabulary
-from penstock.metrics import ModelMetrics
+from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.supervisor import (

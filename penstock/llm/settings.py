@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.messages import Settings
-from penstock.repository import GGUF
+from penstock.repository.layout import GGUF
 
 PREFIX = "penstock."
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
-from penstock.metrics import Family, ModelMetrics, histogram_lines, label_text
+from penstock.serving.metrics import Family, ModelMetrics, histogram_lines, label_text
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, Going

@@ -19,8 +19,8 @@ from penstock.llm.language_model import EngineLife, LlmModel
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
 from penstock.llm.settings import settings_of
 from penstock.llm.token_bytes import Vocabulary
-from penstock.metrics import ModelMetrics
 from penstock.serving.explain import Explanation, InstanceState
+from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
 from penstock.serving.supervisor import StartLife
 from penstock.types import Request

@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 
-from penstock import manifest as manifests
-from penstock import repository, units, versions
+from penstock import units
 from penstock.backends import GPU_MEMORY
 from penstock.errors import StorageFull
 from penstock.optimizer import disk
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
+from penstock.repository import layout, versions
+from penstock.repository import manifest as manifests
 
 CALIBRATION = "calibration.json"
 # Outcomes of versions that keep their SLO; "met" was written before 2026-11.
@@ -68,9 +69,9 @@ def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> st
     is_verdict = found.is_proven and found.outcome not in ("disturbed", "interrupted")
     if is_verdict or not os.path.isdir(folder) or _committed(folder, made):
         return ""
-    if not repository.version_folders(folder):
+    if not layout.version_folders(folder):
         return ""
-    for version in reversed(repository.chosen(folder, repository.read_message(folder), [])):
+    for version in reversed(layout.chosen(folder, layout.read_message(folder), [])):
         manifest = manifests.read(folder / version)
         if manifest is not None and manifest.evidence.get("outcome") in PROMISED:
             return version
@@ -143,7 +144,7 @@ def _committed(folder: Path, made: dict[str, Any]) -> str:
     """Return the version with the same evidence (`SAME`); empty if no version has it."""
     if not os.path.isdir(folder):
         return ""
-    for version in repository.version_folders(folder):
+    for version in layout.version_folders(folder):
         manifest = manifests.read(folder / version)
         if manifest is not None and all(manifest.evidence.get(key) == made[key] for key in SAME):
             return version

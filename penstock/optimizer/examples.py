@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.benchmark.inputs.datasets import existing, label_name, one_name
-from penstock.benchmark.inputs.example_sets import Columns, from_arrays, from_list, from_rows
-from penstock.benchmark.inputs.files import ROW_SUFFIXES, Rows, digest, read_arrays, read_rows
-from penstock.benchmark.inputs.images import Images, read_images
-from penstock.benchmark.inputs.lengths import Lengths, Sizes, drawn
-from penstock.benchmark.inputs.non_finite import NonFinite, is_finite
-from penstock.benchmark.inputs.random_tensors import RandomTensors
-from penstock.benchmark.inputs.samples import InputSpec, RequestForm
+from penstock.data.datasets import existing, label_name, one_name
+from penstock.data.example_sets import Columns, from_arrays, from_list, from_rows
+from penstock.data.files import ROW_SUFFIXES, Rows, digest, read_arrays, read_rows
+from penstock.data.images import Images, read_images
+from penstock.data.lengths import Lengths, Sizes, drawn
+from penstock.data.non_finite import NonFinite, is_finite
+from penstock.data.random_tensors import RandomTensors
+from penstock.data.samples import InputSpec, RequestForm
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import LENGTHS_NAME

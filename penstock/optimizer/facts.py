@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from penstock import pt2_file
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
+from penstock.repository import pt2_file
 
 QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
 # Operators that compute in INT8 whatever surrounds them.
@@ -184,7 +184,7 @@ def _count_weights(facts: Facts, weights: Any) -> None:
 
 
 def _read_openvino(path: Path, facts: Facts) -> None:
-    from penstock import openvino_file
+    from penstock.repository import openvino_file
 
     layers = openvino_file.read_layers(path)
     facts.operators = dict(Counter(layer.get("type", "") for layer in layers))

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 from penstock import units
-from penstock.exit_codes import ExitCode
 from penstock.optimizer import outcomes, wording
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
+from penstock.system.exit_codes import ExitCode
 
 EXIT_CODES = {
     "kept": ExitCode.OK,

@@ -8,19 +8,19 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import manifest, onnx_file, pbtxt, repository
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
-from penstock.model_source import ModelSource
 from penstock.optimizer.candidates import Build
-from penstock.python_file import local_imports
-from penstock.repository import ModelKind
+from penstock.repository import layout, manifest, onnx_file, pbtxt
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import ModelSource
+from penstock.repository.python_file import local_imports
 
 VERSION = "1"
 COPIED = {".txt", ".py", ".json", ".pbtxt"}
 # Files written by a commit, not part of a build. A version's own configuration would override that
 # of the build.
-OF_A_COMMIT = (repository.CONFIG, manifest.NAME, "history.jsonl")
+OF_A_COMMIT = (layout.CONFIG, manifest.NAME, "history.jsonl")
 
 
 def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Path:
@@ -94,7 +94,7 @@ def write_config(folder: Path, config: ModelConfig) -> ModelConfig:
         is_slo_from_evidence=False,
         unkept_slo="",
     )
-    (folder / repository.CONFIG).write_text(pbtxt.write(config), encoding="utf-8")
+    (folder / layout.CONFIG).write_text(pbtxt.write(config), encoding="utf-8")
     return read_config(folder)
 
 
@@ -105,7 +105,7 @@ def write(parent: Build, config: ModelConfig, target: Path) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    found = repository.read(folder)
+    found = layout.read(folder)
     for problems in found.problems.values():
         raise ConfigError(problems)
     return found.configs[0]

@@ -16,16 +16,16 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from penstock.columns import (
+from penstock.config import CPU, ModelConfig
+from penstock.optimizer import trials
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.columns import (
     FLOOR,
     ColumnScales,
     as_tables,
     column_scales,
     scaled_differences,
 )
-from penstock.config import CPU, ModelConfig
-from penstock.optimizer import trials
-from penstock.optimizer.candidates import Build
 from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.simulate import fitted

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from penstock.exit_codes import ExitCode
+from penstock.system.exit_codes import ExitCode
 
 # Time after the second Ctrl-C for closing children and files.
 GRACE_S = 10.0

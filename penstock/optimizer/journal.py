@@ -23,7 +23,7 @@ import msgspec
 from penstock import units
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import disk
-from penstock.staging import sync_folder
+from penstock.repository.staging import sync_folder
 
 FILE = "journal.jsonl"
 FORMAT = 1

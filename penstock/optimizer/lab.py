@@ -20,11 +20,9 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from penstock import devices, repository
 from penstock.backends import CHOICES
-from penstock.benchmark.inputs.non_finite import NonFinite, describe
-from penstock.columns import FLOOR
 from penstock.config import ModelConfig
+from penstock.data.non_finite import NonFinite, describe
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import (
     accuracy,
@@ -42,6 +40,7 @@ from penstock.optimizer import (
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.budget import Budget, default_budget
 from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.columns import FLOOR
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.journal import Journal
@@ -50,8 +49,6 @@ from penstock.optimizer.numerics import Answers, Numerics
 from penstock.optimizer.output_checks import OutputCheck, check_outputs
 from penstock.optimizer.passes import Workshop, int8_static
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.profile.profiler import profile_build
-from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import FallbackLayer, Served
 from penstock.optimizer.shapes import (
     arrangements,
@@ -72,6 +69,10 @@ from penstock.optimizer.time_plan import (
     plan_time,
 )
 from penstock.optimizer.trials import TrialLimits
+from penstock.profile.profiler import profile_build
+from penstock.profile.results import Profile
+from penstock.repository import layout
+from penstock.system import devices
 from penstock.types import Array
 
 # Rows on which every candidate's answers are compared with the original's, value by value.
@@ -929,7 +930,7 @@ class Lab:
 
 
 def _opened(candidate: Candidate, folder: Path) -> Build:
-    found = repository.read(folder)
+    found = layout.read(folder)
     if found.problems:
         raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))
     return Build(candidate, folder, found.configs[-1])

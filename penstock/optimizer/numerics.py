@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.columns import FLOOR, as_tables, column_scales, scaled_differences
+from penstock.optimizer.columns import FLOOR, as_tables, column_scales, scaled_differences
 from penstock.types import Array
 
 Answers = Sequence[Mapping[str, Array]]

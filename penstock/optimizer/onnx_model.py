@@ -109,7 +109,7 @@ def datatype(tensor: Any) -> str:
     """Return the v2 name of a weight's datatype, or ONNX's own if there is no such name."""
     import onnx
 
-    from penstock.onnx_file import NAMES
+    from penstock.repository.onnx_file import NAMES
 
     name = onnx.TensorProto.DataType.Name(tensor.data_type)
     return str(NAMES.get(name, name))

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from penstock.columns import as_tables, column_scales
+from penstock.optimizer.columns import as_tables, column_scales
 from penstock.optimizer.numerics import FAR, Answers, cosine, score_outputs
 from penstock.types import Array
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock import slo, versions
+from penstock import slo
 from penstock.errors import CommandLineError, ConfigError
-from penstock.model_source import resolve
 from penstock.optimizer import budget
 from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
+from penstock.repository import versions
+from penstock.repository.model_source import resolve
 
 # Options that are paths; in a plan file they are relative to it.
 PATHS = ("model", "data", "calibration", "out")

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import pretrained, pretrained_message
 from penstock.backends.processing import apply
-from penstock.benchmark.inputs.example_sets import rename
 from penstock.config import IMAGE, TOKENIZER, ModelConfig, Padding, Postprocess, Preprocess
+from penstock.data.example_sets import rename
 from penstock.errors import ConfigError, InvalidRequest
-from penstock.model_source import resolve
 from penstock.optimizer import sent
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import Row
-from penstock.pretrained import Pretrained
-from penstock.pretrained_message import IMAGE_INPUT, PIXELS, TEXT, TOKENS
-from penstock.repository import ModelKind
+from penstock.repository import pretrained, pretrained_message
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import resolve
+from penstock.repository.pretrained import Pretrained
+from penstock.repository.pretrained_message import IMAGE_INPUT, PIXELS, TEXT, TOKENS
 from penstock.types import TensorSpec
 
 # Files that steps read: of the network, the tokenizer, images and sentence-transformers.

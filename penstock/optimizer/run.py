@@ -18,7 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from penstock import repository
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer import disk, evidence, folders, passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
@@ -35,6 +34,7 @@ from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
+from penstock.repository import layout
 
 # Below the repository; readers of repositories skip names that start with a dot.
 WORK = ".optimize"
@@ -184,7 +184,7 @@ def _placed(subject: Subject, folder: Path) -> Subject:
         folders.write(subject.build, subject.build.config, draft)
         os.rename(draft, folder)
         draft.parent.rmdir()
-    config = repository.read(folder).configs[-1]
+    config = layout.read(folder).configs[-1]
     return replace(subject, build=Build(Candidate(), folder, config))
 
 

@@ -23,7 +23,6 @@ from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Stage,
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
-from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.shapes import alone_s, arrangements, shapes, with_instances
@@ -34,6 +33,7 @@ from penstock.optimizer.time_plan import (
     plan_time,
     smallest_budget_s,
 )
+from penstock.profile.results import Profile
 from penstock.slo import Memory
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")

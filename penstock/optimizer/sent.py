@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.benchmark.inputs.datasets import LABEL_NAMES
-from penstock.benchmark.inputs.files import ARRAY_SUFFIXES, ROW_SUFFIXES, read_arrays, read_rows
+from penstock.data.datasets import LABEL_NAMES
+from penstock.data.files import ARRAY_SUFFIXES, ROW_SUFFIXES, read_arrays, read_rows
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.types import DATATYPES, Array, TensorSpec

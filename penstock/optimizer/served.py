@@ -29,7 +29,6 @@ import psutil
 
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark import plan as bench
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.progress import Progress
 from penstock.benchmark.results import Level, Run
@@ -38,6 +37,7 @@ from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.targets import Counters, TargetSpec
 from penstock.config import ModelConfig
+from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import goals, served_answers
 from penstock.optimizer.candidates import Build

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import devices, pbtxt, pt2_file, repository
-from penstock import manifest as manifests
 from penstock.backends.processing import apply, apply_after, checked
 from penstock.config import (
     CPU,
@@ -28,7 +26,6 @@ from penstock.config import (
     Preprocess,
 )
 from penstock.errors import BackendFailed, ConfigError
-from penstock.model_source import ModelSource, resolve
 from penstock.optimizer import folders, sent, torch_source, trials, user_code, weights
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
@@ -41,8 +38,12 @@ from penstock.optimizer.pretrained_steps import (
     network_rows,
 )
 from penstock.optimizer.sent import Row
-from penstock.repository import ModelKind
+from penstock.repository import layout, pbtxt, pt2_file
+from penstock.repository import manifest as manifests
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import ModelSource, resolve
 from penstock.serving.placement import place
+from penstock.system import devices
 from penstock.types import Array
 
 # On CPUs larger batches are rarely faster, and cost warm-up time. GPUs need larger ones.
@@ -182,7 +183,7 @@ def _take_served(model: ModelSource, version: Path) -> Taken:
     """Take a version of a repository with its own configuration, but without its SLO."""
     folder, config = _served_version(model)
     source = folder / config.version
-    without = (repository.CONFIG, "manifest.json")
+    without = (layout.CONFIG, "manifest.json")
     for each in sorted(source.rglob("*")):
         name = each.relative_to(source)
         if each.is_file() and name.as_posix() not in without:
@@ -206,8 +207,8 @@ def _author_limit(folder: Path, config: ModelConfig) -> int | None:
     lineage = manifest.evidence.get("lineage") if manifest is not None else None
     if isinstance(lineage, dict) and not str(lineage.get("source", "")).startswith(SERVED):
         return None
-    own = config.version if repository.has_own_config(folder, config.version) else ""
-    written: int = repository.read_message(folder, own).max_batch_size
+    own = config.version if layout.has_own_config(folder, config.version) else ""
+    written: int = layout.read_message(folder, own).max_batch_size
     return written or None
 
 

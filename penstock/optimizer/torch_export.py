@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from penstock import onnx_file
 from penstock.backends.pytorch import TORCH_TYPES, Loaded, by_name
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
+from penstock.repository import onnx_file
 from penstock.types import TensorSpec
 
 # From this version on LayerNormalization is a single operator, which fusions look for.

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock import pretrained
 from penstock.backends import CHOICES, COMPILED, KERNELS
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import pretrained_steps, sent, user_code
 from penstock.optimizer.sent import Row
+from penstock.repository import pretrained
 from penstock.types import TensorSpec
 
 MODULE, WEIGHTS = "module.py", "model.safetensors"

@@ -22,7 +22,6 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
-from penstock import devices
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
@@ -56,6 +55,7 @@ from penstock.optimizer.trial_child import (
     send,
 )
 from penstock.serving.padding import Crop, Pads, cropped
+from penstock.system import devices
 from penstock.types import Array, TensorSpec
 from penstock.wire.frames import Proof
 

@@ -14,8 +14,8 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.phases import ARROW, AS_SERVED
-from penstock.optimizer.profile.results import NextStep
 from penstock.optimizer.results import Optimization, Verdict
+from penstock.profile.results import NextStep
 
 # Losses from this number on mean that there is no bound.
 ANY_LOSS = 1e100

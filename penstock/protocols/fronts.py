@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from penstock import pbtxt
 from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
 from penstock.errors import (
     BackendFailed,
@@ -36,6 +35,7 @@ from penstock.protocols.http import Exchange, Handler, Head
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, status_name, unpack
 from penstock.protocols.v2_http import status_of
 from penstock.protocols.v2_routes import describe_server
+from penstock.repository import pbtxt
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.restarts import backoff_s, deaths_in_a_row

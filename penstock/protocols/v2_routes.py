@@ -17,15 +17,15 @@ import msgspec
 
 import penstock
 from penstock.errors import InvalidRequest, NotReady, Unsupported
-from penstock.metrics import FrontUse, expose
-from penstock.pbtxt import to_json
 from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler
 from penstock.protocols.route_table import MISSING
+from penstock.repository.pbtxt import to_json
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
+from penstock.serving.metrics import FrontUse, expose
 from penstock.serving.served import Served
-from penstock.usage import Member, Usage, cpu_s
+from penstock.serving.usage import Member, Usage, cpu_s
 from penstock.wire import json_errors
 from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody, encode_metadata
 

@@ -18,7 +18,7 @@ ADDRESS = "http://127.0.0.1:8000/v2/models"
 BUILD = """\
 from pathlib import Path
 
-from penstock import repository
+from penstock.repository import layout
 from penstock.optimizer import examples
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.this_machine import read_machine
@@ -43,7 +43,7 @@ for number, step in enumerate(steps, 1):
     folder = home / str(number) / plan.name
     folder.parent.mkdir()
     find(step.pass_name).build(build, step, folder, workshop)
-    build = Build(build.candidate.then(step), folder, repository.read(folder).configs[-1])
+    build = Build(build.candidate.then(step), folder, layout.read(folder).configs[-1])
 print(build.folder)
 """
 # Fields of the plan that a build depends on, with their flags.

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
-from penstock.metrics import GpuMemory, Pending
-from penstock.repository import Found, listed
+from penstock.repository.layout import Found, listed
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
+from penstock.serving.metrics import GpuMemory, Pending
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from penstock import model_source, repository, staging
 from penstock.errors import InvalidRequest, NotAllowed, StorageFull, Unsupported
+from penstock.repository import layout, model_source, staging
 from penstock.serving.catalog import Catalog, IndexEntry
 
 
@@ -49,9 +49,9 @@ class Control:
             text = f"failed to load '{name}': {'; '.join(failure.problems)}"
             raise StorageFull(text) if staging.says_full(text) else InvalidRequest(text)
 
-    def _read(self, name: str) -> repository.Found:
+    def _read(self, name: str) -> layout.Found:
         found = model_source.resolve(self._path).read_one(name)
-        return found if self._allows_hard_links else repository.refuse_hard_links(found)
+        return found if self._allows_hard_links else layout.refuse_hard_links(found)
 
     async def unload(self, name: str) -> None:
         self._check_explicit()

@@ -17,7 +17,7 @@ from penstock.serving.plan import Geometry
 from penstock.serving.slo_batcher import SloBatcher
 
 if TYPE_CHECKING:
-    from penstock.metrics import ModelMetrics
+    from penstock.serving.metrics import ModelMetrics
     from penstock.serving.model import Model
 
 MAX_SHAPES_SHOWN = 20

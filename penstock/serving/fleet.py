@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock import devices
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
-from penstock.devices import Gpu
 from penstock.errors import ConfigError
 from penstock.serving.gpu_needs import need_of
 from penstock.serving.memory_plan import GpuPlan, Share, make_plan, shortages
 from penstock.serving.placement import place
+from penstock.system import devices
+from penstock.system.devices import Gpu
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import manifest as manifests
 from penstock.backends import GPU_MEMORY
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.repository import manifest as manifests
 from penstock.serving.memory_plan import CONTEXT_BYTES, WORKSPACE_BYTES, Need
 
 # Bytes of a float by `penstock.dtype`, and the safetensors datatypes that the setting converts.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from penstock.devices import Gpu
+    from penstock.system.devices import Gpu
 
 # GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
 # with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than

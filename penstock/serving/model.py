@@ -28,10 +28,10 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
-from penstock.metrics import ModelMetrics, Waits
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
+from penstock.serving.metrics import ModelMetrics, Waits
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
 from penstock.serving.processor_wait import ProcessorWait

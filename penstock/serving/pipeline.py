@@ -30,9 +30,9 @@ from penstock.errors import (
     PenstockError,
     QuotaExceeded,
 )
-from penstock.metrics import ModelMetrics
 from penstock.serving.batcher import Sequencer
 from penstock.serving.explain import Explanation
+from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import QUEUE_TIMEOUT, Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas

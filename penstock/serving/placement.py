@@ -13,7 +13,7 @@ from penstock.config import CPU, EACH_GPU, MAX_INSTANCES, ModelConfig
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.devices import Gpu
+    from penstock.system.devices import Gpu
 
 NO_GPU = (
     "no NVIDIA GPU is seen here (by the driver's libnvidia-ml.so.1, and CUDA_VISIBLE_DEVICES); "

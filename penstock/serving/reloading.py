@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.python_file import local_imports
+from penstock.repository.python_file import local_imports
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
-from penstock.metrics import ModelMetrics
 from penstock.serving.explain import Explanation
+from penstock.serving.metrics import ModelMetrics
 from penstock.types import Servable
 
 

@@ -25,14 +25,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from penstock import devices, usage
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
-from penstock.environment import allowed, asked_for
+from penstock.serving import usage
 from penstock.serving.reaper import Reaper, kill_group
 from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
+from penstock.system import devices
+from penstock.system.environment import allowed, asked_for
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.supervisor")

@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import logs, manifest
 from penstock.backends import (
     Batch,
     Execution,
@@ -52,12 +51,14 @@ from penstock.errors import (
     describe_error,
     error_text,
 )
+from penstock.repository import manifest
 from penstock.serving import warmups
 from penstock.serving.memory_limit import OUT_OF_MEMORY, MemoryLimit
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.proof import apply_proof, prove
 from penstock.serving.slab import Extents, Layout, Segment
+from penstock.system import logs
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
 

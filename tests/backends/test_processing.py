@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto, helper
 
 import penstock
-from penstock import pbtxt, repository, versions
 from penstock.backends import Batch, Finished, PerRequest, Runner, backend
 from penstock.backends.processing import apply, apply_after
 from penstock.config import ModelConfig, Padding, Postprocess, Preprocess
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.repository import layout, pbtxt, versions
 from penstock.serving.model import Model
 from penstock.serving.proof import apply_proof, prove
 from penstock.testing import Puppets, RecordingSink
@@ -163,7 +163,7 @@ PAD = parameter("pad", "ids[0]=0, mask[0]=0") + parameter("pad_buckets", "4,8")
 
 
 def config_of(path: Path) -> ModelConfig:
-    found = repository.read(path)
+    found = layout.read(path)
     assert found.problems == {}
     return found.configs[0]
 
@@ -567,5 +567,5 @@ def test_what_the_model_gives_reads_back_as_it_was_written(tmp_path: Path) -> No
 )
 def test_parameters_that_make_no_sense_are_refused(tmp_path: Path, more: str, problem: str) -> None:
     path = folder(tmp_path, more=more)
-    (problems,) = repository.read(path).problems.values()
+    (problems,) = layout.read(path).problems.values()
     assert any(problem in each for each in problems), problems

@@ -12,7 +12,7 @@ import penstock
 from penstock.backends import Batch, PerRequest, Runner, backend
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
-from penstock.model_source import resolve
+from penstock.repository.model_source import resolve
 from penstock.types import TensorSpec
 from penstock.wire.frames import RequestPart
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from penstock import slo as promises
 from penstock.benchmark.exchange import Collector, Exchange, Stream
-from penstock.benchmark.inputs import Origin
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, due_times
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.results import (
@@ -26,6 +25,7 @@ from penstock.benchmark.results import (
 )
 from penstock.benchmark.stats import Histogram, Interval
 from penstock.benchmark.targets import Counters, Description
+from penstock.data import Origin
 
 START = 1000.0
 NETWORK_S = 0.0003

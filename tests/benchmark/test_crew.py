@@ -15,7 +15,6 @@ from null_models import make
 from penstock.benchmark import generator
 from penstock.benchmark.crew import Crew
 from penstock.benchmark.exchange import floats
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.messages import (
     Answer,
     Broken,
@@ -33,6 +32,7 @@ from penstock.benchmark.messages import (
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.in_process import InProcess
+from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 
 

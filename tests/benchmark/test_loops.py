@@ -10,9 +10,9 @@ import pytest
 
 from penstock.benchmark import loops
 from penstock.benchmark.exchange import Columns, Exchange, floats
-from penstock.benchmark.inputs import Origin, Sample
 from penstock.benchmark.loops import ClosedLoop, Feed, InFlight, OpenLoop, share_of, shared_times
 from penstock.benchmark.pacer import Flat, Open, due_times
+from penstock.data import Origin, Sample
 
 
 class Numbers:

@@ -3,7 +3,6 @@
 import pytest
 
 from penstock.benchmark.exchange import Columns, TimingSample
-from penstock.benchmark.inputs import InputSpec, Lengths, Origin
 from penstock.benchmark.messages import (
     LENGTH,
     Answer,
@@ -25,6 +24,7 @@ from penstock.benchmark.messages import (
 )
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.data import InputSpec, Lengths, Origin
 
 TARGET = TargetSpec("http://127.0.0.1:8000/v2/models/m", headers={"a": "b"})
 INPUTS = InputSpec(path="x.npz", lengths=Lengths("uniform", (1.0, 9.0)))

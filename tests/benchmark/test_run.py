@@ -17,7 +17,6 @@ import pytest
 from null_models import make
 
 from penstock import slo
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.level import Meter, fell_silent, is_lost
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due_times
@@ -28,6 +27,7 @@ from penstock.benchmark.run import Conductor, GivenLoads, MaxRateChoice
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Window, merged, percentile_interval, throughput_interval
 from penstock.benchmark.targets import TargetSpec
+from penstock.data import InputSpec
 from penstock.errors import ConfigError
 
 

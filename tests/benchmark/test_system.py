@@ -3,9 +3,9 @@
 import psutil
 import pytest
 
-from penstock import devices
 from penstock.benchmark import system
-from penstock.devices import GpuUse
+from penstock.system import devices
+from penstock.system.devices import GpuUse
 from penstock.testing import FakeGpus
 
 

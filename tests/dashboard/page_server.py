@@ -13,13 +13,13 @@ import uvloop
 
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.dashboard.pages import Pages
-from penstock.local import ThreadLife
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
-from penstock.repository import Found
+from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.local import ThreadLife
 from penstock.types import TensorSpec
 
 SECRETS = {scope: f"a-secret-of-{scope}" for scope in ("infer", "metrics", "admin")}

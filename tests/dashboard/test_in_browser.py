@@ -19,8 +19,8 @@ from browser_tab import Tab, open_tab, overflowing
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 from text_server import served
 
-from penstock.model_source import resolve
 from penstock.protocols.gate import Gate
+from penstock.repository.model_source import resolve
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 ODD = '<img src=x onerror="document.title=1">&amp;"\'{url}'

@@ -20,8 +20,8 @@ from google.protobuf import text_format
 from served import Served
 from tritonclient.grpc import model_config_pb2
 
-from penstock import repository
 from penstock.config import ModelConfig
+from penstock.repository import layout
 from penstock.types import Array, Tensor, from_array
 from penstock.wire.v2_client import HEAD_LENGTH, decode_answer, encode_infer
 
@@ -120,7 +120,7 @@ def _run(run: Callable[[Row], Row], rows: Sequence[Row], num_rows: int, has_batc
 def serving(root: Path, name: str, copy: Path) -> Iterator[Served]:
     """The newest version of a model, without its SLO, so that nothing is refused for being late.
     Where rows may share a batch, requests wait for each other as they would under load."""
-    version = repository.version_folders(root / name)[-1]
+    version = layout.version_folders(root / name)[-1]
     left_out = shutil.ignore_patterns("manifest.json", "config.pbtxt")
     shutil.copytree(root / name / version, copy / name / version, ignore=left_out)
     text = (root / name / version / "config.pbtxt").read_text()

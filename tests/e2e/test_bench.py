@@ -14,7 +14,7 @@ import pytest
 from benched import Benched, bench, finish, start
 from served import EXAMPLES, Served, null_model
 
-from penstock.exit_codes import ExitCode
+from penstock.system.exit_codes import ExitCode
 
 FAKE_OPENAI = Path(__file__).parents[1] / "benchmark" / "fake_openai.py"
 SHORT = ["--duration", "500ms", "--warm-up", "0s"]

@@ -11,9 +11,9 @@ from onnx import TensorProto, helper
 from served import Served
 
 import penstock
-from penstock import repository, versions
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.repository import layout, versions
 
 WriteOnnx = Callable[..., Path]
 
@@ -30,7 +30,7 @@ def add(tmp_path: Path, write_onnx: WriteOnnx) -> Callable[[float], str]:
             {"y": ("FP32", ["batch", 1])},
             [helper.make_tensor("number", TensorProto.FLOAT, [1], [number])],
         )
-        [config] = repository.read(tmp_path / "made").configs
+        [config] = layout.read(tmp_path / "made").configs
         root = tmp_path / "repository"
         root.mkdir(exist_ok=True)
         return versions.commit(root, "model", {"model.onnx": file}, config)
@@ -137,7 +137,7 @@ def test_evidence_is_what_the_served_model_promises(tmp_path, add):
     add(1)
     root = tmp_path / "repository"
     source = root / "model" / "1"
-    [config] = repository.read(root).configs
+    [config] = layout.read(root).configs
     versions.commit(root, "model", source, config, {"slo": "p99 < 500ms"})
     server = Served(root)
     status, body = server.get("/v2/models/model/config")

@@ -19,8 +19,8 @@ import pytest
 from load import Load
 from served import Served, null_model
 
-from penstock import repository, versions
 from penstock.errors import StorageFull
+from penstock.repository import layout, versions
 
 # Writes 64 KiB when it is loaded, as those do that unpack or compile their weights.
 UNPACKING = """
@@ -70,7 +70,7 @@ def post(served: Served, path: str) -> tuple[int, str]:
 
 def try_to_commit(root: Path) -> str:
     """Why a version of `model` cannot be committed; empty if one was."""
-    config = next(each for each in repository.read(root).configs if each.name == "model")
+    config = next(each for each in layout.read(root).configs if each.name == "model")
     weights = root.parent.parent / "weights"
     weights.write_bytes(bytes(32 << 10))
     try:

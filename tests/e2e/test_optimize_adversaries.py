@@ -19,9 +19,9 @@ from adversaries import ADVERSARIES, NAME, TWINS, Adversary, Planted
 from oracle import ask, run_build, serving
 from traps import SERVING, UNPROFILED, Ran, committed, num_versions, optimized
 
-from penstock import repository
 from penstock.optimizer.results import Try
 from penstock.optimizer.this_machine import read_machine
+from penstock.repository import layout
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +186,7 @@ def broken_tries(ran: Ran, planted: Planted) -> list[Try]:
         folder = Path(ran.found.work) / "builds" / each.candidate.key / NAME
         if not folder.is_dir():
             continue
-        config = repository.read(folder).configs[-1]
+        config = layout.read(folder).configs[-1]
         if config.backend == "python":
             continue
         if planted.is_broken(run_build(config, planted.fresh, planted.batch_rows)):

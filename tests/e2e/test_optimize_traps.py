@@ -42,14 +42,14 @@ from traps import (
     sleeper_entry,
 )
 
-from penstock import repository
-from penstock.exit_codes import ExitCode
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.numerics import cosines
 from penstock.optimizer.passes.int8_static import Int8Static, fall_back
 from penstock.optimizer.results import Optimization, Try
 from penstock.optimizer.this_machine import read_machine
+from penstock.repository import layout
+from penstock.system.exit_codes import ExitCode
 from penstock.types import Array
 
 pytestmark = pytest.mark.slow
@@ -793,6 +793,6 @@ def test_the_versions_config_is_one_for_triton(draw, tmp_path):
         ) as answer,
     ):
         known = json.loads(answer.read())
-    config = repository.read(root).configs[-1]
+    config = layout.read(root).configs[-1]
     assert known["max_batch_size"] == config.max_batch_size
     assert known["instance_group"][0]["count"] == config.num_instances

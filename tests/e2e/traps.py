@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from penstock import manifest, repository
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.optimizer import folders, lab, passes
@@ -27,8 +26,9 @@ from penstock.optimizer.optimization_files import read_optimization
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.int8_dynamic import Int8Dynamic
 from penstock.optimizer.passes.int8_static import Int8Static, with_kept
-from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import Optimization
+from penstock.profile.results import Profile
+from penstock.repository import layout, manifest
 
 SERVING = ("batching", "instances")
 
@@ -289,18 +289,18 @@ def optimized(folder: Path, *flags: str, with_passes: tuple[str, ...] = ()) -> R
 
 def committed(root: Path, name: str) -> tuple[ModelConfig, dict[str, Any]]:
     """The newest version in the repository, and its evidence."""
-    found = repository.read(root)
+    found = layout.read(root)
     assert not found.problems
-    version = repository.version_folders(root / name)[-1]
+    version = layout.version_folders(root / name)[-1]
     kept = manifest.read(root / name / version)
     assert kept is not None
-    message = repository.read_message(root / name)
-    return repository.read_version(root / name, version, message), kept.evidence
+    message = layout.read_message(root / name)
+    return layout.read_version(root / name, version, message), kept.evidence
 
 
 def num_versions(root: Path, name: str) -> int:
     folder = root / name
-    return len(repository.version_folders(folder)) if folder.is_dir() else 0
+    return len(layout.version_folders(folder)) if folder.is_dir() else 0
 
 
 def save_rows(path: Path, **arrays: Any) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import repository
 from penstock.backends import Batch, backend
+from penstock.repository import layout
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors.torch")
@@ -47,7 +47,7 @@ def test_the_kernel_gives_what_torch_gives(module, dtype, shape):
 def test_the_model_is_made_and_served(tmp_path, module):
     command = [sys.executable, str(FOLDER / "make.py"), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
-    (config,) = repository.read(tmp_path / "own_kernel").configs
+    (config,) = layout.read(tmp_path / "own_kernel").configs
     runner = backend("pytorch")(config)
     rows = np.random.default_rng(2).standard_normal((3, module.WIDTH)).astype(np.float32)
     (outputs,) = runner.start(Batch({"x": rows}, 3)).wait()

@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from penstock import repository
-from penstock.benchmark.inputs.files import read_rows
+from penstock.data.files import read_rows
+from penstock.repository import layout
 
 torch = pytest.importorskip("torch", reason="the model is a torch module")
 
@@ -124,7 +124,7 @@ def test_original_is_a_folder_that_can_be_served(
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     monkeypatch.setattr(prepare, "WEIGHTS", weights)
-    found = repository.read(prepare.write_original(tmp_path / "models"))
+    found = layout.read(prepare.write_original(tmp_path / "models"))
     [config] = found.configs
     assert (config.backend, config.max_batch_size) == ("pytorch", 32)
     assert config.padding is not None and config.padding.buckets[-1] == prepare.MAX_TOKENS

@@ -14,20 +14,21 @@ import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from penstock import pbtxt, slo
+from penstock import slo
 from penstock.benchmark.exchange import Exchange as LoadExchange
-from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
-from penstock.benchmark.inputs.lengths import draw as draw_lengths
-from penstock.benchmark.inputs.lengths import parse as parse_lengths
-from penstock.benchmark.inputs.traces import read_trace
 from penstock.benchmark.targets import http_connection
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_messages import Causes, parse_url
 from penstock.benchmark.targets.openai import StreamReader
 from penstock.config import HttpLimits
+from penstock.data import InputSpec, RequestForm, open_source
+from penstock.data.lengths import draw as draw_lengths
+from penstock.data.lengths import parse as parse_lengths
+from penstock.data.traces import read_trace
 from penstock.errors import ConfigError, PenstockError, TooLarge
 from penstock.protocols.gate import read_keys
 from penstock.protocols.http import Connection, Exchange, HttpServer
+from penstock.repository import pbtxt
 from penstock.types import Request, TensorSpec
 from penstock.wire import compression, frames, v2, v2_pb
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.benchmark import summary, system
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed
 from penstock.benchmark.plan import Plan
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.targets import TargetSpec
+from penstock.data import InputSpec
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file

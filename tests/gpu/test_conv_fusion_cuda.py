@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import pbtxt, repository
 from penstock.backends import Batch, backend
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Build, Candidate
+from penstock.repository import layout, pbtxt
 from penstock.serving.proof import prove
 from penstock.types import TensorSpec
 
@@ -160,7 +160,7 @@ def test_choices_are_kept_with_a_build_and_not_with_the_one_it_was_linked_from(c
     options = {**FUSED, "penstock.dtype": "fp16"}
     fused = replace(config, file="module.py", options=options, tolerance=0.05)
     (folder / "config.pbtxt").write_text(pbtxt.write(fused))
-    (read,) = repository.read(folder).configs
+    (read,) = layout.read(folder).configs
     build = Build(Candidate(), folder, replace(read, device="cuda"))
     assert trials.keep_compiled(build) > 1000
     assert (folder / "1" / "fusion.json").stat().st_size > 1000

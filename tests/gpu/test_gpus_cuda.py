@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e.served import Served
 
-from penstock import devices
+from penstock.system import devices
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import repository
 from penstock.optimizer.optimization_files import read_optimization
+from penstock.repository import layout
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -81,7 +81,7 @@ def test_a_module_is_optimised_where_it_will_be_served(tmp_path: Path) -> None:
     assert "GPU providers are not used" in reasons["onnx-export"]
     facts = found.tries[0].facts
     assert facts is not None and facts.built["device"] == "cuda:0"
-    (config,) = repository.read(tmp_path / "models").configs
+    (config,) = layout.read(tmp_path / "models").configs
     assert set(config.devices) == {"cuda:0"}
     assert found.after is not None and found.after.gpu_memory_bytes > 1 << 20
     missed = {each.unit for each in found.after.verdicts if each.outcome == "missed"}

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.optimizer.profile.peaks import peaks_of
-from penstock.optimizer.profile.profiler import Settings, profile_build
-from penstock.optimizer.profile.results import Profile
+from penstock.profile.peaks import peaks_of
+from penstock.profile.profiler import Settings, profile_build
+from penstock.profile.results import Profile
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file

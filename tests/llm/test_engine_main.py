@@ -15,7 +15,7 @@ import tiny_llm as tiny  # noqa: E402
 
 from penstock.llm import messages  # noqa: E402
 from penstock.llm.engine_main import EngineProcess  # noqa: E402
-from penstock.manifest import FileEntry, Manifest  # noqa: E402
+from penstock.repository.manifest import FileEntry, Manifest  # noqa: E402
 
 
 def generate(number, tokens, max_tokens=6, num=1, stop_tokens=(), **sampling) -> messages.Generate:

@@ -27,7 +27,7 @@ from penstock.llm.language_model import LlmModel  # noqa: E402
 from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sequence import Ending  # noqa: E402
 from penstock.llm.text import Text  # noqa: E402
-from penstock.metrics import ModelMetrics  # noqa: E402
+from penstock.serving.metrics import ModelMetrics  # noqa: E402
 from penstock.serving.quotas import Quota, Quotas  # noqa: E402
 from penstock.testing import FakeClock  # noqa: E402
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import pbtxt
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.settings import NUMBERS, PREFIX, TEXTS, path_of, settings_of
+from penstock.repository import pbtxt
 
 CONFIG = ModelConfig("m", "1", "llm", "/models/m/1/config.json", (), (), 0, BatchPolicy(0))
 

@@ -11,7 +11,7 @@ from penstock.llm.messages import Pieces, Ready
 from penstock.llm.params import Sampling
 from penstock.llm.sequence import Ending
 from penstock.llm.text_metrics import REASONS, Distribution, TextMetrics, token_bounds
-from penstock.metrics import ModelMetrics, Pending, expose
+from penstock.serving.metrics import ModelMetrics, Pending, expose
 
 HISTOGRAMS = {
     "time_to_first_token_seconds",

@@ -14,16 +14,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from text_server import NAME, served, text_model, write_model
 from tiny_text import TOKENIZER
 
-from penstock import repository
 from penstock.config import LLM
 from penstock.errors import ConfigError, NotReady
 from penstock.llm.text import read_text
 from penstock.llm.text_model import TextModel
+from penstock.repository import layout
 from penstock.serving.catalog import Catalog
 
 
 def config_of(folder):
-    (config,) = repository.read(folder).configs
+    (config,) = layout.read(folder).configs
     return config
 
 
@@ -124,7 +124,7 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(tmp_path):
 
     async def scenario():
         catalog = Catalog(makers={LLM: text_model})
-        await catalog.load(repository.read(tmp_path))
+        await catalog.load(layout.read(tmp_path))
         reasons = {each.name: "; ".join(each.problems) for each in catalog.failures}
         names = [model.config.name for model in catalog]
         await catalog.close()

@@ -9,14 +9,6 @@ from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.profile.results import (
-    Bound,
-    Bucket,
-    NextStep,
-    Operator,
-    Peaks,
-    Profile,
-)
 from penstock.optimizer.results import (
     Curve,
     FallbackLayer,
@@ -29,6 +21,14 @@ from penstock.optimizer.results import (
     Verdict,
 )
 from penstock.optimizer.simulate import TimeTable
+from penstock.profile.results import (
+    Bound,
+    Bucket,
+    NextStep,
+    Operator,
+    Peaks,
+    Profile,
+)
 
 MIB = 2**20
 SLO = "p99 < 20ms at 200/s poisson"

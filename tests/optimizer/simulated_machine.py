@@ -17,10 +17,10 @@ from made_optimizations import machine as made_machine
 from served_builds import a_config
 
 from penstock.benchmark import pacer
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed, Open
 from penstock.benchmark.stats import Histogram, Window
 from penstock.benchmark.targets import TargetSpec
+from penstock.data import InputSpec
 from penstock.optimizer import served
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude

@@ -14,7 +14,6 @@ from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
-from penstock.exit_codes import ExitCode
 from penstock.optimizer import outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
@@ -29,6 +28,7 @@ from penstock.optimizer.results import Optimization, Served, Try, Verdict
 from penstock.optimizer.search import Contender, Finalist, Findings
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
+from penstock.system.exit_codes import ExitCode
 
 SLO = "p99 < 50ms at 200/s"
 

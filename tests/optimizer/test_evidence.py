@@ -11,10 +11,10 @@ import pytest
 from optimizer import made_optimizations
 from suites import onnx_models
 
-from penstock import manifest, repository, staging
 from penstock.optimizer import evidence
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.results import Optimization
+from penstock.repository import layout, manifest, staging
 from penstock.serving.gpu_needs import need_of
 from penstock.serving.memory_plan import CONTEXT_BYTES, Need
 
@@ -69,7 +69,7 @@ def test_what_an_instance_takes_of_a_gpu_is_where_the_server_looks_for_it(
     assert found.after is not None
     found.after.gpu_memory_bytes = 7 << 30
     evidence.commit(build, found, "run")
-    [config] = repository.read(found.out).configs
+    [config] = layout.read(found.out).configs
     assert need_of(config) == Need((7 << 30) + CONTEXT_BYTES, "evidence")
 
 
@@ -79,7 +79,7 @@ def test_the_same_run_does_not_commit_twice(build: Build, found: Optimization) -
     assert evidence.commit(build, found, "another run") == "2"
     other = Build(Candidate(), build.folder, build.config)
     assert evidence.commit(other, found, "run") == "3"
-    assert repository.version_folders(Path(found.out) / "small") == ["1", "2", "3"]
+    assert layout.version_folders(Path(found.out) / "small") == ["1", "2", "3"]
 
 
 def test_no_version_is_begun_without_space_for_it(
@@ -136,7 +136,7 @@ class TestAKeptVersion:
         )
 
     def served(self, found: Optimization) -> list[str]:
-        return [config.version for config in repository.read(found.out).configs]
+        return [config.version for config in layout.read(found.out).configs]
 
     @pytest.mark.parametrize(("outcome", "is_proven"), UNPROVEN)
     def test_stays(self, build: Build, found: Optimization, outcome: str, is_proven: bool) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from served_builds import mean_build, read
 
-from penstock import versions
 from penstock.errors import ConfigError
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.repository import read as read_repository
+from penstock.repository import versions
+from penstock.repository.layout import read as read_repository
 from penstock.slo import parse
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.exit_codes import ExitCode
 from penstock.optimizer.interruption import Interruption, finish
+from penstock.system.exit_codes import ExitCode
 
 LONG_S = 60.0
 

@@ -19,7 +19,7 @@ from served_builds import null_build, write_outlier_model
 from suites import onnx_models
 
 import penstock
-from penstock import devices, manifest, repository, slo
+from penstock import slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import evidence, run, served, shapes, trials
@@ -32,6 +32,8 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.subject import Subject, open_subject
+from penstock.repository import layout, manifest
+from penstock.system import devices
 
 WISH = slo.parse("p99 < 2s at 20/s")
 SIZE = 32
@@ -79,7 +81,7 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     assert again.version == found.version == "1"
     # Also where a figure is not known, and NaN is not even equal to itself.
     assert repr(again.after) == repr(found.after)
-    assert repository.version_folders(Path(plan.out) / "small") == ["1"]
+    assert layout.version_folders(Path(plan.out) / "small") == ["1"]
     [journal] = (Path(plan.out) / run.WORK / "small").glob("*/journal.jsonl")
     records = [json.loads(line) for line in journal.read_text().splitlines()]
     keys = [(each["kind"], each["key"]) for each in records]
@@ -97,7 +99,7 @@ def check_evidence(plan: Plan, found: Optimization) -> None:
     assert kept.evidence["lineage"]["steps"] == []
     assert kept.evidence["hardware"]["num_cores"] >= 1
     assert kept.evidence["versions"]["onnxruntime"]
-    (config,) = repository.read(Path(plan.out) / "small").configs
+    (config,) = layout.read(Path(plan.out) / "small").configs
     assert config.slo == "p99 < 2s at 20/s poisson"
     with penstock.load(Path(plan.out) / "small") as model:
         answer = model.infer(np.zeros((1, SIZE), np.float32))
@@ -213,7 +215,7 @@ def test_what_users_get_is_judged_and_the_model_before_it_compared(
     shutil.copytree(subject.build.folder, changed)
     (changed / "1" / "postprocess.py").write_text(code.replace("argmax", "argmin"))
     step = Step("batching", {"mode": "off"})
-    other = Build(Candidate((step,)), changed, repository.read(changed).configs[0])
+    other = Build(Candidate((step,)), changed, layout.read(changed).configs[0])
     with Journal(tmp_path / "journal") as journal:
         lab = Lab(wishes, MACHINE, subject, examples, journal)
         found = lab.numerics(other, is_exact=True)
@@ -247,7 +249,7 @@ def test_a_model_whose_real_rows_influence_each_other_is_never_batched(outlier_p
     [note] = [each for each in found.notes if each.startswith("the original is served without")]
     assert "without batching: answers depend on other rows in the batch: output 'y'" in note
     assert note.endswith(f"next to example {OUTLIER}")
-    (config,) = repository.read(Path(outlier_plan.out) / "small").configs
+    (config,) = layout.read(Path(outlier_plan.out) / "small").configs
     assert not config.batching.is_dynamic
     [original] = [each for each in found.tries if not each.candidate.steps]
     assert original.facts is not None and original.facts.batching_problem in note
@@ -348,7 +350,7 @@ def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Op
     found.outcome, found.out, found.name, found.slo = outcome, plan.out, "small", str(WISH)
     build = run.without_promise(replace(subject.build, config=config), found)
     evidence.commit(build, found, "a run")
-    (config,) = repository.read(Path(plan.out) / "small").configs
+    (config,) = layout.read(Path(plan.out) / "small").configs
     return config, found
 
 

@@ -13,11 +13,11 @@ import pytest
 from served_builds import a_config, null_build
 
 from penstock.benchmark import stats
-from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.targets import Counters
 from penstock.config import BatchPolicy
+from penstock.data import InputSpec, RequestForm, open_source
 from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan

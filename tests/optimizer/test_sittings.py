@@ -12,7 +12,7 @@ import psutil
 import pytest
 from served_builds import null_build, read
 
-from penstock import devices, slo
+from penstock import slo
 from penstock.errors import BackendFailed
 from penstock.optimizer import influence, served, trials
 from penstock.optimizer import lab as laboratory
@@ -27,6 +27,7 @@ from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
 from penstock.optimizer.time_plan import CutOff, TookTooLong
+from penstock.system import devices
 
 MOST = 2, 4
 BATCHING = Step("batching", {"mode": "fixed", "max_batch": "4"})

@@ -13,10 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 from suites.classifiers import write_classifier
 
 import penstock
-from penstock import devices, versions
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import MAX_BATCH, MAX_BATCH_ON_GPU, Subject, open_subject
+from penstock.repository import versions
+from penstock.system import devices
 from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 

@@ -10,8 +10,8 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer import wording
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.profile.results import NextStep
 from penstock.optimizer.results import Optimization, Try, Verdict
+from penstock.profile.results import NextStep
 
 
 def test_shares_of_examples_are_percent_and_other_scores_are_numbers() -> None:

@@ -12,7 +12,6 @@ from onnx import TensorProto, helper
 
 openai = pytest.importorskip("openai")
 
-from penstock import repository  # noqa: E402
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig, Postprocess  # noqa: E402
 from penstock.errors import BackendFailed  # noqa: E402
 from penstock.protocols.embeddings_http import (  # noqa: E402
@@ -25,6 +24,7 @@ from penstock.protocols.http import HttpServer  # noqa: E402
 from penstock.protocols.openai_http import OpenAiHttp  # noqa: E402
 from penstock.protocols.v2_http import Models, V2Http  # noqa: E402
 from penstock.protocols.v2_routes import V2Routes  # noqa: E402
+from penstock.repository import layout  # noqa: E402
 from penstock.server import TextModels  # noqa: E402
 from penstock.serving.catalog import Catalog  # noqa: E402
 from penstock.serving.supervisor import ThreadLife  # noqa: E402
@@ -116,7 +116,7 @@ async def served(root, gate):
     catalog = Catalog(start_life=ThreadLife)
     if gate.keys is not None:
         catalog.quotas.replace(gate.keys.quotas)
-    await catalog.load(repository.read(write_model(root)))
+    await catalog.load(layout.read(write_model(root)))
     assert catalog.failures == []
     routes = V2Routes(catalog, "", is_explicit=False)
     routes.is_loading = False

@@ -29,7 +29,7 @@ from penstock.protocols.fronts import PING_S, Desk, Front, Silence, grpc_trade
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.remote import Remote
-from penstock.repository import Found
+from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.slab import Segment

@@ -21,7 +21,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
-from penstock.repository import Found
+from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import TensorSpec

@@ -22,7 +22,7 @@ import pytest
 from http_fronts import http_front_of
 
 import penstock
-from penstock import errors, repository
+from penstock import errors
 from penstock.config import BatchPolicy, HttpLimits, MemoryPolicy, ModelConfig, QueuePolicy
 from penstock.errors import (
     BackendFailed,
@@ -43,7 +43,8 @@ from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import STATUS, Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
-from penstock.repository import Found
+from penstock.repository import layout
+from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
@@ -150,7 +151,7 @@ async def run_until(
     stop: threading.Event, started: threading.Event, box: list[int], has_front: bool
 ) -> None:
     catalog = Catalog(start_life=ThreadLife)
-    await catalog.load(Found([*MODELS, *repository.read(EXAMPLES).configs]))
+    await catalog.load(Found([*MODELS, *layout.read(EXAMPLES).configs]))
     assert not catalog.failures
     v2, routes = v2_of(catalog)
     routes.is_loading = False

@@ -18,8 +18,8 @@ from penstock.benchmark.comparison import Named
 from penstock.benchmark.pacer import Closed
 from penstock.benchmark.results import Run
 from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import Optimization
+from penstock.profile.results import Profile
 from penstock.report import bench, compare, figures, optimize, page, plots
 from penstock.report import profile as profiles
 from penstock.report.plots import Axis, Plot, Series

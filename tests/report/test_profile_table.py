@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.optimizer.profile.results import Profile
+from penstock.profile.results import Profile
 from penstock.report import profile_table
 
 

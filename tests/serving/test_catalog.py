@@ -15,7 +15,7 @@ import pytest
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import NotFound, NotReady, QuotaExceeded
-from penstock.repository import Found
+from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quota

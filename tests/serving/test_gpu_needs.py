@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock import repository, versions
 from penstock.config import BatchPolicy, ModelConfig
+from penstock.repository import layout, versions
 from penstock.serving.gpu_needs import need_of, weight_bytes
 from penstock.serving.memory_plan import CONTEXT_BYTES, WORKSPACE_BYTES, Need
 from penstock.types import TensorSpec
@@ -116,6 +116,6 @@ def test_what_was_measured_for_a_version_comes_before_an_estimate(
         device="cuda:0",
     )
     versions.commit(tmp_path / "repository", "m", source, made, evidence)
-    [config] = repository.read(tmp_path / "repository").configs
+    [config] = layout.read(tmp_path / "repository").configs
     assert config.device == "cuda:0"
     assert need_of(config) == expected

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.devices import Gpu
 from penstock.serving.memory_plan import Need, Share, gib, make_plan, shortages, told
+from penstock.system.devices import Gpu
 
 GIB = 1 << 30
 GPUS = [Gpu(0, "GPU-0", "Made Up", 100 * GIB, 90 * GIB), Gpu(1, "GPU-1", "Made Up", 100 * GIB, 0)]

@@ -36,9 +36,9 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
-from penstock.metrics import ModelMetrics
 from penstock.serving import model as serving_model
 from penstock.serving import quarantine, restarts, supervisor, worker
+from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
 from penstock.serving.quotas import Quota, Quotas

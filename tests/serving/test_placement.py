@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.devices import Gpu
 from penstock.errors import ConfigError
 from penstock.serving.placement import briefly, instances_by_device, place, told
+from penstock.system.devices import Gpu
 from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.model_source import resolve
+from penstock.repository.model_source import resolve
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.reloading import Reloader

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock import usage
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.serving import usage
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ProcessLife, Sender, socket_pair
 from penstock.testing import RecordingSink
@@ -422,13 +422,13 @@ def test_why_a_process_died_is_told(tmp_path, monkeypatch, code, num_oom, text, 
 
     async def main() -> None:
         # The first process knows how many there were before; this one dies after `num_oom` more.
-        monkeypatch.setattr("penstock.usage.read_oom_kills", lambda: total)
+        monkeypatch.setattr("penstock.serving.usage.read_oom_kills", lambda: total)
         await run_process()
-        monkeypatch.setattr("penstock.usage.read_oom_kills", lambda: total + num_oom)
+        monkeypatch.setattr("penstock.serving.usage.read_oom_kills", lambda: total + num_oom)
         life, reason = await run_process()
         assert reason == text
         assert life.was_killed_outside == is_outside
-        monkeypatch.setattr("penstock.usage.read_oom_kills", lambda: total)
+        monkeypatch.setattr("penstock.serving.usage.read_oom_kills", lambda: total)
         await run_process()
 
     asyncio.run(main())

@@ -8,13 +8,13 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from penstock import repository
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts, file_facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.passes import Pass, Situation, Workshop
 from penstock.optimizer.plan import Plan
+from penstock.repository import layout
 from penstock.types import Array
 
 VNNI = Machine("a processor", 2, 1 << 34, ("avx2", "avx512_vnni", "avx512_bf16"))
@@ -180,7 +180,7 @@ def build_of(model: onnx.ModelProto, folder: Path, config: str = "") -> Build:
 
 
 def opened(folder: Path) -> Build:
-    found = repository.read(folder)
+    found = layout.read(folder)
     assert found.problems == {}
     return Build(Candidate(), folder, found.configs[0])
 

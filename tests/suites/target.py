@@ -17,9 +17,9 @@ import pytest
 import uvloop
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import Sample
 from penstock.benchmark.targets import Target, TargetSpec
 from penstock.benchmark.targets.kinds import open_target
+from penstock.data import Sample
 from penstock.errors import ConfigError
 
 TEST_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.data import RequestForm, Sample
 
 
 class TargetSpec(msgspec.Struct, frozen=True):

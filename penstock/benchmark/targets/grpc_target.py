@@ -19,9 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from penstock import pbtxt
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
 from penstock.benchmark.targets.shared import (
@@ -31,7 +29,9 @@ from penstock.benchmark.targets.shared import (
     in_short,
     tensors_of,
 )
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
+from penstock.repository import pbtxt
 from penstock.types import Buffer, Tensor
 
 SERVICE = "/inference.GRPCInferenceService/"

@@ -19,15 +19,16 @@ from itertools import takewhile
 from pathlib import Path
 
 import penstock
-from penstock import local, onnx_file, pbtxt, repository
-from penstock import manifest as manifests
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.shared import config_digest, counters_of, in_short, tensors_of
 from penstock.config import ModelConfig
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
-from penstock.model_source import resolve
+from penstock.repository import layout, onnx_file, pbtxt
+from penstock.repository import manifest as manifests
+from penstock.repository.model_source import resolve
+from penstock.serving import local
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline
 from penstock.serving.supervisor import ProcessLife
@@ -175,7 +176,7 @@ def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
     where = spec.address
     found = resolve(where, name=spec.model).read()
     if len(found.folders) > 1:
-        names = repository.listed(sorted(found.folders))
+        names = layout.listed(sorted(found.folders))
         raise ConfigError([f"{where}: holds {names}; say which by --model"])
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
     if problems:
@@ -190,7 +191,7 @@ def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
 
 def model_digest(folder: Path, config: ModelConfig) -> str:
     """Return SHA-256 of a version's files, or of a model that is a file by itself."""
-    if repository.has_version_folder(folder, config):
+    if layout.has_version_folder(folder, config):
         return files_digest(folder / config.version)
     path = Path(config.artifact)
     weights = onnx_file.weight_files(path) if path.suffix == ".onnx" else []

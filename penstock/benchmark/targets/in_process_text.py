@@ -13,20 +13,21 @@ from functools import partial
 from pathlib import Path
 
 import penstock
-from penstock import local, pbtxt
 from penstock.benchmark.exchange import Exchange, Stream
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.in_process import failure_text, file_digest, files_digest, find
 from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
 from penstock.benchmark.targets.shared import config_digest
 from penstock.config import ModelConfig
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.asking import generation_of
 from penstock.llm.generation import Generation, Part, Totals
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text, read_text
 from penstock.llm.text_model import TextModel
+from penstock.repository import pbtxt
+from penstock.serving import local
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
 

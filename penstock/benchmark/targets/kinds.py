@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from penstock.benchmark.targets import Target, TargetSpec
 from penstock.benchmark.targets.http_messages import hide_password
 from penstock.errors import CommandLineError, ConfigError
-from penstock.model_source import ModelSource, resolve
-from penstock.repository import ModelKind
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import ModelSource, resolve
 
 ADDRESSES = (
     "http://host:port/v2/models/NAME, grpc://host:port/NAME, openai+http://host:port/v1, "

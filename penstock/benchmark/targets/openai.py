@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.benchmark.exchange import Exchange, Stream
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask
 from penstock.benchmark.targets.http_connection import LOST
@@ -26,6 +25,7 @@ from penstock.benchmark.targets.http_messages import (
 )
 from penstock.benchmark.targets.shared import in_short
 from penstock.benchmark.targets.sse import EventParser, NotEvents
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.benchmark.targets import Target, TargetSpec
 from penstock.config import LLM
 from penstock.errors import PenstockError
-from penstock.model_source import resolve
+from penstock.repository.model_source import resolve
 
 
 def is_text(spec: TargetSpec) -> bool:

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_messages import check_headers, parse_url, request_bytes
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")

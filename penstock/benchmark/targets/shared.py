@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
 

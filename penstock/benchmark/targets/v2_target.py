@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask
 from penstock.benchmark.targets.http_messages import (
@@ -28,6 +27,7 @@ from penstock.benchmark.targets.shared import (
     tensors_of,
 )
 from penstock.benchmark.targets.v2_requests import Form, find_place
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, TensorSpec
 

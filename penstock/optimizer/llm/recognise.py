@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock import pretrained, repository
 from penstock.errors import ConfigError
-from penstock.model_source import resolve
-from penstock.repository import ModelKind
+from penstock.repository import layout, pretrained
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import resolve
 
 
 def is_language_model(model: str) -> bool:
@@ -24,14 +24,13 @@ def is_language_model(model: str) -> bool:
         case ModelKind.MODEL_FOLDER:
             # The newest version decides.
             return any(
-                _holds_one(source.path / name)
-                for name in repository.version_folders(source.path)[-1:]
+                _holds_one(source.path / name) for name in layout.version_folders(source.path)[-1:]
             )
     return False
 
 
 def _holds_one(folder: Path) -> bool:
-    if any(folder.glob(f"model{repository.GGUF}")):
+    if any(folder.glob(f"model{layout.GGUF}")):
         return True
-    names = repository.architectures(folder)
+    names = layout.architectures(folder)
     return any(name.endswith(pretrained.GENERATORS) for name in names)

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.benchmark.inputs.datasets import existing
-from penstock.benchmark.inputs.files import ROW_SUFFIXES, read_rows
-from penstock.benchmark.inputs.prompts import samples_from_rows
-from penstock.benchmark.inputs.samples import InputSpec, RequestForm
+from penstock.data.datasets import existing
+from penstock.data.files import ROW_SUFFIXES, read_rows
+from penstock.data.prompts import samples_from_rows
+from penstock.data.samples import InputSpec, RequestForm
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.llm.text import Text
 

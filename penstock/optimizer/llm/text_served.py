@@ -15,11 +15,11 @@ import msgspec
 
 from penstock.benchmark import pacer, stats
 from penstock.benchmark import plan as bench
-from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed, Load, Open
 from penstock.benchmark.results import Level
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.targets import TargetSpec
+from penstock.data import InputSpec
 from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build

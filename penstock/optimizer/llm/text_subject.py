@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock import devices, repository
 from penstock.config import EACH_GPU, LLM, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.settings import PREFIX, settings_of
-from penstock.model_source import ModelSource, resolve
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.subject import SERVED, digest_of
-from penstock.repository import ModelKind
+from penstock.repository import layout
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import ModelSource, resolve
 from penstock.serving.placement import place
+from penstock.system import devices
 
 if TYPE_CHECKING:
     from penstock.llm.models.shape import Shape
 
 # Files beside the weights: configurations, tokenizers and templates.
 BESIDE = (".json", ".jinja", ".txt", ".model")
-WHOLE, INDEX = repository.WEIGHTS
+WHOLE, INDEX = layout.WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
 def _with_dtype(config: ModelConfig) -> ModelConfig:
     """Fix the datatype of a GGUF model: the engine's own choice could change the baseline."""
     settings = settings_of(config)
-    if not settings.is_dtype_free or Path(settings.path).suffix != repository.GGUF:
+    if not settings.is_dtype_free or Path(settings.path).suffix != layout.GGUF:
         return config
     return replace(config, options={**config.options, f"{PREFIX}dtype": settings.dtype})
 
@@ -76,7 +77,7 @@ def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
     source = resolve(path)
     config = _read(source)
     if source.kind is ModelKind.GGUF_FILE:
-        return config, "GGUF", {f"model{repository.GGUF}": path}
+        return config, "GGUF", {f"model{layout.GGUF}": path}
     if source.kind is ModelKind.HUGGING_FACE:
         return config, "Hugging Face", _folder_files(path)
     is_version = source.kind is ModelKind.VERSION_FOLDER

@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from penstock import devices
 from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
@@ -27,6 +26,7 @@ from penstock.optimizer.llm.likelihood_child import Job
 from penstock.optimizer.llm.likelihoods import NUM_TOLD, Told
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.serving.worker import PR_SET_PDEATHSIG
+from penstock.system import devices
 
 POLL_S = 0.1
 TIMEOUT_S = 1800.0

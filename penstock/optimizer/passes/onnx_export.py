@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import pt2_file
 from penstock.optimizer import folders, torch_source
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
+from penstock.repository import pt2_file
 
 # Options that mean the same in both backends.
 KEPT = ("intra_op_thread_count", "inter_op_thread_count")

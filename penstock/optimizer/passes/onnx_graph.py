@@ -18,7 +18,7 @@ from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import is_onnx, write_onnx
-from penstock.pbtxt import DEFAULT_MAX_BATCH
+from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
 
 # The first with everything that quantisation and fusion need; ONNX Runtime's own minimum for

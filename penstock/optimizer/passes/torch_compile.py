@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import pt2_file, units
+from penstock import units
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import IMAGE_RANK
+from penstock.repository import pt2_file
 
 COMPILERS = ("g++", "clang++", "c++")
 # For GPUs Inductor emits Triton kernels, whose launchers need a C compiler.

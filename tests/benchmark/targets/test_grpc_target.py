@@ -16,7 +16,6 @@ from suites.target import NetworkTargetContract
 from tritonclient.grpc import service_pb2
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import Sample
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.grpc_target import (
     CALLS_PER_CONNECTION,
@@ -25,6 +24,7 @@ from penstock.benchmark.targets.grpc_target import (
     parse_address,
 )
 from penstock.benchmark.targets.in_process import InProcess
+from penstock.data import Sample
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 

@@ -14,12 +14,12 @@ from e2e.served import null_model
 from suites.target import TargetContract
 
 import penstock
-from penstock import repository, versions
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import Sample
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.in_process import InProcess, failure_text, files_digest
+from penstock.data import Sample
 from penstock.errors import BackendFailed, ConfigError, Overloaded
+from penstock.repository import layout, versions
 from penstock.types import TensorSpec
 
 Body = Callable[[InProcess], Coroutine[Any, Any, Any]]
@@ -169,7 +169,7 @@ def test_problems_of_the_configuration_are_told(tmp_path: Path) -> None:
 
 def test_digest_of_a_committed_version_is_that_of_its_files(tmp_path: Path) -> None:
     null_model(tmp_path / "old", "m")
-    (config,) = repository.read(tmp_path / "old" / "m").configs
+    (config,) = layout.read(tmp_path / "old" / "m").configs
     (tmp_path / "file").write_text("weights")
     (tmp_path / "new").mkdir()
     version = versions.commit(tmp_path / "new", "m", {"weights": tmp_path / "file"}, config)

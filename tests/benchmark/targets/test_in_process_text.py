@@ -10,9 +10,9 @@ import text_server
 from suites.target import Sent, TargetContract, run
 
 import penstock
-from penstock.benchmark.inputs import Sample
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import open_target
+from penstock.data import Sample
 from penstock.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "the cat"}]

@@ -11,10 +11,10 @@ from benchmark.fake_openai import FakeOpenAI
 from suites.target import NetworkTargetContract, Sent, assert_good
 
 from penstock.benchmark.exchange import Collector, Exchange, floats
-from penstock.benchmark.inputs import Sample
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.http_messages import Causes
 from penstock.benchmark.targets.openai import OpenAI, StreamReader, find_place, parse_extra
+from penstock.data import Sample
 from penstock.errors import ConfigError
 from penstock.testing import FakeClock
 

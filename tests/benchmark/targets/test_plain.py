@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from suites.target import NetworkTargetContract, Sent, run
 
-from penstock.benchmark.inputs import Sample
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import open_target
 from penstock.benchmark.targets.plain import PlainHttp, Template
+from penstock.data import Sample
 from penstock.errors import ConfigError
 
 BODY = '{"inputs": [{"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [{number}]}]}'

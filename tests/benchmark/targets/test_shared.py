@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets.shared import (
     MAX_TEXT,
     config_digest,
@@ -12,6 +11,7 @@ from penstock.benchmark.targets.shared import (
     tensors_of,
     without_batch,
 )
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec, to_array
 

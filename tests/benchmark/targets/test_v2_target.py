@@ -10,10 +10,10 @@ import pytest
 from e2e.served import Served, null_model
 from suites.target import NetworkTargetContract, Sent, assert_good, run
 
-from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, TargetSpec
 from penstock.benchmark.targets.kinds import open_target
 from penstock.config import HttpLimits
+from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.protocols.http import Exchange as ServerExchange
 from penstock.protocols.http import HttpServer

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.optimizer.llm.recognise import is_language_model
-from penstock.repository import architectures
+from penstock.repository.layout import architectures
 
 
 def folder_of(path, *names):

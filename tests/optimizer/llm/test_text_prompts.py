@@ -8,7 +8,7 @@ pytest.importorskip("tokenizers")
 
 from tiny_text import TOKENIZER
 
-from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
+from penstock.data import InputSpec, RequestForm, open_source
 from penstock.errors import ConfigError
 from penstock.llm.text import Text
 from penstock.optimizer.llm.text_prompts import (

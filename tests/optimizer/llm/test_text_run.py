@@ -10,7 +10,6 @@ pytest.importorskip("torch")
 import text_server
 from optimizer import made_optimizations as made
 
-from penstock import repository
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
 from penstock.optimizer import budget, outcomes
@@ -27,6 +26,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Try
 from penstock.report import optimize as optimize_report
 from penstock.report import optimize_table
+from penstock.repository import layout
 from penstock.slo import parse
 
 # Servers start and stop often; on a machine with others that takes its time.
@@ -109,7 +109,7 @@ def test_every_datatype_of_the_device_was_judged_and_served_or_told_why_not(foun
 
 
 def test_the_version_is_served_as_it_was_measured_and_is_nobody_elses(found, root):
-    config = repository.read(root / "out" / "smol").configs[-1]
+    config = layout.read(root / "out" / "smol").configs[-1]
     assert config.version == found.version == "1" and config.backend == "llm"
     settings = settings_of(config)
     steps = [step.settings.get("dtype") for step in found.chosen.steps]

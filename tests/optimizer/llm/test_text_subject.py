@@ -9,7 +9,6 @@ pytest.importorskip("torch")
 
 import text_server
 
-from penstock import repository
 from penstock.config import LLM
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
@@ -19,6 +18,7 @@ from penstock.optimizer.llm.text_subject import (
     open_text_subject,
     with_steps,
 )
+from penstock.repository import layout
 
 DTYPE = Candidate((Step("dtype", {"dtype": "bfloat16"}),))
 
@@ -95,7 +95,7 @@ def test_a_build_has_what_its_steps_set(folder, tmp_path):
     original = open_text_subject(str(folder), "cpu", tmp_path / "out" / "smol").build
     steps = (*DTYPE.steps, Step("sequences", {"max_num_seqs": "8"}))
     build = build_of(original, Candidate(steps), tmp_path / "b" / "smol")
-    settings = settings_of(repository.read(build.folder).configs[0])
+    settings = settings_of(layout.read(build.folder).configs[0])
     assert (settings.dtype, settings.max_sequences, settings.num_threads) == ("bfloat16", 8, 1)
     assert (build.version_folder / "model.safetensors").samefile(folder / "model.safetensors")
     assert build_of(original, Candidate(steps), tmp_path / "b" / "smol").config == build.config

@@ -7,12 +7,12 @@ import pytest
 from served_builds import IMAGE, a_config, a_situation
 from suites.onnx_models import opened, workshop
 
-from penstock import pbtxt
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes.conv_fusion import ConvFusion
 from penstock.optimizer.passes.torch_compile import TorchCompile
+from penstock.repository import pbtxt
 from penstock.types import TensorSpec
 
 PASS = ConvFusion()

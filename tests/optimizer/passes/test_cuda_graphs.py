@@ -6,11 +6,11 @@ from pathlib import Path
 from served_builds import TEXT, a_config, a_situation
 from suites.onnx_models import opened, workshop
 
-from penstock import pbtxt
 from penstock.config import PadAxis, Padding
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes.cuda_graphs import CudaGraphs
+from penstock.repository import pbtxt
 
 PASS = CudaGraphs()
 ON = Step("cuda-graphs", {"graphs": "on"})

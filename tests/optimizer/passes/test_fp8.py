@@ -13,12 +13,12 @@ from packable import texts, write
 from served_builds import a_config, a_situation
 from suites.onnx_models import opened, workshop
 
-from penstock import pbtxt
 from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes.fp8 import Fp8
+from penstock.repository import pbtxt
 
 PASS = Fp8()
 ALL = Step("fp8", {"products": "qkv,out,inner,outer"})

@@ -18,10 +18,10 @@ from suites.onnx_models import (
     workshop,
 )
 
-from penstock import pbtxt
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts, file_facts
 from penstock.optimizer.passes.half import Half
+from penstock.repository import pbtxt
 from penstock.types import TensorSpec
 
 PASS = Half()

@@ -11,13 +11,13 @@ from packable import texts, write
 from served_builds import a_config, a_situation
 from suites.onnx_models import opened, workshop
 
-from penstock import pbtxt
 from penstock.config import PadAxis, Padding
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes.packing import Packing
 from penstock.optimizer.shapes import token_budgets
+from penstock.repository import pbtxt
 
 PASS = Packing()
 TOKENS = Step("packing", {"pack": "tokens", "bucket": "32"})

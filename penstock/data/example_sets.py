@@ -1,0 +1,278 @@
+"""Examples from a file as a source: fitted to the target's inputs, cycled endlessly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.data.files import Rows
+from penstock.data.fitting import Misfit, example, examples
+from penstock.data.non_finite import NonFinite, find_non_finite
+from penstock.data.samples import Origin, RequestForm, Sample
+from penstock.errors import ConfigError
+from penstock.types import Array, TensorSpec
+from penstock.units import listed
+
+# Problems listed per input; the rest is counted.
+MAX_SHOWN = 3
+# Usual names of a column of texts.
+TEXT_NAMES = ("text", "sentence", "content", "review", "prompt", "image")
+# The name that numpy.savez gives an unnamed array.
+UNNAMED = "arr_0"
+
+# All examples of an input: one array if they share a shape, else one array each (None: this example
+# omits an optional input).
+Column = Array | list[Array | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Examples by input name, the same number of each; `notes` are for the report."""
+
+    by_name: Mapping[str, Column]
+    num_examples: int
+    notes: tuple[str, ...] = ()
+    non_finite: tuple[NonFinite, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """How messages name a file and a place in it."""
+
+    file: str
+    place: Callable[[int], str]
+
+
+def from_arrays(
+    form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
+) -> Columns:
+    """Fit arrays to the inputs of their names; ConfigError lists everything that does not fit.
+    `others` names arrays of the file with another purpose, such as labels."""
+    required = _required(form)
+    if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in _names(form):
+        arrays = {required[0]: arrays[UNNAMED]}
+    names = _renamed(form, list(arrays))
+    arrays = {names.get(name, name): array for name, array in arrays.items()}
+    missing = [name for name in required if name not in arrays]
+    problems = _mismatch(form, [*arrays], others, label) if missing else []
+    columns: dict[str, Column] = {}
+    for spec in form.inputs:
+        if spec.name not in arrays:
+            continue
+        try:
+            columns[spec.name] = examples(spec, arrays[spec.name])
+        except Misfit as misfit:
+            problems.append(f"{label}: {misfit}")
+    notes = _ignored(form, arrays)
+    return _columns(form, columns, problems, notes, _Reader(label, lambda index: f"row {index}"))
+
+
+def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str] = ()) -> Columns:
+    """Fit rows to the inputs; problems name their place in the file."""
+    names = list(dict.fromkeys(name for row in rows.rows for name in row))
+    if given := _renamed(form, names):
+        renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
+        rows = Rows(renamed, rows.numbers, rows.word)
+        names = [given.get(name, name) for name in names]
+    missing = {name for name in _required(form) if name not in names}
+    problems = _mismatch(form, names, others, label) if missing else []
+    columns: dict[str, Column] = {}
+    for spec in form.inputs:
+        if spec.name in missing:
+            continue
+        column, misfits = _fitted(spec, rows)
+        problems += [f"{label}, {misfit}" for misfit in misfits[:MAX_SHOWN]]
+        if len(misfits) > MAX_SHOWN:
+            num_more = len(misfits) - MAX_SHOWN
+            problems.append(f"{label}: input '{spec.name}': {num_more:,} more such examples")
+        if any(array is not None for array in column):
+            columns[spec.name] = _joined(column)
+    return _columns(form, columns, problems, _ignored(form, names), _Reader(label, rows.place))
+
+
+def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
+    """Make columns from examples of one input that are known to fit."""
+    problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
+    column = _joined(list(arrays))
+    return _columns(
+        form, {name: column}, problems, (), _Reader(label, lambda index: f"row {index}")
+    )
+
+
+def check_batches(columns: Columns, batch_size: int, label: str) -> None:
+    """Raise ConfigError if examples that may share a request cannot be stacked."""
+    if batch_size == 1:
+        return
+    problems: list[str] = []
+    for name, column in columns.by_name.items():
+        if isinstance(column, np.ndarray):
+            continue
+        shapes = sorted({"none" if a is None else str(list(a.shape)) for a in column})
+        shown = ", ".join(shapes[:4]) + (", …" if len(shapes) > 4 else "")
+        problems.append(
+            f"{label}: input '{name}': examples of different shapes ({shown}) cannot share a "
+            f"request; expected one shape, or batch_size 1 instead of {batch_size}"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+class TensorExamples:
+    """A source of tensors. Samples of single examples are cached; batches are stacked each time."""
+
+    def __init__(
+        self, columns: Columns, has_batch: bool, order: Iterator[list[int]], origin: Origin
+    ) -> None:
+        self.origin = origin
+        self._columns = columns.by_name
+        self._has_batch = has_batch
+        self._order = order
+        self._samples: list[Sample | None] = [None] * columns.num_examples
+
+    def next(self) -> tuple[int | None, Sample]:
+        indices = next(self._order)
+        if len(indices) > 1:
+            # `check_batches` ensured that these columns are arrays.
+            stacked = {n: c[indices] for n, c in self._columns.items() if isinstance(c, np.ndarray)}
+            return None, Sample(stacked)
+        index = indices[0]
+        sample = self._samples[index]
+        if sample is None:
+            sample = self._samples[index] = self._single(index)
+        return index, sample
+
+    def _single(self, index: int) -> Sample:
+        tensors: dict[str, Array] = {}
+        for name, column in self._columns.items():
+            row = column[index, ...] if isinstance(column, np.ndarray) else column[index]
+            if row is not None:
+                tensors[name] = row[None] if self._has_batch else row
+        return Sample(tensors)
+
+
+class TextExamples:
+    """A source of fields: prompts, messages or a template's fields. The answer's length comes from
+    `answers`, else from the example, else from the server."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        answers: Iterator[int] | None,
+        order: Iterator[list[int]],
+        origin: Origin,
+    ) -> None:
+        self.origin = origin
+        self._samples = samples
+        self._answers = answers
+        self._order = order
+
+    def next(self) -> tuple[int | None, Sample]:
+        index = next(self._order)[0]
+        sample = self._samples[index]
+        if self._answers is None:
+            return index, sample
+        max_tokens = next(self._answers)
+        fields = sample.fields
+        if "max_tokens" in fields:
+            fields = {**fields, "max_tokens": max_tokens}
+        return None, Sample(fields=fields, max_tokens=max_tokens)
+
+
+def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
+    """Return which column is the text of a model that takes only one."""
+    required = [spec for spec in form.inputs if not spec.is_optional]
+    return rename(required[0], names) if len(required) == 1 else {}
+
+
+def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
+    """Return the column that is meant by an input of one text, by its usual names; empty if there
+    is none, or if a column has the input's name."""
+    is_text = spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
+    if not is_text or spec.name in names:
+        return {}
+    usual = (spec.name.lower(), *TEXT_NAMES)
+    found = next((name for each in usual for name in names if name.lower() == each), None)
+    return {} if found is None else {found: spec.name}
+
+
+def _names(form: RequestForm) -> list[str]:
+    return [spec.name for spec in form.inputs]
+
+
+def _required(form: RequestForm) -> list[str]:
+    return [spec.name for spec in form.inputs if not spec.is_optional]
+
+
+def _mismatch(
+    form: RequestForm, names: Sequence[str], others: Collection[str], label: str
+) -> list[str]:
+    """Describe the names of the file and of the model, side by side."""
+    inputs = [_described(spec, form.has_batch) for spec in form.inputs]
+    theirs = f"inputs are {listed(inputs)}" if len(inputs) > 1 else f"input is {inputs[0]}"
+    there = [f"'{name}'" for name in (*names, *others)]
+    ours = listed(there) if there else "no values"
+    unknown = [name for name in names if name not in _names(form)]
+    missing = [name for name in _required(form) if name not in names]
+    quoted = listed([f"'{name}'" for name in missing])
+    advice = f"add {quoted}" + (", or rename what is meant to be that" if unknown else "")
+    if len(unknown) == len(missing) == 1:
+        advice = f"rename '{unknown[0]}' to '{missing[0]}'"
+    return [f"{label} has {ours}; the model's {theirs}; {advice}"]
+
+
+def _described(spec: TensorSpec, has_batch: bool) -> str:
+    shape = [-1, *spec.shape] if has_batch else list(spec.shape)
+    optional = ", optional" if spec.is_optional else ""
+    return f"'{spec.name}' ({spec.datatype} {shape}{optional})"
+
+
+def _ignored(form: RequestForm, names: Collection[str]) -> tuple[str, ...]:
+    """Note what is not sent; data sets often have extra columns such as ids."""
+    unknown = [f"'{name}'" for name in names if name not in _names(form)]
+    return (f"ignored: {listed(unknown)}",) if unknown else ()
+
+
+def _fitted(spec: TensorSpec, rows: Rows) -> tuple[list[Array | None], list[str]]:
+    column: list[Array | None] = []
+    misfits: list[str] = []
+    for position, row in enumerate(rows.rows):
+        array: Array | None = None
+        if row.get(spec.name) is not None:
+            try:
+                array = example(spec, row[spec.name])
+            except Misfit as misfit:
+                misfits.append(f"{rows.place(position)}: {misfit}")
+        elif not spec.is_optional:
+            misfits.append(f"{rows.place(position)}: input '{spec.name}' is missing")
+        column.append(array)
+    return column, misfits
+
+
+def _joined(column: Sequence[Array | None]) -> Column:
+    arrays = [array for array in column if array is not None]
+    if len(arrays) == len(column) and len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
+    return list(column)
+
+
+def _columns(
+    form: RequestForm,
+    columns: dict[str, Column],
+    problems: list[str],
+    notes: tuple[str, ...],
+    reader: _Reader,
+) -> Columns:
+    if not columns and not problems:
+        problems.append("the model takes no inputs, and data was given")
+    if problems:
+        raise ConfigError(problems)
+    non_finite = [
+        row
+        for spec in form.inputs
+        if spec.name in columns
+        for row in find_non_finite(spec, columns[spec.name], reader.file, reader.place)
+    ]
+    count = len(next(iter(columns.values())))
+    return Columns(columns, count, notes, tuple(non_finite))

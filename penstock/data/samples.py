@@ -1,0 +1,74 @@
+"""Types of inputs: the requested inputs, the target's form, one request's content, and its origin.
+Values only; the modules beside this file make them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from penstock.data.lengths import Lengths
+from penstock.types import Array, TensorSpec
+
+
+class InputSpec(msgspec.Struct, frozen=True):
+    """Everything the command line says about inputs; sent to the generator processes."""
+
+    # Empty: random.
+    path: str = ""
+    # Name of the tensor or field that a file without names (.npy, images) is for.
+    name: str = ""
+    lengths: Lengths | None = None
+    output_lengths: Lengths | None = None
+    batch_size: int = 1
+    seed: int = 0
+    # A recorded trace: request k is as long as the trace's k-th.
+    trace_path: str = ""
+
+
+class RequestForm(msgspec.Struct, frozen=True):
+    """What a target takes: "tensors" (of a v2 model, shapes without the batch dimension), "prompt"
+    or "messages" (OpenAI), or "fields" (of a body template)."""
+
+    kind: str
+    inputs: tuple[TensorSpec, ...] = ()
+    has_batch: bool = False
+    fields: tuple[str, ...] = ()
+
+
+class Sample:
+    """One request's content: tensors by name, or a text, or the fields of a template."""
+
+    __slots__ = ("fields", "max_tokens", "tensors")
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Array] | None = None,
+        fields: Mapping[str, object] | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.tensors = tensors or {}
+        # "prompt": str or "messages": list for LLMs; anything for templates.
+        self.fields = fields or {}
+        self.max_tokens = max_tokens
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where inputs come from, for the report."""
+
+    text: str  # "450 examples of digits.npz, shuffled anew each time round"
+    is_random: bool
+    num_examples: int | None = None
+    digest: str = ""
+    # Doubts about the data, one sentence each.
+    warnings: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """An endless supply. `index` identifies an example that comes again, so that its encoding can
+    be cached; None for one that does not."""
+
+    origin: Origin
+
+    def next(self) -> tuple[int | None, Sample]: ...

@@ -1,0 +1,244 @@
+"""Child process that profiles one model: times without a profiler, then with it, then a request
+around the model. Started by `profiler`, which reads the files it writes."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from penstock import backends
+from penstock.backends import Batch, Runner
+from penstock.backends.checks import share_of_cores
+from penstock.backends.processing import apply, pad
+from penstock.benchmark import system
+from penstock.config import CPU, ModelConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.optimizer.shapes import THREADS
+from penstock.profile import onnx_times, openvino_times, roofline, torch_times, trace
+from penstock.profile.path import buckets_of
+from penstock.profile.peaks import peaks_of
+from penstock.profile.profiler import (
+    Failed,
+    Job,
+    Packed,
+    make_batch,
+    packed,
+    read_config,
+    unpacked,
+)
+from penstock.profile.results import Profile
+from penstock.profile.roofline import Measured
+from penstock.profile.times import Timed
+from penstock.types import Array, from_array
+
+NUM_WARM_UP = 3
+# Batches per slot while several are in flight.
+NUM_FLIGHTS = 4
+# Longest time to repeat a slow run.
+MAX_MEASURE_S = 20.0
+MIN_RUNS = 3
+TORCH_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def main() -> None:
+    job = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    target = Path(job.profile_path)
+    try:
+        profile = profiled(job)
+    except ConfigError as error:
+        target.write_bytes(msgspec.json.encode(Failed(list(error.problems))))
+        sys.exit(1)
+    except PenstockError as error:
+        target.write_bytes(msgspec.json.encode(Failed([str(error)])))
+        sys.exit(1)
+    target.write_bytes(msgspec.json.encode(profile))
+
+
+def profiled(job: Job) -> Profile:
+    served = read_config(Path(job.folder))
+    config, job, sent = served.model, of_the_model(served, job), sent_of(served, job)
+    inputs = {each.name: unpacked(each) for each in job.tensors}
+    batch = Batch(inputs, job.num_rows)
+    runner = backends.backend(config.backend)(config)
+    # Before any other runner: torch has one thread count for the whole process.
+    built = dict(runner.built())
+    num_threads = threads_of(config, built)
+    alone = _timed_alone(runner, batch, job.num_runs)
+    num_runs, total_s = len(alone), statistics.median(alone)
+    timed = _operators(config, runner, inputs, batch, num_runs, built)
+    runner.close()
+    alone_s = _single_thread(config, batch, num_runs, num_threads)
+    buckets = buckets_of(served, Path(job.folder), sent, num_runs)
+    cache = Path(job.cache) if job.cache else None
+    is_torch = config.backend == "pytorch"
+    peaks = peaks_of(config.device, num_threads, cache, is_torch=is_torch)
+    peaks = roofline.raised(peaks, timed.operators)
+    if job.trace_path:
+        spans = () if timed.gpu is None else timed.gpu.timeline
+        trace.write(Path(job.trace_path), config.name, timed.events, buckets, spans)
+    # Comparable only if the request runs the same batch: padding makes it longer, and with pre- or
+    # postprocessing it has one row.
+    computed = {each.name: each.seconds for each in buckets}
+    is_same = config.padding is None and not served.is_processed
+    again_s = computed[roofline.COMPUTE] if is_same else None
+    measured = Measured(
+        operators=roofline.judged(timed.operators, peaks),
+        peaks=peaks,
+        total_s=total_s,
+        buckets=buckets,
+        num_rows=job.num_rows,
+        max_batch_size=config.max_batch_size,
+        single_thread_s=alone_s,
+        gpu=timed.gpu,
+        datatypes=roofline.buildable(config),
+        queue_delay_s=_queue_delay_s(served),
+        disturbance=roofline.disturbance(alone, again_s),
+    )
+    steps = roofline.next_steps(measured)
+    return Profile(
+        model=config.name,
+        backend=config.backend,
+        batch=job.batch,
+        num_runs=num_runs,
+        total_s=total_s,
+        profiled_s=timed.profiled_s,
+        operators=list(measured.operators),
+        peaks=peaks,
+        buckets=list(buckets),
+        bound=roofline.bound_of(measured),
+        findings=[*roofline.findings(measured), *timed.notes],
+        recommendation=roofline.verdict(measured, steps),
+        ceiling=steps[0].ceiling if steps else 1.0,
+        versions=system.environment("").versions,
+        steps=steps,
+        headroom=None if measured.disturbance else roofline.headroom(measured),
+        single_thread_s=alone_s,
+        limit_share=None if measured.disturbance else roofline.limit_share(measured),
+        gpu=timed.gpu,
+        disturbance=measured.disturbance,
+    )
+
+
+def of_the_model(config: ModelConfig, job: Job) -> Job:
+    """Return the job with the model's own inputs, where a preprocess function makes these from what
+    is sent: the rows with the most common shapes."""
+    if config.preprocess is None:
+        return job
+    inputs = {each.name: unpacked(each) for each in job.tensors}
+    rows = [inputs]
+    if config.max_batch_size:
+        rows = [{name: each[n] for name, each in inputs.items()} for n in range(job.num_rows)]
+    model = config.model
+    made = [pad(model.padding, row)[0] for row in apply(config, rows)]
+    tensors, num_rows, text = make_batch(model, made)
+    return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
+
+
+def sent_of(config: ModelConfig, job: Job) -> Sequence[Packed]:
+    """Return the tensors of a request. With pre- or postprocessing it has one row: the answers of
+    several may differ in shape."""
+    if not config.is_processed or not config.max_batch_size:
+        return job.tensors
+    return [
+        packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in job.tensors
+    ]
+
+
+def _queue_delay_s(config: ModelConfig) -> float:
+    """Return how long the batcher may delay a request. In slo mode the SLO decides instead."""
+    batching = config.batching
+    is_used = batching.is_dynamic and batching.slo_latency_s is None
+    return batching.max_queue_delay_s if is_used else 0.0
+
+
+def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:
+    """Return the thread count that the library reports, else an instance's share of the cores."""
+    option = THREADS.get(config.backend, "")
+    text = built.get(option, "")
+    return int(text) if text.isdigit() and int(text) > 0 else share_of_cores(config)
+
+
+def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> list[float]:
+    """Return the seconds of each run, of as many as there was time for."""
+    run = _run_of(runner, batch)
+    for _ in range(NUM_WARM_UP):
+        began = time.perf_counter()
+        run()
+    last_s = time.perf_counter() - began
+    num_runs = max(MIN_RUNS, min(num_runs, int(MAX_MEASURE_S / max(last_s, 1e-9))))
+    seconds = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _run_of(runner: Runner, batch: Batch) -> Callable[[], object]:
+    return lambda: list(runner.start(batch).wait())
+
+
+def _flight_of(runner: Runner, batch: Batch, num_slots: int) -> Callable[[], object]:
+    """Return a function that runs a few batches per slot, with one in flight per slot."""
+
+    def fly() -> None:
+        begun = deque(runner.start(batch) for _ in range(num_slots))
+        for _ in range(NUM_FLIGHTS * num_slots):
+            list(begun.popleft().wait())
+            begun.append(runner.start(batch))
+        while begun:
+            list(begun.popleft().wait())
+
+    return fly
+
+
+def _operators(
+    config: ModelConfig,
+    runner: Runner,
+    inputs: Mapping[str, Array],
+    batch: Batch,
+    num_runs: int,
+    built: Mapping[str, str],
+) -> Timed:
+    if config.backend == "onnxruntime":
+        return onnx_times.timed(config, inputs, num_runs)
+    if config.backend == "openvino":
+        return openvino_times.timed(config, inputs, num_runs)
+    if config.backend == "pytorch":
+        datatype = TORCH_TYPES.get(built.get("dtype", "").partition(",")[0], "fp32")
+        run = _run_of(runner, batch)
+        if config.device == CPU:
+            return torch_times.timed(run, num_runs, datatype)
+        num_slots = config.num_instances if runner.runs_ahead else 1
+        flight = torch_times.Flight(_flight_of(runner, batch, num_slots), num_slots)
+        return torch_times.timed(run, num_runs, datatype, flight, built.get("tf32", ""))
+    note = f"backend '{config.backend}' does not tell of its operators: only the way is shown"
+    return Timed((), 0.0, (), (note,))
+
+
+def _single_thread(
+    config: ModelConfig, batch: Batch, num_runs: int, num_threads: int
+) -> float | None:
+    option = THREADS.get(config.backend)
+    if option is None or num_threads < 2 or config.device != "cpu":
+        return None
+    options = {**config.options, option: "1"}
+    runner = backends.backend(config.backend)(replace(config, options=options))
+    try:
+        return statistics.median(_timed_alone(runner, batch, max(MIN_RUNS, num_runs // 2)))
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    # The parent ends this process. Ctrl-C at a terminal reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main()

@@ -1,0 +1,188 @@
+"""Operator times of ONNX Runtime: our own session with the backend's options, and its profile.
+
+Prepacked weights are missing from the profile, so shapes come from one run of a second session
+without prepacking; times come only from the first session.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.profile.times import Event, OperatorTime, Timed
+from penstock.profile.work import Shaped
+from penstock.types import Array
+
+KERNEL = "_kernel_time"
+RUN = "model_run"
+DATATYPES: Mapping[str, str] = {
+    "float": "fp32",
+    "double": "fp64",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+}
+# Their time is the sum of the operators inside them.
+CONTROL_FLOW = ("If", "Loop", "Scan")
+# Runs that are not counted.
+NUM_WARM_UP = 2
+NO_PACKING = {"session.disable_prepacking": "1"}
+
+Key = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Node:
+    """Kernel times of one node, in the runs that count."""
+
+    name: str
+    kind: str
+    inputs: tuple[Shaped, ...]
+    outputs: tuple[Shaped, ...]
+    weight_bytes: float
+    calls_us: list[float] = field(default_factory=list)
+
+
+def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Timed:
+    shapes: dict[Key, Node] = {}
+    notes: list[str] = []
+    try:
+        shapes = nodes(_profile(config, inputs, 1, NO_PACKING), 1)
+    except Exception as error:  # The library raises its own types, some of them bare.
+        notes.append(f"weights are not in the bytes: {str(error).splitlines()[0]}")
+    raw = _profile(config, inputs, num_runs, {})
+    return read(raw, num_runs, shapes, notes)
+
+
+def read(
+    raw: Sequence[Mapping[str, Any]],
+    num_runs: int,
+    shapes: Mapping[Key, Node],
+    notes: Sequence[str] = (),
+) -> Timed:
+    """Read the last `num_runs` runs of a profile. For nodes in `shapes`, shapes come from there."""
+    runs = _runs(raw, num_runs)
+    start_us = min(run["ts"] for run in runs)
+    operators = []
+    for key, node in nodes(raw, num_runs).items():
+        full = shapes.get(key, node)
+        num_calls = max(1, round(len(node.calls_us) / len(runs)))
+        operators.append(
+            OperatorTime(
+                node.name,
+                node.kind,
+                statistics.median(node.calls_us) * num_calls / 1e6,
+                full.inputs,
+                full.outputs,
+                full.weight_bytes,
+                num_calls,
+            )
+        )
+    profiled_s = statistics.median(run["dur"] for run in runs) / 1e6
+    return Timed(operators, profiled_s, _events(raw, start_us), notes)
+
+
+def nodes(raw: Sequence[Mapping[str, Any]], num_runs: int) -> dict[Key, Node]:
+    """Return the kernels of the last runs, by node index and name."""
+    start_us = min(run["ts"] for run in _runs(raw, num_runs))
+    found: dict[Key, Node] = {}
+    for event in raw:
+        if not _is_kernel(event) or event["ts"] < start_us:
+            continue
+        details = event["args"]
+        name = event["name"].removesuffix(KERNEL)
+        key = (details.get("node_index", ""), name)
+        if key not in found:
+            found[key] = Node(
+                name,
+                details["op_name"],
+                _tensors(details.get("input_type_shape", ())),
+                _tensors(details.get("output_type_shape", ())),
+                float(details.get("parameter_size", 0)),
+            )
+        found[key].calls_us.append(event["dur"])
+    return found
+
+
+def _runs(raw: Sequence[Mapping[str, Any]], num_runs: int) -> list[Mapping[str, Any]]:
+    runs = [event for event in raw if event.get("name") == RUN][-num_runs:]
+    if not runs:
+        raise BackendFailed("ONNX Runtime's profile holds no run of the model")
+    return runs
+
+
+def _is_kernel(event: Mapping[str, Any]) -> bool:
+    details = event.get("args") or {}
+    return (
+        event.get("cat") == "Node"
+        and event["name"].endswith(KERNEL)
+        and details.get("op_name", "") not in ("", *CONTROL_FLOW)
+    )
+
+
+def _tensors(listed: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Shaped, ...]:
+    return tuple(
+        Shaped(DATATYPES.get(name, name), tuple(shape))
+        for each in listed
+        for name, shape in each.items()
+    )
+
+
+def _events(raw: Sequence[Mapping[str, Any]], start_us: float) -> list[Event]:
+    found = []
+    for event in raw:
+        if event.get("name") != RUN and not _is_kernel(event):
+            continue
+        if event["ts"] < start_us:
+            continue
+        details = event.get("args") or {}
+        shapes = {
+            side: str(details[f"{side}_type_shape"])
+            for side in ("input", "output")
+            if f"{side}_type_shape" in details
+        }
+        provider = {"provider": details["provider"]} if "provider" in details else {}
+        found.append(
+            Event(
+                event["name"].removesuffix(KERNEL),
+                details.get("op_name", "run"),
+                (event["ts"] - start_us) / 1e6,
+                event["dur"] / 1e6,
+                shapes | provider,
+            )
+        )
+    return found
+
+
+def _profile(
+    config: ModelConfig, inputs: Mapping[str, Array], num_runs: int, entries: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    import onnxruntime as ort
+
+    from penstock.backends.onnxruntime import providers_of, session_options
+
+    problems: list[str] = []
+    options = session_options(config, problems)
+    providers = providers_of(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    for key, value in entries.items():
+        with suppress(Exception):  # One that the configuration sets already.
+            options.add_session_config_entry(key, value)
+    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as folder:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        session = ort.InferenceSession(config.artifact, options, providers=providers)
+        names = [spec.name for spec in config.outputs]
+        for _ in range(NUM_WARM_UP + num_runs):
+            session.run(names, dict(inputs))
+        path = session.end_profiling()
+        raw: list[dict[str, Any]] = json.loads(Path(path).read_text())
+    return raw

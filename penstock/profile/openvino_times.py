@@ -1,0 +1,158 @@
+"""Operator times of OpenVINO: the backend's properties with performance counters on.
+
+Counters have no shapes. These come from the graph that the library compiles for the same inputs
+with fixed sizes, matched by node name.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import ModelConfig
+from penstock.profile.times import Event, OperatorTime, Timed
+from penstock.profile.work import Shaped
+from penstock.types import Array
+
+# ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
+# matter for counting.
+KINDS: Mapping[str, str] = {
+    "FullyConnected": "MatMul",
+    "Convolution": "Conv",
+    "GroupConvolution": "Conv",
+    "Deconvolution": "ConvTranspose",
+    "MVN": "LayerNormalization",
+    "RMSNorm": "LayerNormalization",
+    "ScaledDotProductAttention": "MultiHeadAttention",
+    "ScaledAttn": "MultiHeadAttention",
+    "SoftMax": "Softmax",
+    "Pooling": "AveragePool",
+    "AvgPool": "AveragePool",
+    "Convert": "Cast",
+    "Multiply": "Mul",
+    "Divide": "Div",
+    "Subtract": "Sub",
+    "Power": "Pow",
+    "ReLU": "Relu",
+    "Clamp": "Clip",
+    "FakeQuantize": "QuantizeLinear",
+    "Subgraph": "Eltwise",
+    "Select": "Where",
+    "StridedSlice": "Slice",
+    "Broadcast": "Expand",
+}
+DATATYPES: Mapping[str, str] = {
+    "f64": "fp64",
+    "f32": "fp32",
+    "f16": "fp16",
+    "bf16": "bf16",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u64": "uint64",
+    "u32": "uint32",
+    "u16": "uint16",
+    "u8": "uint8",
+    "boolean": "bool",
+}
+NUM_WARM_UP = 2
+CONSTANT = "Const"
+
+
+def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Timed:
+    import openvino as ov
+
+    from penstock.backends.openvino import DEVICE, properties_of, read_model
+
+    properties = properties_of(config) | {"PERF_COUNT": "YES"}
+    path = Path(config.artifact)
+    model = read_model(path, path.name)
+    compiled = ov.Core().compile_model(model, DEVICE, properties)
+    request = compiled.create_infer_request()
+    feeds = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+    for _ in range(NUM_WARM_UP):
+        request.infer(feeds)
+    seconds: dict[tuple[str, str, str], list[float]] = {}
+    runs_s = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        request.infer(feeds)
+        runs_s.append(time.perf_counter() - began)
+        for entry in request.profiling_info:
+            if entry.status == entry.Status.EXECUTED:
+                key = (entry.node_name, entry.node_type, entry.exec_type)
+                seconds.setdefault(key, []).append(entry.real_time.total_seconds())
+    nodes = _fixed(ov, model, feeds, properties)
+    operators = [
+        _operator(key, statistics.median(each), nodes.get(key[0])) for key, each in seconds.items()
+    ]
+    return Timed(operators, statistics.median(runs_s), _in_a_row(operators))
+
+
+def _fixed(ov: Any, model: Any, feeds: Mapping[str, Array], properties: Any) -> dict[str, Any]:
+    """Return the compiled graph's nodes by name, all sizes known; empty if it cannot be built."""
+    try:
+        model.reshape({name: ov.PartialShape(list(array.shape)) for name, array in feeds.items()})
+        graph = ov.Core().compile_model(model, "CPU", properties).get_runtime_model()
+    except RuntimeError:
+        return {}
+    return {node.get_friendly_name(): node for node in graph.get_ops()}
+
+
+def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorTime:
+    name, kind, how = key
+    kind = KINDS.get(kind, kind)
+    # "brgemm_avx512_f32": the last part is the compute datatype.
+    datatype = DATATYPES.get(how.rpartition("_")[2], "")
+    if datatype == "uint8":
+        datatype = "int8"
+    if node is None or any(each.get_partial_shape().is_dynamic for each in node.inputs()):
+        return OperatorTime(name, kind, seconds, datatype=datatype)
+    inputs = tuple(map(_shaped, node.inputs()))
+    outputs = tuple(map(_shaped, node.outputs()))
+    constants = [
+        shaped.num_bytes
+        for port, shaped in zip(node.inputs(), inputs, strict=True)
+        if _is_constant(port.get_source_output().get_node())
+    ]
+    return OperatorTime(name, kind, seconds, inputs, outputs, sum(constants), datatype=datatype)
+
+
+def _is_constant(node: Any) -> bool:
+    """Return whether this is constant, also if transposed or converted once, at compile time."""
+    kind = _fact(node, "layerType")
+    if kind == CONSTANT:
+        return True
+    if kind not in ("Reorder", "Transpose", "Convert"):
+        return False
+    return _is_constant(node.input(0).get_source_output().get_node())
+
+
+def _fact(node: Any, name: str) -> str:
+    found = node.get_rt_info()
+    if name not in found:
+        return ""
+    value = found[name]
+    return str(getattr(value, "value", value))
+
+
+def _shaped(port: Any) -> Shaped:
+    shape = port.get_partial_shape()
+    sizes = () if shape.is_dynamic else tuple(size.get_length() for size in shape)
+    return Shaped(DATATYPES.get(port.get_element_type().get_type_name(), "fp32"), sizes)
+
+
+def _in_a_row(operators: list[OperatorTime]) -> list[Event]:
+    """Lay the operators end to end: counters have durations and order, but no start times."""
+    events, start_s = [], 0.0
+    for each in operators:
+        shapes = {"input": str([list(tensor.shape) for tensor in each.inputs])}
+        events.append(Event(each.name, each.kind, start_s, each.seconds, shapes))
+        start_s += each.seconds
+    return events

@@ -1,0 +1,342 @@
+"""Measured peaks of this device, cached per number of threads.
+
+FLOP/s come from a large matmul, memory bandwidth from copies larger than any cache, cache bandwidth
+from copies that fit, and launch time from a chain of operators that do next to nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.benchmark import system
+from penstock.profile.results import Peaks
+from penstock.types import Array
+
+# Each peak is measured in several rounds, interleaved with the others, so that a short disturbance
+# does not lower them all.
+NUM_ROUNDS = 3
+ROUND_S = 0.15
+# Rounds that differ by more were disturbed: such peaks are used, but not cached.
+STEADY = 1.3
+# Matrix sides: matrices of a few times the caches' size, so that edge effects do not matter.
+GEMM_SIZE = 1024
+CUDA_GEMM_SIZE = 8192
+COPY_BYTES = 128 << 20
+CHAIN_LENGTH = 200
+DEFAULT_CACHE_BYTES = 512 << 10
+L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+HOST_COPY_BYTES = 64 << 20
+DATATYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+FORMAT = 2
+
+
+def peaks_of(
+    device: str, num_threads: int, folder: Path | None = None, *, is_torch: bool = False
+) -> Peaks:
+    """Return the peaks of `cpu` or `cuda:N`, cached in `folder` or the user's cache. On CPUs the
+    launch time is torch's if `is_torch`, else ONNX Runtime's."""
+    path = (folder or cache_folder()) / f"peaks-{_digest(device, num_threads, is_torch)}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=Peaks)
+    if device.startswith("cuda"):
+        found, is_steady = _measure_cuda(device)
+    else:
+        found, is_steady = _measure_cpu(num_threads, is_torch)
+    if is_steady:
+        _remember(found, path)
+    return found
+
+
+def _remember(found: Peaks, path: Path) -> None:
+    with suppress(OSError):  # Measured again next time.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(msgspec.json.encode(found))
+        unfinished.replace(path)
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def _digest(device: str, num_threads: int, is_torch: bool) -> str:
+    """Hash of the machine, libraries and threads, which determine the peaks."""
+    seen = system.environment("")
+    facts: list[object] = [FORMAT, device, num_threads, is_torch, seen.host_cpu, seen.num_cores]
+    facts += [seen.gpus, seen.versions]
+    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Try:
+    """Something that does `amount` per run. The shortest time counts, because other load on the
+    machine can only slow it down."""
+
+    run: Callable[[], object]
+    amount: float
+    # Best time of each round.
+    rounds_s: list[float] = field(default_factory=list)
+
+    def repeat(self, seconds: float) -> None:
+        self.run()
+        best_s = float("inf")
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            self.run()
+            best_s = min(best_s, time.perf_counter() - began)
+        self.rounds_s.append(best_s)
+
+    @property
+    def is_steady(self) -> bool:
+        return not self.rounds_s or max(self.rounds_s) <= STEADY * min(self.rounds_s)
+
+
+def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float]:
+    """Return the best rate of each; those that fail are left out."""
+    left = dict(tries)
+    for _ in range(NUM_ROUNDS):
+        for name, each in list(left.items()):
+            try:
+                each.repeat(round_s)
+            except RuntimeError:  # A device without instructions for the type.
+                del left[name]
+    return {name: each.amount / min(each.rounds_s) for name, each in left.items()}
+
+
+def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
+    """Return the peaks, and whether the measurement was undisturbed."""
+    operations = 2.0 * GEMM_SIZE**3
+    small = cache_bytes() // 4
+    with ThreadPoolExecutor(num_threads) as pool:
+        tries = {
+            "fp32": Try(_session("MatMul", "fp32", num_threads), operations),
+            "int8": Try(_session("MatMulInteger", "int8", num_threads), operations),
+            "memory": _copy(pool, num_threads, COPY_BYTES),
+            "cache": _copy(pool, num_threads, small * num_threads, num_repeats=64),
+            "launch": Try(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
+        }
+        bf16 = _torch_product(GEMM_SIZE, num_threads)
+        if bf16 is not None:
+            tries["bf16"] = Try(bf16, operations)
+        found = rates(tries)
+    peaks = Peaks(
+        device=system.environment("").host_cpu,
+        num_threads=num_threads,
+        flops={name: found[name] for name in DATATYPES if name in found},
+        bytes_per_s=found["memory"],
+        launch_s=1 / found["launch"],
+        cache_bytes_per_s=found["cache"],
+        cache_bytes=cache_bytes() * num_threads,
+    )
+    return peaks, all(each.is_steady for each in tries.values())
+
+
+def cache_bytes() -> int:
+    """Size of one core's L2 cache."""
+    with suppress(OSError, ValueError):
+        return int(L2.read_text().strip().removesuffix("K")) << 10
+    return DEFAULT_CACHE_BYTES
+
+
+def _copy(
+    pool: ThreadPoolExecutor, num_threads: int, total_bytes: int, num_repeats: int = 1
+) -> Try:
+    """Copy in `num_threads` threads at once; the amount is bytes read and written."""
+    share = total_bytes // num_threads
+    pairs = [(np.ones(share, np.uint8), np.empty(share, np.uint8)) for _ in range(num_threads)]
+
+    def copy(pair: tuple[Array, Array]) -> None:
+        for _ in range(num_repeats):
+            np.copyto(pair[1], pair[0])
+
+    amount = 2.0 * share * num_threads * num_repeats
+    return Try(lambda: list(pool.map(copy, pairs)), amount)
+
+
+def _session(kind: str, datatype: str, num_threads: int) -> Callable[[], object]:
+    """A matmul in ONNX Runtime; the second matrix is weights."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    random = np.random.default_rng(0)
+    shape = (GEMM_SIZE, GEMM_SIZE)
+    if datatype == "int8":
+        left = random.integers(0, 128, shape, np.uint8)
+        right = random.integers(-64, 64, shape, np.int8)
+        given, answer = TensorProto.UINT8, TensorProto.INT32
+    else:
+        left = random.random(shape, np.float32)
+        right = random.random(shape, np.float32)
+        given, answer = TensorProto.FLOAT, TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node(kind, ["left", "right"], ["product"])],
+        "peak",
+        [helper.make_tensor_value_info("left", given, shape)],
+        [helper.make_tensor_value_info("product", answer, shape)],
+        [numpy_helper.from_array(right, "right")],
+    )
+    session = _load(graph, num_threads)
+    return lambda: session.run(None, {"left": left})
+
+
+def _chain() -> Callable[[], object]:
+    """A chain of operators, each on a single number."""
+    from onnx import TensorProto, helper
+
+    nodes = [
+        helper.make_node("Neg", [f"x{index}"], [f"x{index + 1}"]) for index in range(CHAIN_LENGTH)
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,))
+        for name in ("x0", f"x{CHAIN_LENGTH}")
+    ]
+    session = _load(helper.make_graph(nodes, "chain", ends[:1], ends[1:]), 1)
+    number = np.ones(1, np.float32)
+    return lambda: session.run(None, {"x0": number})
+
+
+def _torch_chain() -> Callable[[], object]:
+    import torch
+
+    number = torch.ones(1)
+
+    def run() -> None:
+        with torch.inference_mode():
+            for _ in range(CHAIN_LENGTH):
+                torch.neg(number)
+
+    return run
+
+
+def _load(graph: Any, num_threads: int) -> Any:
+    # Imported first: it sets a switch before the library is loaded.
+    from penstock.backends.onnxruntime import CPU  # isort: skip
+    import onnxruntime as ort
+    from onnx import helper
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=[CPU])
+
+
+def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
+    """A BF16 matmul in torch; None without torch or without BF16 instructions."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    if not {"avx512_bf16", "amx_bf16"} & _cpu_flags():
+        return None
+    torch.set_num_threads(num_threads)
+    left, right = (torch.randn((size, size)).to(torch.bfloat16) for _ in range(2))
+    return lambda: torch.mm(left, right)
+
+
+def cuda_product(device: str, datatype: str, size: int) -> Callable[[], object] | None:
+    """Return a synchronous matmul in this datatype; None if the device does not support it."""
+    try:
+        product = _product(device, datatype, size)
+        product()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+    import torch
+
+    def run() -> None:
+        product()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
+def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
+    import torch
+
+    shape = (size, size)
+    if datatype == "int8":
+        whole = torch.ones(shape, dtype=torch.int8, device=device)
+        return lambda: torch._int_mm(whole, whole.t())
+    numbers = torch.randn(shape, device=device)
+    if datatype == "fp8":
+        small = numbers.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+        # The second matrix is column-major, as the kernels require.
+        settings = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return lambda: torch._scaled_mm(small, small.t(), one, one, **settings)
+    if datatype in ("fp32", "tf32"):
+        return lambda: _in_precision("high" if datatype == "tf32" else "highest", numbers)
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[datatype]
+    half = numbers.to(kind)
+    return lambda: torch.mm(half, half)
+
+
+def _in_precision(precision: str, numbers: Any) -> None:
+    import torch
+
+    torch.set_float32_matmul_precision(precision)
+    torch.mm(numbers, numbers)
+    torch.set_float32_matmul_precision("highest")
+
+
+def _cpu_flags() -> set[str]:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
+    return set()
+
+
+def _measure_cuda(device: str) -> tuple[Peaks, bool]:
+    import torch
+
+    source = torch.ones(COPY_BYTES * 8, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    one = torch.ones(1, device=device)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+
+    def chain() -> None:
+        for _ in range(CHAIN_LENGTH):
+            one.neg()
+        torch.cuda.synchronize(device)
+
+    tries = {
+        "memory": Try(copy, 2.0 * source.numel()),
+        "launch": Try(chain, CHAIN_LENGTH),
+    }
+    host = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def copy_in() -> None:
+        target[:HOST_COPY_BYTES].copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    tries["host"] = Try(copy_in, float(HOST_COPY_BYTES))
+    for datatype in DATATYPES:
+        run = cuda_product(device, datatype, CUDA_GEMM_SIZE)
+        if run is not None:
+            tries[datatype] = Try(run, 2.0 * CUDA_GEMM_SIZE**3)
+    found = rates(tries)
+    peaks = Peaks(
+        device=torch.cuda.get_device_name(device),
+        num_threads=1,
+        flops={name: found[name] for name in DATATYPES if name in found},
+        bytes_per_s=found["memory"],
+        launch_s=1 / found["launch"],
+        host_bytes_per_s=found["host"],
+    )
+    return peaks, all(each.is_steady for each in tries.values())

@@ -1,0 +1,179 @@
+"""Profile a model folder with a batch, in a child process: a library that crashes under its
+profiler raises an error here and harms nothing else."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer.simulate import fitted
+from penstock.profile.results import Profile
+from penstock.repository import layout
+from penstock.system import devices
+from penstock.types import Array, Tensor, from_array, to_array
+
+CHILD = "penstock.profile.child"
+TIMEOUT_S = 900.0
+
+
+class Packed(msgspec.Struct):
+    """A tensor for the child process."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Job(msgspec.Struct):
+    """The child's job. Its output files are given by path."""
+
+    folder: str
+    tensors: list[Packed]
+    num_rows: int
+    batch: str
+    num_runs: int
+    # Folder where peaks are cached; empty: the user's cache.
+    cache: str
+    profile_path: str
+    trace_path: str
+
+
+class Failed(msgspec.Struct):
+    """The child's answer if it failed."""
+
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    # Runs per measurement; they are repeated under the profiler.
+    num_runs: int = 20
+    # Path of the Chrome trace to write.
+    trace: Path | None = None
+    cache: Path | None = None
+
+
+def profile_build(
+    folder: Path, rows: Sequence[Mapping[str, Array]], settings: Settings | None = None
+) -> Profile:
+    """Profile the model in `folder`. `rows` are examples without a batch dimension; those that
+    share the most common shapes run as one batch. ConfigError if the model or the rows do not fit,
+    BackendFailed if the child crashes."""
+    settings = settings or Settings()
+    config = read_config(folder)
+    tensors, num_rows, text = make_batch(config, fitted(rows, config))
+    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
+        job = Job(
+            folder=str(folder),
+            tensors=tensors,
+            num_rows=num_rows,
+            batch=text,
+            num_runs=settings.num_runs,
+            cache=str(settings.cache or ""),
+            profile_path=str(Path(made) / "profile.json"),
+            trace_path=str(settings.trace or ""),
+        )
+        return _run(job, Path(made))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the configuration of the newest version of the one model there."""
+    found = layout.read(folder)
+    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
+    if problems:
+        raise ConfigError(problems)
+    names = sorted(found.folders)
+    if len(names) > 1:
+        raise ConfigError([f"{folder}: holds {layout.listed(names)}; say which by --model"])
+    return found.configs[-1]
+
+
+def make_batch(
+    config: ModelConfig, rows: Sequence[Mapping[str, Array]]
+) -> tuple[list[Packed], int, str]:
+    """Return one request made of the rows: its tensors, the number of rows, and a description."""
+    if not rows:
+        raise ConfigError(["nothing to profile with: expected at least one example"])
+    if config.max_batch_size == 0:
+        chosen = list(rows[:1])
+    else:
+        forms = [str([np.shape(row[name]) for name in sorted(row)]) for row in rows]
+        commonest = Counter(forms).most_common(1)[0][0]
+        alike = [row for row, form in zip(rows, forms, strict=True) if form == commonest]
+        chosen = alike[: config.max_batch_size]
+    tensors = []
+    for spec in config.inputs:
+        if spec.name not in chosen[0]:
+            if spec.is_optional:
+                continue
+            raise ConfigError([f"input '{spec.name}': the examples do not have it"])
+        arrays = [row[spec.name] for row in chosen]
+        array = np.stack(arrays) if config.max_batch_size else np.asarray(arrays[0])
+        tensors.append(packed(from_array(spec.name, spec.datatype, array)))
+    return tensors, len(chosen), _described(tensors, len(chosen), config)
+
+
+def packed(tensor: Tensor) -> Packed:
+    return Packed(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data))
+
+
+def unpacked(each: Packed) -> Array:
+    return to_array(Tensor(each.name, each.datatype, each.shape, each.data))
+
+
+def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) -> str:
+    start = 1 if config.max_batch_size else 0
+    shapes = [
+        f"{each.name} {'x'.join(map(str, each.shape[start:])) or 'scalar'}" for each in tensors
+    ]
+    rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+    return f"{rows} of {', '.join(shapes)}" if config.max_batch_size else ", ".join(shapes)
+
+
+def _run(job: Job, made: Path) -> Profile:
+    path = made / "job"
+    path.write_bytes(msgspec.msgpack.encode(job))
+    command = [sys.executable, "-m", CHILD, str(path)]
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env=devices.worker_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendFailed(f"profiling took longer than {TIMEOUT_S:g} s") from None
+    result = Path(job.profile_path)
+    if ended.returncode == 0 and result.is_file():
+        return msgspec.json.decode(result.read_bytes(), type=Profile)
+    if result.is_file():
+        raise ConfigError(msgspec.json.decode(result.read_bytes(), type=Failed).problems)
+    raise BackendFailed(f"profiling ended {_how(ended.returncode)}{_last_words(ended.stderr)}")
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
+
+
+def _last_words(text: bytes) -> str:
+    lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1].strip()[:500]}" if lines else ""

@@ -1,0 +1,544 @@
+"""Find the bottleneck of each operator and of the model, its distance from the peaks, and the steps
+that could gain most. Pure.
+
+An operator needs at least the longest of: its operations at the peak of their datatype, its bytes
+at the bandwidth of the memory they are in, and one launch. Time beyond a few times that is
+overhead: a poor kernel, threads that wait for each other, memory in the wrong order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
+
+import msgspec
+
+from penstock import units
+from penstock.config import CPU, PACK, ModelConfig
+from penstock.profile.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
+from penstock.profile.times import OperatorTime
+from penstock.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
+
+# Operators below this efficiency are overhead-bound.
+MIN_EFFICIENCY = 0.15
+# Operators that take at most this many launches can count as launch-bound.
+NUM_LAUNCHES = 8
+# Steps with a lower ceiling are not proposed.
+MIN_CEILING = 1.05
+# Runs were disturbed if the slowest takes this many times as long as the fastest.
+NOISY = 1.5
+# Bucket of a request's time that is spent in the model.
+COMPUTE = "compute"
+# Buckets around the model below this share of a request's time are not worth a step.
+MIN_PART = 0.1
+BLOCK = re.compile(
+    r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
+)
+# Narrower datatypes by that of the multiplications.
+NARROWER = {
+    "fp32": ("tf32", "bf16", "fp16", "fp8", "int8"),
+    "tf32": ("bf16", "fp16", "fp8", "int8"),
+    "bf16": ("fp8", "int8"),
+    "fp16": ("fp8", "int8"),
+}
+NAMES = {
+    "fp64": "FP64",
+    "fp32": "FP32",
+    "tf32": "TF32",
+    "fp16": "FP16",
+    "bf16": "BF16",
+    "fp8": "FP8",
+    "int8": "INT8",
+}
+# Datatypes that `penstock optimize` can build: on CPUs; of PyTorch modules on GPUs; and there only
+# of packed encoders. There is no INT8 on GPUs.
+ON_CPUS = ("bf16", "int8")
+ON_GPUS = ("tf32", "fp16", "bf16")
+OF_PACKED = "fp8"
+MEASURE_AGAIN = "Measure again on a quiet machine before you act on this profile"
+# Smaller shares of GPU time without a kernel, or with exposed copies, are not reported.
+MIN_IDLE = 0.1
+WORDS = {
+    "compute": "compute-bound",
+    "memory": "memory-bound",
+    "launch": "launch-bound",
+    "overhead": "overhead-bound",
+    "unknown": "bottleneck unknown",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All inputs of a verdict."""
+
+    operators: Sequence[Operator]
+    peaks: Peaks
+    # Time of one run without the profiler.
+    total_s: float
+    buckets: Sequence[Bucket]
+    num_rows: int
+    # 0: the model has no batch dimension.
+    max_batch_size: int
+    # None: not measured, or there is only one thread.
+    single_thread_s: float | None = None
+    # None on CPUs.
+    gpu: GpuTime | None = None
+    # Datatypes that Penstock can build this model in.
+    datatypes: Sequence[str] = ON_CPUS
+    # Longest time that the batcher may delay a request.
+    queue_delay_s: float = 0.0
+    # Why the times cannot be trusted, in which case no estimates are made; empty: they can.
+    disturbance: str = ""
+
+    @property
+    def launch_gap_s(self) -> float:
+        """Time between operators in which the GPU waited for the next kernel."""
+        return 0.0 if self.gpu is None else min(self.gap_s, self.gpu.gap_s)
+
+    @property
+    def listed_s(self) -> float:
+        return sum(each.seconds for each in self.operators)
+
+    @property
+    def gap_s(self) -> float:
+        """Time of a run between operators; the profiler's overhead hides some of it."""
+        return max(0.0, self.total_s - self.listed_s) if self.operators else 0.0
+
+
+def raised(peaks: Peaks, times: Iterable[OperatorTime]) -> Peaks:
+    """Raise each peak to the highest rate that an operator of the model reached."""
+    flops = dict(peaks.flops)
+    for each in times:
+        work = work_of(each.kind, each.inputs, each.outputs)
+        datatype = each.datatype or work.datatype
+        if each.kind in MULTIPLIERS and work.flops and each.seconds > 0 and datatype in flops:
+            flops[datatype] = max(flops[datatype], work.flops * each.num_calls / each.seconds)
+    return msgspec.structs.replace(peaks, flops=flops)
+
+
+def judged(times: Iterable[OperatorTime], peaks: Peaks) -> list[Operator]:
+    """Return every operator with its work and its bottleneck, longest first."""
+    listed = list(times)
+    fits = sum(_weights_read(each) * each.num_calls for each in listed) <= peaks.cache_bytes
+    found = [_judged(each, peaks, fits) for each in listed]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _judged(each: OperatorTime, peaks: Peaks, fits: bool) -> Operator:
+    work = work_of(each.kind, each.inputs, each.outputs)
+    calls = each.num_calls
+    operator = Operator(
+        name=each.name,
+        type=each.kind,
+        seconds=each.seconds,
+        flops=None if work.flops is None else work.flops * calls,
+        num_bytes=None if work.num_bytes is None else work.num_bytes * calls,
+        datatype=each.datatype or work.datatype,
+        bound="unknown",
+        efficiency=None,
+        block=block_of(each.name),
+        num_calls=calls,
+        weight_bytes=_weights_read(each) * calls,
+    )
+    if operator.num_bytes is not None:
+        needed = _needs(operator, peaks, fits)
+        operator.needed_s = max(needed.values())
+        if each.seconds > 0:
+            operator.efficiency = min(1.0, operator.needed_s / each.seconds)
+        operator.bound = _bound(operator, needed, peaks)
+    return operator
+
+
+def _weights_read(each: OperatorTime) -> float:
+    """Return the weight bytes read; 0 for lookups, which read only a few rows."""
+    return 0.0 if each.kind in LOOKUPS else each.weight_bytes
+
+
+def _needs(operator: Operator, peaks: Peaks, fits: bool, datatype: str = "") -> dict[Bound, float]:
+    """Return the least time by bottleneck, in another datatype if one is given."""
+    own = operator.datatype
+    shrink = BITS[datatype] / BITS.get(own, 32) if datatype else 1.0
+    flops = peaks.flops.get(datatype or own) or peaks.flops.get("fp32", 0.0)
+    return {
+        "compute": (operator.flops or 0.0) / flops if flops else 0.0,
+        "memory": shrink * _memory_s(operator, peaks, fits),
+        "launch": peaks.launch_s * operator.num_calls,
+    }
+
+
+def _memory_s(operator: Operator, peaks: Peaks, fits: bool) -> float:
+    """Return the memory time. Weights come from memory unless the whole model's fit the caches;
+    activations come from the caches if they fit."""
+    passing = max(0.0, (operator.num_bytes or 0.0) - operator.weight_bytes)
+    is_near = passing / operator.num_calls <= peaks.cache_bytes
+    return passing / _bandwidth(peaks, is_near) + operator.weight_bytes / _bandwidth(peaks, fits)
+
+
+def _bandwidth(peaks: Peaks, is_near: bool) -> float:
+    return max(peaks.cache_bytes_per_s, peaks.bytes_per_s) if is_near else peaks.bytes_per_s
+
+
+def _bound(operator: Operator, needed: dict[Bound, float], peaks: Peaks) -> Bound:
+    work_s = max(needed["compute"], needed["memory"])
+    if needed["launch"] >= work_s or (
+        operator.seconds <= NUM_LAUNCHES * needed["launch"] and work_s < 0.5 * operator.seconds
+    ):
+        return "launch"
+    if operator.efficiency is not None and operator.efficiency < MIN_EFFICIENCY:
+        return "overhead"
+    return "compute" if needed["compute"] >= needed["memory"] else "memory"
+
+
+def block_of(name: str) -> str:
+    """Return `encoder/layer.0` for `/encoder/layer.0/output/MatMul`; empty if there is no block."""
+    found = BLOCK.match(name.strip("/"))
+    return found.group(1) if found else ""
+
+
+# The model as a whole.
+
+
+def shares(measured: Measured) -> dict[Bound, float]:
+    """Return the seconds of a run by bottleneck. Time between operators is overhead, or launch if a
+    GPU waits for its kernels."""
+    found: dict[Bound, float] = dict.fromkeys(get_args(Bound), 0.0)
+    for each in measured.operators:
+        found[each.bound] += each.seconds
+    found["launch"] += measured.launch_gap_s
+    found["overhead"] += measured.gap_s - measured.launch_gap_s
+    return {bound: seconds for bound, seconds in found.items() if seconds > 0}
+
+
+def bound_of(measured: Measured) -> Bound:
+    found = shares(measured)
+    return max(found, key=lambda bound: found[bound]) if found else "unknown"
+
+
+def headroom(measured: Measured) -> float:
+    """Return the speed-up at the peaks, with the same operators in the same datatypes."""
+    if not measured.operators:
+        return 1.0
+    least = sum(
+        each.seconds if each.needed_s is None else min(each.seconds, each.needed_s)
+        for each in measured.operators
+    )
+    return _speed_up(measured, measured.listed_s - least)
+
+
+def limit_share(measured: Measured) -> float | None:
+    """Return the share of a run's time that its operations and bytes take at the peaks, without
+    launches. A lower bound: unknown operators count as 0. None if most are unknown."""
+    operators, peaks = measured.operators, measured.peaks
+    known = [each for each in operators if each.num_bytes is not None]
+    if not known or sum(each.seconds for each in known) < 0.5 * measured.listed_s:
+        return None
+    fits = sum(each.weight_bytes for each in operators) <= peaks.cache_bytes
+    needs = [_needs(each, peaks, fits) for each in known]
+    needed_s = sum(max(each["compute"], each["memory"]) for each in needs)
+    return min(1.0, needed_s / max(measured.total_s, measured.listed_s))
+
+
+def _speed_up(measured: Measured, saved_s: float) -> float:
+    """Apply Amdahl's law."""
+    whole = max(measured.total_s, measured.listed_s)
+    return whole / max(whole - saved_s, 1e-12) if whole > 0 else 1.0
+
+
+def buildable(config: ModelConfig) -> tuple[str, ...]:
+    """Return the datatypes that `penstock optimize` can build this model in."""
+    if config.device == CPU:
+        return tuple(each for each in ON_CPUS if each != "int8" or _is_onnx_made(config))
+    if config.backend != "pytorch" or config.artifact.endswith(".pt2"):
+        return ()
+    return (*ON_GPUS, OF_PACKED) if PACK in config.options else ON_GPUS
+
+
+def _is_onnx_made(config: ModelConfig) -> bool:
+    """Return whether INT8 can be built: from ONNX files, and from models that can be exported."""
+    return not config.artifact.endswith(".xml")
+
+
+def next_steps(measured: Measured) -> list[NextStep]:
+    """Return the steps worth trying, highest ceiling first, cheaper ones first among equals; empty
+    if the runs were disturbed."""
+    if measured.disturbance:
+        return []
+    ways: list[Callable[[Measured], NextStep | None]] = [
+        _fusion,
+        _better_kernels,
+        _graphs,
+        *(partial(_narrower, datatype=each) for each in ("tf32", "bf16", "fp16", "fp8", "int8")),
+        _batching,
+        _hidden_copies,
+        _instances,
+        _path,
+    ]
+    found = [step for way in ways if (step := way(measured)) is not None]
+    worth = [step for step in found if step.ceiling >= MIN_CEILING]
+    return sorted(worth, key=lambda step: -round(step.ceiling, 2))
+
+
+def _fusion(measured: Measured) -> NextStep | None:
+    """Fuse operators that mostly move memory into their neighbours."""
+    small = [each for each in measured.operators if each.type in FUSIBLE and each.seconds > 0]
+    saved_s = sum(each.seconds for each in small)
+    text = f"fuse {_top_types(small)} into adjacent operators ({_percent(saved_s, measured)})"
+    return _step("fusion", text, measured, saved_s)
+
+
+def _better_kernels(measured: Measured) -> NextStep | None:
+    poor = [each for each in measured.operators if each.bound == "overhead"]
+    saved_s = sum(each.seconds - (each.needed_s or 0.0) for each in poor)
+    part = _percent(saved_s, measured)
+    text = f"another runtime or compiler for {_top_types(poor)} ({part} is overhead)"
+    return _step("compile", text, measured, saved_s)
+
+
+def _narrower(measured: Measured, datatype: str) -> NextStep | None:
+    """Use a narrower datatype in matmuls: its peak helps if they are compute-bound, its size if
+    memory-bound. Their distance from the roof is assumed to stay the same."""
+    if datatype not in measured.peaks.flops or datatype not in measured.datatypes:
+        return None
+    weights = sum(each.weight_bytes for each in measured.operators)
+    fits = weights <= measured.peaks.cache_bytes
+    chosen, saved_s = [], 0.0
+    for each in measured.operators:
+        if each.type not in MULTIPLIERS or datatype not in NARROWER.get(each.datatype, ()):
+            continue
+        now = max(_needs(each, measured.peaks, fits).values())
+        then = max(_needs(each, measured.peaks, fits, datatype).values())
+        if now > 0 and then < now:
+            chosen.append(each)
+            saved_s += each.seconds * (1 - then / now)
+    part = _percent(sum(each.seconds for each in chosen), measured)
+    text = f"{NAMES[datatype]} for {_top_types(chosen)} ({part})"
+    return _step(datatype, text, measured, saved_s)
+
+
+def _graphs(measured: Measured) -> NextStep | None:
+    saved_s = measured.launch_gap_s
+    part = _percent(saved_s, measured)
+    text = f"CUDA graphs, or fewer kernels: the GPU waits for kernel launches ({part})"
+    return _step("cuda-graphs", text, measured, saved_s)
+
+
+def _hidden_copies(measured: Measured) -> NextStep | None:
+    """Use two instances on a GPU, so that one batch is copied while another is computed."""
+    gpu = measured.gpu
+    if gpu is None or gpu.num_slots > 1:
+        return None
+    saved_s = min(gpu.copies_s, gpu.busy_s)
+    text = f"2 instances on the GPU, to overlap copies with kernels ({_percent(saved_s, measured)})"
+    return _step("instances", text, measured, saved_s, is_latency=False)
+
+
+def _batching(measured: Measured) -> NextStep | None:
+    """Use larger batches, so that more rows share the fixed cost of a batch."""
+    largest = measured.max_batch_size
+    if largest <= measured.num_rows:
+        return None
+    fixed_s = measured.gap_s
+    for each in measured.operators:
+        if each.bound in ("launch", "overhead"):
+            fixed_s += each.seconds
+        elif each.bound == "memory" and each.num_bytes:
+            fixed_s += each.seconds * each.weight_bytes / each.num_bytes
+    saved_s = fixed_s * (1 - measured.num_rows / largest)
+    text = f"batches of {largest} rows: {_percent(fixed_s, measured)} is paid once per batch"
+    return _step("batching", text, measured, saved_s, is_latency=False)
+
+
+def _instances(measured: Measured) -> NextStep | None:
+    """Run one instance per thread, which regains all that is lost between threads. The instances
+    would share memory and caches, so this is an upper bound."""
+    count, alone_s = measured.peaks.num_threads, measured.single_thread_s
+    if alone_s is None or count < 2 or alone_s <= 0:
+        return None
+    ceiling = count * measured.total_s / alone_s
+    gained = alone_s / measured.total_s
+    text = f"{count} instances of 1 thread: {count} threads are only {gained:.2g}x as fast as 1"
+    return NextStep("instances", f"{text}: at most {ceiling:.2g}x the rate", ceiling, False)
+
+
+def _path(measured: Measured) -> NextStep | None:
+    """Return the largest part of a request's time around the model that can be shortened, with the
+    speed-up of the request without it."""
+    whole = sum(each.seconds for each in measured.buckets)
+    around = sorted(measured.buckets, key=lambda each: -each.seconds)
+    for each in around:
+        advice = _advice(each.name, measured)
+        if advice and each.seconds >= MIN_PART * whole > 0:
+            ceiling = whole / max(whole - each.seconds, 1e-12)
+            text = f"{each.name} is {units.share(each.seconds, whole)} of a request: {advice}"
+            return NextStep("path", f"{text}: at most {ceiling:.2g}x", ceiling)
+    return None
+
+
+def _advice(part: str, measured: Measured) -> str:
+    """Return how to shorten a part of a request's time; empty if Penstock can do nothing today. The
+    profiled request has binary tensors already, and no other request to wait for."""
+    if part == "queue" and measured.queue_delay_s > 0:
+        delay = units.duration(measured.queue_delay_s)
+        return f"lower max_queue_delay_microseconds (now {delay})"
+    if part in ("preprocess", "postprocess"):
+        return f"vectorise the {part} function (numpy on whole arrays), or do less in it"
+    if part == "encode":
+        return "request only the outputs that you need"
+    if part in ("decode", "copy in", "copy out") and measured.max_batch_size > measured.num_rows:
+        return "send more rows per request"
+    return ""
+
+
+def _step(
+    name: str, text: str, measured: Measured, saved_s: float, *, is_latency: bool = True
+) -> NextStep | None:
+    if saved_s <= 0:
+        return None
+    ceiling = _speed_up(measured, saved_s)
+    unit = "" if is_latency else " the rate"
+    return NextStep(name, f"{text}: at most {ceiling:.2g}x{unit}", ceiling, is_latency)
+
+
+# Text.
+
+
+def findings(measured: Measured) -> list[str]:
+    """Return the findings, most important first."""
+    lines = [measured.disturbance, _bound_line(measured), *_type_lines(measured)]
+    if measured.operators and not measured.disturbance:
+        lines += [_limit_line(measured), _headroom_line(measured)]
+    lines += _gpu_lines(measured)
+    whole = sum(each.seconds for each in measured.buckets)
+    queue_s = sum(each.seconds for each in measured.buckets if each.name == "queue")
+    if whole and queue_s > 0.1 * whole:
+        lines.append(
+            f"a request waits in the queue for {units.share(queue_s, whole)} of its time although"
+            " no other request is there: the batcher holds it back"
+        )
+    around_s = sum(each.seconds for each in measured.buckets if each.name != COMPUTE)
+    if whole and around_s > 0.1 * whole:
+        lines.append(
+            f"{units.share(around_s, whole)} of a request's time is spent around the model"
+        )
+    return [line for line in lines if line]
+
+
+def disturbance(runs_s: Sequence[float], again_s: float | None = None) -> str:
+    """Return a warning if the same run took very different times, else an empty text. `again_s` is
+    a median taken later."""
+    ordered = sorted(runs_s)
+    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    if again_s:
+        low, high = min(low, again_s), max(high, again_s)
+    if high <= NOISY * low:
+        return ""
+    spread = f"the same run took from {units.duration(low)} to {units.duration(high)}"
+    return f"{spread}: other processes used this machine"
+
+
+def _bound_line(measured: Measured) -> str:
+    found = sorted(shares(measured).items(), key=lambda item: -item[1])
+    parts = [f"{_percent(seconds, measured, '')} {WORDS[bound]}" for bound, seconds in found]
+    return f"of {units.duration(measured.total_s)}: {', '.join(parts)}" if parts else ""
+
+
+def _type_lines(measured: Measured, count: int = 3) -> list[str]:
+    lines = []
+    for kind, operators in by_type(measured.operators)[:count]:
+        seconds = sum(each.seconds for each in operators)
+        if seconds < 0.05 * measured.total_s:
+            continue
+        bounds: dict[Bound, float] = {}
+        for each in operators:
+            bounds[each.bound] = bounds.get(each.bound, 0.0) + each.seconds
+        bound = max(bounds, key=lambda name: bounds[name])
+        known = [each for each in operators if each.needed_s is not None]
+        needed = sum(min(each.seconds, each.needed_s or 0.0) for each in known)
+        at = f" at {units.share(needed, seconds)} of its roof" if known else ""
+        lines.append(f"{_percent(seconds, measured)} is {kind}, {WORDS[bound]}{at}")
+    return lines
+
+
+def _limit_line(measured: Measured) -> str:
+    share = limit_share(measured)
+    if share is None:
+        return ""
+    return f"the model runs at {share:.0%} of its limit (its FLOP and bytes at the device's peaks)"
+
+
+def _gpu_lines(measured: Measured) -> list[str]:
+    gpu = measured.gpu
+    if gpu is None:
+        return []
+    lines = []
+    span_s = gpu.busy_s + gpu.gap_s
+    if gpu.gap_s > MIN_IDLE * span_s:
+        lines.append(
+            f"launch-bound: {units.share(gpu.gap_s, span_s)} of the time from the first kernel to"
+            f" the last the GPU waits for the next of {gpu.num_kernels} (while profiled, which"
+            " takes its own time)"
+        )
+    if gpu.hidden is not None and gpu.copies_s > MIN_IDLE * span_s:
+        slots = units.count(gpu.num_slots, "instance")
+        lines.append(
+            f"copies take {units.duration(gpu.copy_in_s)} in and {units.duration(gpu.copy_out_s)}"
+            f" out; with {slots} on the GPU {gpu.hidden:.0%} of that is hidden behind kernels"
+        )
+    return lines
+
+
+def _headroom_line(measured: Measured) -> str:
+    room = headroom(measured)
+    known_s = sum(each.seconds for each in measured.operators if each.needed_s is not None)
+    if known_s < 0.5 * measured.listed_s:
+        return "the shapes of most operators are unknown, so there is no estimate at the peaks"
+    if room < MIN_CEILING:
+        return "the operators run at this device's peaks: only fewer or narrower ones help"
+    return f"at this device's peaks the same operators and datatypes would be {room:.2g}x as fast"
+
+
+def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
+    """Return the report's first line."""
+    if measured.disturbance:
+        return f"Disturbed: {measured.disturbance}. {MEASURE_AGAIN}"
+    if not measured.operators:
+        start = f"{units.duration(measured.total_s)} per batch; its operators cannot be seen"
+    else:
+        bound = bound_of(measured)
+        seconds = shares(measured).get(bound, 0.0)
+        start = f"{WORDS[bound].capitalize()}: {_percent(seconds, measured)}"
+        start += _most_of(measured, bound)
+    if not steps:
+        return f"{start}. No step promises more than {MIN_CEILING:g}x"
+    return f"{start}. Next: {steps[0].text}"
+
+
+def _most_of(measured: Measured, bound: Bound) -> str:
+    types = by_type([each for each in measured.operators if each.bound == bound])
+    longest_s = sum(each.seconds for each in types[0][1]) if types else 0.0
+    if bound == "overhead" and measured.gap_s > longest_s:
+        return ", most of it between operators"
+    return f", most of it {types[0][0]}" if types else ""
+
+
+def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
+    """Group operators by type, the type with the most time first."""
+    found: dict[str, list[Operator]] = {}
+    for each in operators:
+        found.setdefault(each.type, []).append(each)
+    return sorted(found.items(), key=lambda item: -sum(each.seconds for each in item[1]))
+
+
+def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
+    names = [kind for kind, _ in by_type(operators)]
+    if not names:
+        return "nothing"
+    return units.listed(names[:count] + (["others"] if len(names) > count else []))
+
+
+def _percent(seconds: float, measured: Measured, words: str = " of the time") -> str:
+    whole = max(measured.total_s, measured.listed_s)
+    return units.share(seconds, whole) + words

@@ -1,0 +1,566 @@
+"""Reads a folder of models in Triton's layout into resolved configurations.
+
+    <repository>/<model>/[config.pbtxt]
+    <repository>/<model>/<version>/model.onnx
+    <repository>/<model>/<version>/[config.pbtxt] [manifest.json]
+
+The model's config.pbtxt chooses versions; a version's own config.pbtxt applies to that version
+alone. Without any, the configuration is derived from the file. All problems of all models are found
+in one pass; one bad model does not hide the others. Links may not lead out of the repository, and
+names that start with a dot are ignored. `versions` writes to repositories.
+
+A language model needs no version: its Hugging Face folder or its GGUF file is enough.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config import LLM, ModelConfig
+from penstock.errors import ConfigError, NotFound
+from penstock.repository import (
+    links,
+    onnx_file,
+    pbtxt,
+    pbtxt_warmup,
+    pretrained,
+    pretrained_message,
+)
+from penstock.repository import manifest as manifests
+from penstock.slo import Slo
+
+CONFIG = "config.pbtxt"
+MAX_NAMES_TOLD = 10
+# Files of a language model: Hugging Face's configuration, and one of these beside it.
+TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
+GGUF = ".gguf"
+RANDOM = "penstock.random_weights"
+MAX_VERSION = 2**63 - 1
+FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"
+
+
+@dataclass(slots=True)
+class Found:
+    """The contents of a repository: loadable versions; problems and folders by model."""
+
+    configs: list[ModelConfig] = field(default_factory=list)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    folders: dict[str, Path] = field(default_factory=dict)
+
+
+class ModelKind(enum.Enum):
+    """The forms in which a model can be given; the values name them in messages."""
+
+    ONNX_FILE = "an ONNX file"
+    PT2_FILE = "an exported PyTorch program"
+    OPENVINO_FILE = "an OpenVINO model"
+    GGUF_FILE = "a GGUF file"
+    PYTHON_FILE = "a Python file"
+    FACTORY = "a factory of PyTorch modules"
+    HUGGING_FACE = "a Hugging Face folder"
+    MODEL_FOLDER = "a model's folder"
+    VERSION_FOLDER = "a version of a model"
+    REPOSITORY = "a model repository"
+    URL = "a running server"
+
+
+def folder_kind(path: Path) -> ModelKind:
+    """Say what a folder, or a GGUF file, holds. `model_source.resolve` covers all other forms."""
+    if _is_gguf(path):
+        return ModelKind.GGUF_FILE
+    root = _root(path)
+    if _is_version(root):
+        return ModelKind.VERSION_FOLDER
+    if _is_text_folder(root):
+        return ModelKind.HUGGING_FACE
+    if _is_model(root):
+        return ModelKind.MODEL_FOLDER
+    is_described = (root / TEXT_CONFIG).is_file()
+    if is_described and not any(map(_is_model, _folders(root))):
+        return ModelKind.HUGGING_FACE
+    return ModelKind.REPOSITORY
+
+
+def holds_models(root: Path) -> bool:
+    """Whether a folder is a repository with at least one model, loadable or not."""
+    return any(map(_is_model, _folders(root)))
+
+
+def read(path: str | os.PathLike[str]) -> Found:
+    """Read every model of a repository, or the one model or version if `path` is its folder, or the
+    language model if it is a GGUF file."""
+    root = Path(os.path.abspath(path))
+    match folder_kind(root):
+        case ModelKind.GGUF_FILE:
+            return _read_text_model(root)
+        case ModelKind.HUGGING_FACE:
+            return read_hugging_face(root)
+        case ModelKind.VERSION_FOLDER:
+            # One version, whatever the model's version policy says.
+            folder = root.parent.resolve()
+            return _read_all([folder], folder, only=root.name)
+        case ModelKind.MODEL_FOLDER:
+            # The operator may name a link: the repository is where it leads.
+            return _read_all([root], root.resolve())
+    folders = _folders(root)
+    if not any(map(_is_model, folders)):
+        raise ConfigError(
+            [
+                f"{path}: holds no model; expected <model>/<version>/model.onnx, "
+                f"with the version a number, or {TEXT_CONFIG} and {WEIGHTS[0]}"
+            ]
+        )
+    return _read_all(folders, root)
+
+
+def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Found:
+    found = Found()
+    for folder in folders:
+        name = _name(folder)
+        if name in found.folders:
+            problem = f"both {found.folders[name].name} and {folder.name} are called '{name}'"
+            found.problems[name] = [f"{problem}; expected one of that name"]
+            found.configs = [config for config in found.configs if config.name != name]
+            continue
+        if _is_gguf(folder) or _is_text_folder(folder):
+            named = _read_text_model(folder) if _is_gguf(folder) else read_hugging_face(folder)
+            found.configs += named.configs
+            found.problems |= named.problems
+            found.folders |= named.folders
+            continue
+        found.folders[folder.name] = folder
+        try:
+            found.configs += _read_model(folder, root, only)
+        except ConfigError as error:
+            found.problems[folder.name] = list(error.problems)
+        except OSError as error:
+            where = os.path.relpath(error.filename or folder, folder.parent)
+            found.problems[folder.name] = [f"{where}: cannot be read: {error.strerror}"]
+    return found
+
+
+def refuse_hard_links(found: Found) -> Found:
+    """Refuse models whose external ONNX weights, labels, configurations, manifests, warm-up files
+    or Python modules have several hard links: such a file may be any file of the file system under
+    a harmless name."""
+    problems = {name: list(each) for name, each in found.problems.items()}
+    for config in found.configs:
+        folder = found.folders[config.name]
+        is_alone = not has_version_folder(folder, config)
+        linked = _linked_weights(config, is_alone)
+        linked += [] if is_alone else _linked_files(folder, config)
+        if linked:
+            known = problems.setdefault(config.name, [])
+            known += [problem for problem in linked if problem not in known]
+    configs = [config for config in found.configs if config.name not in problems]
+    return Found(configs, problems, found.folders)
+
+
+def has_version_folder(folder: Path, config: ModelConfig) -> bool:
+    """Whether the version lies in a folder of its own. A model that is a file by itself does not,
+    nor a language model in a Hugging Face folder, whose files may be links into a cache."""
+    version = folder / config.version
+    return version.is_dir() and Path(config.artifact).is_relative_to(version.resolve())
+
+
+def _linked_weights(config: ModelConfig, is_alone: bool) -> list[str]:
+    if not config.artifact.endswith(".onnx"):
+        return []
+    try:
+        names = onnx_file.find_hard_links(Path(config.artifact), is_alone=is_alone)
+    except ConfigError as error:
+        return [f"{config.version}/{Path(config.artifact).name}: {error}"]
+    return [_hard_link(f"{config.version}/{name}") for name in names]
+
+
+def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
+    """Return problems of hard-linked files that the server reads besides the artifact."""
+    version = folder / config.version
+    labels = [each.label_file for each in config.outputs if each.label_file]
+    names = [CONFIG, *labels]
+    files = [place / name for place in (folder, version) for name in names]
+    files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
+    files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
+    return [
+        _hard_link(os.path.relpath(file, folder))
+        for file in dict.fromkeys(files)
+        if links.is_shared(file)
+    ]
+
+
+def _hard_link(name: str) -> str:
+    return (
+        f"{name}: has further hard links and may be a file from outside the model; copy it, or "
+        "allow hard links with --allow-hard-links"
+    )
+
+
+def read_made_up(path: str | os.PathLike[str]) -> Found:
+    """Make a language model with the sizes in a config.json and random weights: for speed tests."""
+    file = Path(os.path.abspath(path))
+    if file.is_dir():
+        file = file / TEXT_CONFIG
+    if not file.is_file() or file.suffix != ".json":
+        raise ConfigError([f"{path}: expected a model's {TEXT_CONFIG}, whose sizes it gets"])
+    name = file.parent.name if file.name == TEXT_CONFIG else file.stem
+    message = pbtxt.parse("")
+    message.backend = LLM
+    message.parameters[RANDOM].string_value = "true"
+    config = pbtxt.resolve(message, name, file.parent, file)
+    return Found([replace(config, version="1")], folders={name: file.parent})
+
+
+def read_hugging_face(folder: Path) -> Found:
+    """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
+    in Hugging Face's cache."""
+    name = folder.name
+    found = Found(folders={name: folder})
+    try:
+        if not pretrained.is_model(folder):
+            expected = " or ".join((WEIGHTS[0], pretrained.ONNX[-1]))
+            raise ConfigError(
+                [f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"]
+            )
+        described, message = pretrained.read(folder), read_message(folder)
+        if described is None or message.backend == LLM:
+            return _read_text_model(folder)
+        written = pbtxt.to_text(message)
+        artifact = pretrained_message.complete(message, described)
+        config = pbtxt.resolve(message, name, folder, artifact)
+        notes = (*config.notes, *pretrained_message.notes(folder, described.head))
+        found.configs.append(replace(config, version="1", written=written, notes=notes))
+    except ConfigError as error:
+        found.problems[name] = list(error.problems)
+    return found
+
+
+def _pickled(folder: Path) -> str:
+    """Say what to do with weights in the old format."""
+    if not any(folder.glob("pytorch_model*.bin")):
+        return ""
+    return (
+        "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
+        "where it is trusted and write it with save_pretrained"
+    )
+
+
+def architectures(folder: Path) -> list[str]:
+    """Return the architectures in config.json; empty without such a file."""
+    path = folder / TEXT_CONFIG
+    if not path.is_file():
+        return []
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+    names = found.get("architectures") if isinstance(found, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _read_text_model(path: Path) -> Found:
+    """Read a language model from a GGUF file or a folder by itself."""
+    is_file = _is_gguf(path)
+    folder = path.parent if is_file else path
+    name = path.stem if is_file else path.name
+    found = Found(folders={name: folder})
+    try:
+        if is_file and not _starts_as_gguf(path):
+            raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
+        # Files beside a GGUF file do not belong to it.
+        message = pbtxt.parse("") if is_file else read_message(folder)
+        message.backend = message.backend or LLM
+        artifact = path if is_file else path / TEXT_CONFIG
+        config = pbtxt.resolve(message, name, folder, artifact)
+        found.configs.append(replace(config, version="1"))
+    except ConfigError as error:
+        found.problems[name] = list(error.problems)
+    return found
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == GGUF and path.is_file()
+
+
+def _starts_as_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _name(entry: Path) -> str:
+    return entry.stem if _is_gguf(entry) else entry.name
+
+
+def _is_text_folder(folder: Path) -> bool:
+    try:
+        return pretrained.is_model(folder) and not version_folders(folder)
+    except OSError:
+        return False
+
+
+def names(path: str | os.PathLike[str]) -> list[str]:
+    """Return the models of a repository by name, loadable or not."""
+    root = Path(os.path.abspath(path))
+    match folder_kind(root):
+        case ModelKind.REPOSITORY:
+            return [_name(folder) for folder in _folders(root)]
+        case ModelKind.VERSION_FOLDER:
+            return [root.resolve().parent.name]
+    return [_name(root)]
+
+
+def read_one(path: str | os.PathLike[str], name: str) -> Found:
+    """Read one model of a repository. The name is compared, never used as a path."""
+    root = Path(os.path.abspath(path))
+    there = names(root)
+    if name not in there:
+        raise NotFound(
+            f"no such model: '{name}' is not in the model repository; there: {listed(there)}"
+        )
+    if folder_kind(root) is not ModelKind.REPOSITORY:
+        return read(root)
+    return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Format names for an error, at most MAX_NAMES_TOLD of them."""
+    text = ", ".join(names[:MAX_NAMES_TOLD])
+    if len(names) > MAX_NAMES_TOLD:
+        text += f" and {len(names) - MAX_NAMES_TOLD} more"
+    return text or "none"
+
+
+def _root(path: str | os.PathLike[str]) -> Path:
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+    return root
+
+
+def _folders(root: Path) -> list[Path]:
+    """List what may be a model: folders, and GGUF files."""
+    try:
+        return sorted(
+            entry
+            for entry in root.iterdir()
+            if (entry.is_dir() or _is_gguf(entry)) and not entry.name.startswith(".")
+        )
+    except OSError as error:
+        raise ConfigError([f"{root}: cannot be read: {error.strerror}"]) from None
+
+
+def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
+    """Read the versions of one model that its version policy selects, or `only` that one."""
+    if not folder.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(["folder: a link that leads out of the repository"])
+    _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
+    _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
+    message = read_message(folder)
+    problems: list[str] = []
+    versions = [only] if only else chosen(folder, message, problems)
+    configs: list[ModelConfig] = []
+    for version in versions:
+        try:
+            if not pbtxt.follows_links(message):
+                hint = FOLLOW_HINT if message.backend == LLM else ""
+                _check_links(folder, root, _of_version(folder, version, root), hint)
+            configs.append(read_version(folder, version, message))
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    return configs
+
+
+def _check_links(folder: Path, root: Path, paths: Sequence[Path], hint: str = "") -> None:
+    outward = [os.path.relpath(path, folder) for path in links.find_outward(paths, root)]
+    if outward:
+        problem = f"a link that leads out of the repository{hint}"
+        raise ConfigError([f"{name}: {problem}" for name in outward])
+
+
+def _of_version(folder: Path, version: str, root: Path) -> list[Path]:
+    """Return the paths whose links may not lead out of the repository: the whole version, or only
+    its configuration if that allows other links to."""
+    own = folder / version / CONFIG
+    if not own.is_file() or links.leads_out(own, root):
+        return [folder / version]
+    return [own] if pbtxt.follows_links(read_message(folder, version)) else [folder / version]
+
+
+def read_message(folder: Path, version: str = "") -> Any:
+    """Read the config.pbtxt of a model, or of one of its versions; an empty message without one."""
+    where = f"{version}/{CONFIG}" if version else CONFIG
+    path = folder / where
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{where}: cannot be read: {error}"]) from None
+    return pbtxt.parse(text, where)
+
+
+def has_own_config(folder: Path, version: str) -> bool:
+    return (folder / version / CONFIG).is_file()
+
+
+def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
+    """Read one version, by its own config.pbtxt or else by `message`, the model's. An incomplete
+    version is refused unread."""
+    path = folder / version
+    manifest = manifests.read(path)
+    if manifest is None:
+        return _resolve(folder, version, message)
+    problems = manifests.check_files(manifest, path)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        promised = manifests.promised(manifest.evidence)
+    except ConfigError as error:
+        promised = None
+        where = f"{version}/{manifests.NAME}"
+        problems += [f"{where}: {problem}" for problem in error.problems]
+    try:
+        config = _resolve(folder, version, message)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    config = replace(config, manifest=str(path / manifests.NAME))
+    return _with_promise(config, promised, manifests.unkept(manifest.evidence))
+
+
+def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
+    if not has_own_config(folder, version):
+        return pbtxt.resolve(message, folder.name, folder / version)
+    policy = message.version_policy if message.HasField("version_policy") else None
+    message = read_message(folder, version)
+    ignored = message.HasField("version_policy")
+    # The model's policy applies.
+    message.ClearField("version_policy")
+    if policy is not None:
+        message.version_policy.CopyFrom(policy)
+    try:
+        config = pbtxt.resolve(message, folder.name, folder / version)
+        return _with_warning(config, version) if ignored else config
+    except ConfigError as error:
+        raise ConfigError(
+            [
+                # Problems of other files already begin with their path.
+                text if text.startswith(f"{version}/") else f"{version}/{CONFIG}: {text}"
+                for text in error.problems
+            ]
+        ) from None
+
+
+def _with_warning(config: ModelConfig, version: str) -> ModelConfig:
+    where = f"{version}/{CONFIG}: version_policy"
+    text = f"{where}: has no effect; {CONFIG} of the model chooses versions"
+    return replace(config, warnings=(*config.warnings, text))
+
+
+def about(folder: Path, config: ModelConfig) -> list[str]:
+    """Return the lines that `penstock inspect` prints about a version besides its configuration."""
+    notes = [f"note: {note}" for note in config.notes]
+    notes += [f"warning: {warning}" for warning in config.warnings]
+    if not has_version_folder(folder, config):
+        # A Hugging Face folder may have a configuration; files beside a single file are not its.
+        is_folder = Path(config.artifact).name == TEXT_CONFIG and (folder / CONFIG).is_file()
+        return [f"configuration: {CONFIG if is_folder else 'worked out from the file'}", *notes]
+    version = config.version
+    where = f"{version}/{CONFIG}" if has_own_config(folder, version) else CONFIG
+    has_config = (folder / where).is_file()
+    lines = [
+        f"versions: {', '.join(version_folders(folder))}",
+        f"configuration: {where if has_config else 'worked out from the file'}",
+    ]
+    manifest = manifests.read(folder / version)
+    if manifest is None:
+        lines.append("manifest: none, the files are taken as they are")
+    else:
+        count = len(manifest.files)
+        lines.append(
+            f"manifest: {count} file{'s' * (count > 1)}, {manifest.num_bytes} bytes, committed "
+            f"{manifest.created}; sizes agree, digests are checked at load"
+        )
+    if config.slo:
+        source = f"{version}/{manifests.NAME}: evidence.slo"
+        lines.append(f"slo: {config.slo}, from {source if config.is_slo_from_evidence else where}")
+    elif note := config.unkept_note:
+        lines.append(f"slo: none; {note}")
+    return lines + notes
+
+
+def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:
+    """Apply the evidence's SLO if the configuration has none. An SLO that was not kept is only
+    noted: enforcing it would refuse requests in vain."""
+    if promised is None or config.slo:
+        return config
+    if unkept:
+        return replace(config, unkept_slo=f"{promised} ({unkept})")
+    batching = replace(config.batching, slo_latency_s=promised.latency_s)
+    return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it is a model; an unreadable folder counts, so that reading it reports why."""
+    try:
+        if not folder.is_dir():
+            return _is_gguf(folder)
+        has_config = (folder / CONFIG).is_file() or bool(version_folders(folder))
+        return has_config or _is_text_folder(folder)
+    except PermissionError:
+        return True
+
+
+def _is_version(folder: Path) -> bool:
+    """Whether it is a folder named by a number that holds neither versions nor models, which may be
+    named by numbers too."""
+    if not folder.name.isdigit() or folder.name not in version_folders(folder.parent):
+        return False
+    return not version_folders(folder) and not any(map(_is_model, _folders(folder)))
+
+
+def version_folders(folder: Path) -> list[str]:
+    """Return the names that are version numbers: digits without a leading zero, within 64 bits."""
+    return sorted(
+        (
+            entry.name
+            for entry in folder.iterdir()
+            if entry.is_dir()
+            and entry.name.isascii()
+            and entry.name.isdigit()
+            and not entry.name.startswith("0")
+            and int(entry.name) <= MAX_VERSION
+        ),
+        key=int,
+    )
+
+
+def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
+    """Return the versions that the policy selects, without those that are missing."""
+    available = version_folders(folder)
+    if not available:
+        raise ConfigError(
+            ["no version folder; expected one named by a number, such as 1/ with the model's file"]
+        )
+    policy = message.version_policy
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            return available
+        case "specific":
+            wanted = {str(number) for number in policy.specific.versions}
+            missing = sorted(wanted - set(available))
+            if missing or not wanted:
+                problems.append(
+                    f"version_policy.specific: no version {', '.join(missing) or 'named'}; "
+                    f"there are {', '.join(available)}"
+                )
+            return [version for version in available if version in wanted] or available[-1:]
+        case _:
+            return available[-max(1, policy.latest.num_versions) :]

@@ -1,0 +1,170 @@
+"""Signature and weight files of an ONNX model, read without loading its weights.
+
+Classifiers of scikit-learn come out of skl2onnx with a ZipMap node, which turns probabilities into
+a sequence of maps. No protocol has such a type, so the probabilities are served instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import ConfigError
+from penstock.repository.links import is_shared
+from penstock.types import DATATYPES, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+NAMES = {
+    "FLOAT": "FP32",
+    "DOUBLE": "FP64",
+    "FLOAT16": "FP16",
+    "BFLOAT16": "BF16",
+    "STRING": "BYTES",
+}
+# Classes that a note names.
+MAX_CLASSES = 10
+
+
+def read_signature(path: Path) -> Signature:
+    """Read the signature; ConfigError, in one line, if it is not a model with tensors."""
+    graph = _read_graph(path)
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
+    if not inputs or not graph.output:
+        raise ConfigError(["cannot be read as ONNX: it declares no inputs or no outputs"])
+    maps = _zip_maps(graph)
+    outputs = [value for value in graph.output if value.name not in maps]
+    strange = [value.name for value in (*inputs, *outputs) if not _datatype(value)]
+    if strange:
+        names = ", ".join(f"'{name}'" for name in strange)
+        raise ConfigError([f"{names}: not a tensor of a datatype that the protocol has"])
+    return Signature(
+        tuple(map(_spec, inputs)),
+        tuple(
+            _probabilities(maps[value.name]) if value.name in maps else _spec(value)
+            for value in graph.output
+        ),
+        notes=tuple(map(_zip_map_note, maps.values())),
+    )
+
+
+def without_zip_maps(path: Path) -> ModelProto:
+    """Read a model, with the probabilities in place of each ZipMap output. External weights stay
+    where they are."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    outputs = {value.name: value for value in model.graph.output}
+    for name, node in _zip_maps(model.graph).items():
+        spec = _probabilities(node)
+        sizes = [size if size > 0 else None for size in spec.shape]
+        outputs[name].CopyFrom(
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes)
+        )
+        node.op_type, node.domain = "Identity", ""
+        del node.attribute[:]
+    return model
+
+
+def has_zip_maps(path: Path) -> bool:
+    return bool(_zip_maps(_read_graph(path)))
+
+
+def find_hard_links(path: Path, is_alone: bool = False) -> list[str]:
+    """Return the model's weight files that have several hard links, by the names the model uses. A
+    hard link can put any file of the file system into the model's folder. The model is parsed only
+    if its folder has such a file, or if it is alone: its folder may then be of any size."""
+    if not is_alone:
+        linked = [file for file in path.parent.rglob("*") if is_shared(file)]
+        if not linked or linked == [path]:
+            return []
+    return [name for name in weight_files(path) if is_shared(path.parent / name)]
+
+
+def weight_files(path: Path) -> list[str]:
+    """Return the files beside the model that hold its weights, by the names the model uses."""
+    return sorted(
+        {
+            entry.value
+            for tensor in _tensors(_read_graph(path))
+            for entry in tensor.external_data
+            if entry.key == "location"
+        }
+    )
+
+
+def _read_graph(path: Path) -> GraphProto:
+    import onnx
+
+    try:
+        return onnx.load(str(path), load_external_data=False).graph
+    except Exception as error:  # onnx and protobuf raise many types for a broken file.
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError([f"cannot be read as ONNX: {text}"]) from None
+
+
+def _zip_maps(graph: GraphProto) -> dict[str, NodeProto]:
+    """Return the ZipMap nodes that make outputs of the model, by the outputs' names."""
+    outputs = {value.name for value in graph.output}
+    return {
+        node.output[0]: node
+        for node in graph.node
+        if node.op_type == "ZipMap" and node.output[0] in outputs
+    }
+
+
+def _classes(node: NodeProto) -> list[str]:
+    for attribute in node.attribute:
+        if attribute.name == "classlabels_strings" and attribute.strings:
+            return [text.decode(errors="replace") for text in attribute.strings]
+        if attribute.name == "classlabels_int64s" and attribute.ints:
+            return [str(number) for number in attribute.ints]
+    return []
+
+
+def _probabilities(node: NodeProto) -> TensorSpec:
+    return TensorSpec(node.output[0], "FP32", (-1, len(_classes(node)) or -1))
+
+
+def _zip_map_note(node: NodeProto) -> str:
+    classes = _classes(node)
+    named = ", ".join(classes[:MAX_CLASSES]) + (", …" if classes[MAX_CLASSES:] else "")
+    return (
+        f"output '{node.output[0]}' is a sequence of maps (ZipMap); it is served as a tensor of "
+        f"probabilities, one column for each class: {named}"
+    )
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Yield all weights, including sparse ones, attributes, and those of nested graphs."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            yield from attribute.tensors
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _tensors(inner)
+
+
+def _datatype(value: ValueInfoProto) -> str:
+    """Return the v2 name of the datatype; empty if it has none."""
+    import onnx
+
+    if value.type.WhichOneof("value") != "tensor_type":
+        return ""
+    name = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)
+    datatype = NAMES.get(name, name)
+    return datatype if datatype in DATATYPES else ""
+
+
+def _spec(value: ValueInfoProto) -> TensorSpec:
+    shape = tuple(
+        dim.dim_value if dim.HasField("dim_value") and dim.dim_value > 0 else -1
+        for dim in value.type.tensor_type.shape.dim
+    )
+    return TensorSpec(value.name, _datatype(value), shape)

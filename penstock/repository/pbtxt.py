@@ -1,0 +1,1090 @@
+"""config.pbtxt to a resolved ModelConfig and back.
+
+The message types are Triton's own, from the `tritonclient` package. Resolving collects every
+problem, each with the path of its field, before it fails. The written text reads back to an equal
+ModelConfig; fields that a ModelConfig does not hold are kept from the edited message.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from penstock import backends, slo
+from penstock.config import (
+    CLASSIFIER,
+    CPU,
+    DEFAULT_HANG_S,
+    DEFAULT_LOAD_TIMEOUT_S,
+    EACH_GPU,
+    HEADS,
+    LLM,
+    MAX_INSTANCES,
+    SLO_OFF,
+    STAGES,
+    BatchPolicy,
+    MemoryPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    Postprocess,
+    Preprocess,
+    QueuePolicy,
+    Warmup,
+)
+from penstock.errors import ConfigError
+from penstock.repository import (
+    onnx_file,
+    openvino_file,
+    pbtxt_fields,
+    pbtxt_warmup,
+    pretrained,
+    pt2_file,
+    python_file,
+)
+from penstock.system import devices
+from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
+
+# Files that each backend loads; of several, the first that exists.
+FILES = {
+    "onnxruntime": ("model.onnx",),
+    "python": ("model.py",),
+    # TorchScript last: it is refused, with advice.
+    "pytorch": ("model.pt2", "module.py", "model.pt"),
+    "openvino": ("model.xml", "model.onnx"),
+    # A Hugging Face folder's configuration; weights and tokenizer are beside it.
+    LLM: ("model.gguf", "config.json"),
+}
+# The signature of a language model over v2.
+TEXT_SIGNATURE = Signature(
+    (TensorSpec("text_input", "BYTES", (1,)),), (TensorSpec("text_output", "BYTES", (1,)),), None
+)
+EXAMPLE = (
+    'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
+    'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
+)
+PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
+PLATFORM_NAMES = {backend: platform for platform, backend in PLATFORMS.items()}
+DEFAULT_MAX_BATCH = 64
+MAX_PRIORITIES = 256
+MAX_TOKENS = "penstock.max_tokens"
+LOAD_TIMEOUT, MEMORY, ENV = "penstock.load_timeout_s", "penstock.memory_bytes", "penstock.env"
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+MAX_WAIT = "penstock.max_wait_ms"
+# Our keys under `parameters`, with their largest sensible values.
+NUMBERS = {
+    "penstock.hang_s": 1e9,
+    LOAD_TIMEOUT: 1e9,
+    MEMORY: 1 << 50,
+    "penstock.slab_bytes": 1 << 40,
+    "penstock.max_slabs": 4096,
+    "penstock.spill_bytes": 1 << 40,
+    "penstock.tolerance": 1.0,
+    "penstock.gpu_memory_bytes": 1 << 50,
+    MAX_TOKENS: 1 << 40,
+    MAX_WAIT: 1e12,
+}
+# Keys whose value may be 0.
+ZERO = (MAX_WAIT,)
+SLO = "penstock.slo"
+PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
+PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
+MAX_BUCKETS = 64
+PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
+POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
+FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
+MODEL_TENSOR = re.compile(
+    r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*"
+)
+WHOLE = (
+    "penstock.slab_bytes",
+    "penstock.max_slabs",
+    "penstock.spill_bytes",
+    "penstock.gpu_memory_bytes",
+    MEMORY,
+    MAX_TOKENS,
+)
+# Whether links among a language model's files may lead out of its folder.
+FOLLOW_LINKS = "penstock.follow_links"
+# Our keys that the backend interprets.
+BACKEND_OPTIONS = {
+    "pytorch": (
+        "penstock.factory",
+        "penstock.compile",
+        "penstock.dtype",
+        "penstock.memory_format",
+        "penstock.fuse",
+        "penstock.cuda_graphs",
+        "penstock.pack",
+        "penstock.fp8",
+    ),
+    LLM: (
+        "penstock.dtype",
+        "penstock.block_size",
+        "penstock.kv_cache_bytes",
+        "penstock.max_model_len",
+        "penstock.max_num_batched_tokens",
+        "penstock.max_num_seqs",
+        "penstock.max_waiting",
+        "penstock.random_weights",
+        "penstock.text_timeout_s",
+        "penstock.parse_special_tokens",
+        FOLLOW_LINKS,
+        "penstock.threads",
+        "penstock.tpot_ms",
+        "penstock.ttft_ms",
+    ),
+}
+# Our keys that become fields of ModelConfig; all others stay in its options.
+FIELDS = (
+    "penstock.hang_s",
+    LOAD_TIMEOUT,
+    MEMORY,
+    ENV,
+    "penstock.slab_bytes",
+    "penstock.max_slabs",
+    "penstock.spill_bytes",
+    "penstock.tolerance",
+    "penstock.gpu_memory_bytes",
+    MAX_TOKENS,
+    MAX_WAIT,
+    SLO,
+    PAD,
+    PAD_BUCKETS,
+    PREPROCESS,
+    MODEL_INPUTS,
+    POSTPROCESS,
+    MODEL_OUTPUTS,
+)
+# Those of them that are texts.
+TEXTS = (SLO, ENV, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
+# Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
+GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
+# Backends that use a GPU by default.
+AUTO_BACKENDS = frozenset({"pytorch", LLM})
+# Refused as a whole; fields of inputs and outputs are checked one by one.
+UNSUPPORTED = tuple(
+    path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))
+)
+# Labels that metrics already have, and the syntax of a label's name.
+LABELS = frozenset(
+    ("model", "version", "reason", "cause", "le", "instance", "device", "model_name", "quantile")
+    + ("finished_reason",)
+)
+LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def parse(text: str, where: str = "config.pbtxt") -> Any:
+    """Parse a message; ConfigError names line and column."""
+    from google.protobuf import text_format
+
+    try:
+        with warnings.catch_warnings():
+            # About unknown escapes, which stay as written.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return text_format.Parse(text, _types().ModelConfig())
+    except text_format.ParseError as error:
+        raise ConfigError([f"{where}: {error}"]) from None
+
+
+def resolve(message: Any, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
+    """Resolve the configuration of a version; ConfigError lists all problems. `artifact` is a file
+    named by the operator, which may be anywhere."""
+    return _Resolver(message, name, folder, artifact).resolve()
+
+
+def describe(config: ModelConfig) -> str:
+    """Format the resolved configuration as config.pbtxt; parsing it gives the same
+    configuration."""
+    return to_text(to_message(config))
+
+
+def write(config: ModelConfig, base: Any = None) -> str:
+    """Format the config.pbtxt of a version, without a version policy and without an SLO that comes
+    from the evidence. `base` is the message being edited: its fields beyond a ModelConfig stay."""
+    message = to_message(config, base)
+    message.ClearField("version_policy")
+    if config.is_slo_from_evidence:
+        del message.parameters[SLO]
+    return to_text(message)
+
+
+def to_text(message: Any) -> str:
+    from google.protobuf import text_format
+
+    return str(text_format.MessageToString(message))
+
+
+def to_message(config: ModelConfig, base: Any = None) -> Any:
+    message = _types().ModelConfig()
+    if base is not None:
+        message.CopyFrom(base)
+    message.name = config.name
+    message.backend = config.backend
+    if PLATFORMS.get(message.platform) != config.backend:
+        message.ClearField("platform")
+    message.max_batch_size = config.max_batch_size
+    message.version_policy.specific.versions[:] = [int(config.version)]
+    message.default_model_filename = config.file
+    _describe_tensors(message.input, config.inputs)
+    _describe_tensors(message.output, config.outputs)
+    _describe_instances(message.instance_group, config)
+    _describe_batching(message, config.batching)
+    message.metric_tags.update(config.metric_tags)
+    if config.warmups:
+        _describe_warmups(message.model_warmup, config.warmups)
+    message.parameters.clear()
+    for key, value in {**config.options, **_own_parameters(config)}.items():
+        message.parameters[key].string_value = value
+    return message
+
+
+def to_json(config: ModelConfig) -> dict[str, Any]:
+    """Return the body of `/config`: every plain field, numbers as numbers (protobuf's own JSON
+    writes 64-bit ones as text)."""
+    return to_dict(to_served(config))
+
+
+def to_served(config: ModelConfig) -> Any:
+    """Return config.pbtxt as written, completed with resolved values, as Triton's API does."""
+    written = parse(config.written)
+    message = to_message(config, written)
+    message.ClearField("version_policy")
+    if written.HasField("version_policy"):
+        message.version_policy.CopyFrom(written.version_policy)
+    else:
+        message.version_policy.latest.num_versions = 1
+    message.platform = written.platform or PLATFORM_NAMES.get(config.backend, "")
+    if written.HasField("dynamic_batching") and config.batching.is_dynamic:
+        message.dynamic_batching.CopyFrom(written.dynamic_batching)
+    if written.model_warmup:
+        del message.model_warmup[:]
+        message.model_warmup.extend(written.model_warmup)
+    for key, value in written.parameters.items():
+        message.parameters[key].CopyFrom(value)
+    return message
+
+
+def to_dict(message: Any) -> dict[str, Any]:
+    """Convert a ModelConfig message, as for `to_json`."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        is_message = field.message_type is not None
+        if is_message and field.message_type.GetOptions().map_entry:
+            values[field.name] = {
+                str(key): to_dict(item) if hasattr(item, "DESCRIPTOR") else item
+                for key, item in value.items()
+            }
+        elif field.is_repeated:
+            values[field.name] = [
+                to_dict(item) if is_message else _plain(field, item) for item in value
+            ]
+        elif is_message:
+            if message.HasField(field.name):
+                values[field.name] = to_dict(value)
+        elif not field.has_presence or message.HasField(field.name):
+            values[field.name] = _plain(field, value)
+    return values
+
+
+def _plain(field: Any, value: Any) -> Any:
+    return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
+
+
+def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
+    known = {item.name: item for item in target}
+    num_old = len(target)
+    for spec in specs:
+        item = target.add()
+        if spec.name in known:
+            item.CopyFrom(known[spec.name])
+        item.name = spec.name
+        item.data_type = _type_number(spec.datatype)
+        item.dims[:] = spec.shape
+        # The first field exists for outputs only, the second for inputs only.
+        for field, value in (("label_filename", spec.label_file), ("optional", spec.is_optional)):
+            if field in item.DESCRIPTOR.fields_by_name:
+                setattr(item, field, value)
+    del target[:num_old]
+
+
+def _describe_instances(groups: Any, config: ModelConfig) -> None:
+    """Keep groups that already match; otherwise rebuild them with the first as template."""
+    said = [device for group in groups for device in _devices(group, config.backend)]
+    if said and config.on(said).devices == config.devices:
+        return
+    first = groups[0] if groups else groups.add()
+    del groups[1:]
+    for number, (device, count) in enumerate(_counts(config)):
+        kind, _, index = device.partition(":")
+        last = groups[-1]
+        if number and index and last.count == count and last.gpus:
+            last.gpus.append(int(index))
+            continue
+        group = groups.add() if number else first
+        group.CopyFrom(first)
+        group.count = count
+        group.kind = group.KIND_CPU if kind == CPU else group.KIND_GPU
+        group.gpus[:] = [int(index)] if index else []
+
+
+def _describe_warmups(target: Any, warmups: Sequence[Warmup]) -> None:
+    del target[:]
+    for warmup in warmups:
+        item = target.add()
+        item.name, item.batch_size, item.count = warmup.name, warmup.num_rows, warmup.count
+        for tensor in warmup.inputs:
+            value = item.inputs[tensor.name]
+            value.data_type = _type_number(tensor.datatype)
+            value.dims[:] = tensor.shape
+            match tensor.source:
+                case "file":
+                    value.input_data_file = tensor.file
+                case "random":
+                    value.random_data = True
+                case "zero":
+                    value.zero_data = True
+
+
+def _counts(config: ModelConfig) -> list[tuple[str, int]]:
+    """Return the devices in order of first use, with their number of instances."""
+    devices = config.devices
+    return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
+
+
+def _own_parameters(config: ModelConfig) -> dict[str, str]:
+    """Return the keys of FIELDS whose values differ from their defaults."""
+    memory, base = config.memory, MemoryPolicy()
+    values: dict[str, str] = {}
+    for key, value, default in (
+        ("penstock.hang_s", config.hang_s, DEFAULT_HANG_S),
+        (LOAD_TIMEOUT, config.load_timeout_s, DEFAULT_LOAD_TIMEOUT_S),
+        (MEMORY, config.memory_bytes, None),
+        ("penstock.slab_bytes", memory.slab_bytes, None),
+        ("penstock.max_slabs", memory.max_slabs, base.max_slabs),
+        ("penstock.spill_bytes", memory.spill_bytes, base.spill_bytes),
+        ("penstock.gpu_memory_bytes", config.gpu_memory_bytes, None),
+        ("penstock.tolerance", config.tolerance, None),
+        (MAX_TOKENS, config.batching.max_tokens, None),
+    ):
+        if value != default:
+            values[key] = repr(value)
+    if (max_wait_s := config.batching.max_wait_s) is not None:
+        values[MAX_WAIT] = f"{max_wait_s * 1e3:.12g}"
+    if config.slo:
+        values[SLO] = config.slo
+    if config.env:
+        values[ENV] = ", ".join(config.env)
+    if config.preprocess is not None:
+        values[PREPROCESS] = config.preprocess.function
+        values[MODEL_INPUTS] = _listed(config.preprocess.inputs)
+    if config.postprocess is not None:
+        values[POSTPROCESS] = config.postprocess.function
+        values[MODEL_OUTPUTS] = _listed(config.postprocess.outputs)
+    padding = config.model.padding
+    if padding is not None:
+        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in padding.axes)
+        values[PAD] = ", ".join(axes)
+        values[PAD_BUCKETS] = ",".join(map(str, padding.buckets))
+    return values
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(
+        f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
+    )
+
+
+def _describe_batching(message: Any, policy: BatchPolicy) -> None:
+    message.ClearField("dynamic_batching")
+    if not policy.is_dynamic:
+        return
+    batching = message.dynamic_batching
+    batching.SetInParent()
+    batching.preferred_batch_size.extend(policy.preferred_batch_sizes)
+    batching.max_queue_delay_microseconds = round(policy.max_queue_delay_s * 1e6)
+    batching.preserve_ordering = policy.preserve_ordering
+    batching.priority_levels = policy.num_priorities
+    batching.default_priority_level = policy.default_priority
+    if policy.policies[0] != QueuePolicy():
+        _describe_queue(batching.default_queue_policy, policy.policies[0])
+    for level, queue in enumerate(policy.policies[1:], 1):
+        if queue != policy.policies[0]:
+            _describe_queue(batching.priority_queue_policy[level], queue)
+
+
+def _describe_queue(target: Any, queue: QueuePolicy) -> None:
+    target.timeout_action = target.TimeoutAction.Value(queue.timeout_action)
+    target.default_timeout_microseconds = round(queue.default_timeout_s * 1e6)
+    target.allow_timeout_override = queue.allow_timeout_override
+    target.max_queue_size = queue.max_queue_size
+
+
+class _Resolver:
+    """Resolves a message and files to a ModelConfig, collecting problems."""
+
+    def __init__(self, message: Any, name: str, folder: Path, artifact: Path | None) -> None:
+        self._message = message
+        self._name = name
+        self._folder = folder
+        self._named = artifact
+        self._problems: list[str] = []
+        self._notes: list[str] = []
+
+    def resolve(self) -> ModelConfig:
+        message = self._message
+        if message.name and message.name != self._name:
+            self._problem("name", f"'{message.name}' but the model's folder is '{self._name}'")
+        for path in UNSUPPORTED:
+            if _is_set(message, path):
+                field, _, detail = path.partition(".")
+                self._problem(field, f"{detail} is not supported" if detail else "not supported")
+        backend = self._backend()
+        artifact = self._artifact(backend)
+        inputs, outputs, max_batch = self._tensors(backend, artifact)
+        options = {key: value.string_value for key, value in message.parameters.items()}
+        numbers = self._numbers(options, BACKEND_OPTIONS.get(backend, ()))
+        promised = options.get(SLO)
+        preprocess = self._preprocess(options)
+        padding = self._padding(options, preprocess.inputs if preprocess else inputs)
+        batching = replace(
+            self._batching(max_batch),
+            slo_latency_s=self._slo_latency_s(promised),
+            max_tokens=_whole(numbers.get(MAX_TOKENS)),
+            max_wait_s=numbers[MAX_WAIT] / 1e3 if MAX_WAIT in numbers else None,
+        )
+        if not inputs:
+            # Without inputs the number of rows of a batch is undefined.
+            batching = replace(batching, is_dynamic=False)
+        # A stage tells how long rows are before the model's own queue.
+        is_known = preprocess is None or preprocess.function in STAGES
+        if problem := _tokens_problem(batching, padding, is_sent=is_known):
+            self._problem(f"parameters.{MAX_TOKENS}", problem)
+        config = ModelConfig(
+            name=self._name,
+            version=self._folder.name,
+            backend=backend,
+            artifact=str(artifact),
+            inputs=inputs,
+            outputs=outputs,
+            max_batch_size=max_batch,
+            batching=batching,
+            memory=_memory(numbers),
+            hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
+            load_timeout_s=numbers.get(LOAD_TIMEOUT, DEFAULT_LOAD_TIMEOUT_S),
+            memory_bytes=_whole(numbers.get(MEMORY)),
+            env=self._env(options.get(ENV, ""), backend),
+            padding=None if preprocess else padding,
+            preprocess=replace(preprocess, padding=padding) if preprocess else None,
+            postprocess=self._postprocess(options),
+            tolerance=numbers.get("penstock.tolerance"),
+            gpu_memory_bytes=_whole(numbers.get("penstock.gpu_memory_bytes")),
+            file=message.default_model_filename,
+            options={key: options[key] for key in options if key not in FIELDS},
+            slo="" if promised is None else promised.strip() or SLO_OFF,
+        )
+        config = self._with_labels(config)
+        placed = self._instances(backend)
+        self._check_tags()
+        warmups, skipped = pbtxt_warmup.read(
+            message.model_warmup, inputs, max_batch, self._folder.resolve().parent
+        )
+        if self._problems:
+            raise ConfigError(self._problems)
+        return replace(
+            config.on(placed),
+            metric_tags=dict(message.metric_tags),
+            warmups=() if backend == LLM else warmups,
+            written=to_text(message),
+            notes=tuple(self._notes),
+            warnings=(*pbtxt_fields.unused(message), *_ineffective(config, message), *skipped),
+        )
+
+    def _with_labels(self, config: ModelConfig) -> ModelConfig:
+        """Name the classes of a built-in classifier's scores, from the folder's config.json."""
+        made = config.postprocess
+        if made is None or made.function != CLASSIFIER or self._problems:
+            return config
+        try:
+            labels = pretrained.labels(pretrained.read_config(config.folder))
+        except ConfigError as error:
+            self._problems += error.problems
+            return config
+        outputs = [
+            replace(spec, labels=labels) if spec.shape == (len(labels),) else spec
+            for spec in config.outputs
+        ]
+        return replace(config, outputs=tuple(outputs))
+
+    def _check_tags(self) -> None:
+        for tag in self._message.metric_tags:
+            if tag in LABELS:
+                self._problem(f"metric_tags.{tag}", "every metric has this label already")
+            elif LABEL.fullmatch(tag) is None or tag.startswith("__"):
+                self._problem(f"metric_tags.{tag}", "expected a name of letters, digits and _")
+
+    def _env(self, text: str, backend: str) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in text.split(",") if part.strip())
+        wrong = [name for name in names if not ENV_NAME.fullmatch(name)]
+        if wrong:
+            self._problem(
+                f"parameters.{ENV}",
+                f"'{wrong[0]}' names no variable; expected e.g. 'MODEL_TOKEN, MY_PREFIX_*'",
+            )
+        if names and backend == LLM:
+            self._problem(f"parameters.{ENV}", "language models run no code of their own")
+        return names
+
+    def _problem(self, path: str, text: str) -> None:
+        self._problems.append(f"{path}: {text}")
+
+    def _backend(self) -> str:
+        message = self._message
+        backend = str(message.backend or PLATFORMS.get(message.platform, ""))
+        if backend:
+            if backend not in (*backends.MODULES, LLM):
+                known = ", ".join(sorted((*backends.MODULES, LLM)))
+                self._problem("backend", f"'{backend}' is not known; expected one of {known}")
+        elif message.platform == "pytorch_libtorch":
+            self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")
+        elif message.platform:
+            self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
+        else:
+            for name, names in FILES.items():
+                if any((self._folder / file).exists() for file in names):
+                    return name
+            files = " nor ".join(f"{self._folder.name}/{names[0]}" for names in FILES.values())
+            self._problem("backend", f"not given, and neither {files} exists")
+        return backend
+
+    def _artifact(self, backend: str) -> Path:
+        if self._named is not None:
+            return self._named
+        base = self._folder.resolve()
+        usual = FILES.get(backend, ("",))
+        there = [name for name in usual if (base / name).exists()]
+        file = self._message.default_model_filename or (there or usual)[0]
+        path = _inside(base, file, base) or self._linked(backend, base, file)
+        if path is None:
+            path = base
+            problem = f"'{file}' leaves the version folder"
+            if backend == LLM and (base / file).is_symlink():
+                problem += f" through a link; parameters.{FOLLOW_LINKS} 'true' allows that"
+            self._problem("default_model_filename", problem)
+        elif file and not path.exists():
+            self._problem(f"{self._folder.name}/{file}", "no such file")
+        elif backend in FILES and not path.is_file():
+            self._problem(f"{self._folder.name}/{file}", "not a file")
+        elif backend == "pytorch" and path.suffix in (".pt", ".pth", ".bin"):
+            self._problem(f"{self._folder.name}/{file}", f"is TorchScript or {pt2_file.PICKLE}")
+        return path
+
+    def _linked(self, backend: str, base: Path, file: str) -> Path | None:
+        """Return the file of a language model that is a link: always if it stays in the model's
+        folder, elsewhere only if the configuration allows it, as for Hugging Face's cache. Not
+        resolved: other files are found beside the link."""
+        if backend != LLM or Path(file).name != file:
+            return None
+        if follows_links(self._message):
+            return base / file
+        return base / file if _inside(base, file, self._folder.parent.resolve()) else None
+
+    def _tensors(
+        self, backend: str, artifact: Path
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
+        message = self._message
+        inputs = tuple(self._spec("input", i, item) for i, item in enumerate(message.input))
+        outputs = tuple(self._spec("output", i, item) for i, item in enumerate(message.output))
+        max_batch = message.max_batch_size
+        if max_batch < 0:
+            self._problem("max_batch_size", f"{max_batch} is negative")
+        # A Python model may have outputs but no inputs.
+        is_whole = bool(outputs) and (bool(inputs) or backend == "python")
+        if not is_whole and not self._problems:
+            if (read := _signature_reader(backend, artifact)) is not None:
+                inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
+            else:
+                self._problem("input, output", f"must be given for backend '{backend}', {EXAMPLE}")
+        self._check_names("input", inputs)
+        self._check_names("output", outputs)
+        return inputs, outputs, max_batch
+
+    def _complete(
+        self,
+        read_signature: Callable[[Path], Signature],
+        artifact: Path,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
+        """Complete missing tensors from the file's signature."""
+        try:
+            signature = read_signature(artifact)
+        except ConfigError as error:
+            for problem in error.problems:
+                where = "" if self._named else f"{self._folder.name}/"
+                self._problem(f"{where}{artifact.name}", problem)
+            return (), (), 0
+        max_batch = self._message.max_batch_size
+        if not max_batch and not inputs and not outputs and signature.has_batch:
+            most = signature.chosen_batch or DEFAULT_MAX_BATCH
+            max_batch = min(most, signature.max_batch or most)
+        if not self._message.max_batch_size and not inputs and not outputs:
+            self._notes += _batching_notes(signature, max_batch)
+        self._notes += signature.notes
+        skip = 1 if max_batch else 0
+        return (
+            inputs or tuple(_without(spec, skip) for spec in signature.inputs),
+            outputs or tuple(_without(spec, skip) for spec in signature.outputs),
+            max_batch,
+        )
+
+    def _spec(self, kind: str, index: int, item: Any) -> TensorSpec:
+        path = f"{kind}[{index}]"
+        known = _types().DataType
+        datatype = "INVALID"
+        if item.data_type in known.values():
+            datatype = known.Name(item.data_type).removeprefix("TYPE_")
+            if datatype == "INVALID":
+                self._problem(f"{path}.data_type", f"missing for '{item.name}'")
+        else:
+            self._problem(f"{path}.data_type", f"{item.data_type} is no datatype")
+        if not item.name:
+            self._problem(f"{path}.name", "missing")
+        if any(size == 0 or size < -1 for size in item.dims):
+            self._problem(f"{path}.dims", f"{list(item.dims)}: each must be positive or -1")
+        if item.HasField("reshape"):
+            self._problem(f"{path}.reshape", "not supported")
+        if kind == "input" and item.allow_ragged_batch:
+            self._problem(f"{path}.allow_ragged_batch", "not supported")
+        label_file = item.label_filename if kind == "output" else ""
+        return TensorSpec(
+            item.name,
+            "BYTES" if datatype == "STRING" else datatype,
+            tuple(item.dims),
+            is_optional=kind == "input" and item.optional,
+            label_file=label_file,
+            labels=self._labels(f"{path}.label_filename", label_file) if label_file else (),
+        )
+
+    def _labels(self, path: str, file: str) -> tuple[str, ...]:
+        """Read one label per line from a file of the version, or else of the model."""
+        version = self._folder.resolve()
+        model = version.parent
+        own, shared = (_inside(base, file, model) for base in (version, model))
+        if own is None or shared is None:
+            self._problem(path, f"'{file}' leaves the model's folder")
+            return ()
+        labels = own if own.is_file() else shared
+        if not labels.is_file():
+            self._problem(path, f"no such file: {shared}, nor is it in the version's folder")
+            return ()
+        try:
+            return tuple(labels.read_text(encoding="utf-8").splitlines())
+        except (OSError, UnicodeDecodeError) as error:
+            self._problem(path, f"'{file}' cannot be read: {error}")
+            return ()
+
+    def _check_names(self, kind: str, specs: Sequence[TensorSpec]) -> None:
+        names = [spec.name for spec in specs]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            self._problem(kind, f"'{name}' is given {names.count(name)} times")
+
+    def _batching(self, max_batch: int) -> BatchPolicy:
+        message = self._message
+        if not message.HasField("dynamic_batching"):
+            # A model without a written configuration is batched.
+            is_worked_out = not message.input and not message.output and max_batch > 0
+            return BatchPolicy(max(1, max_batch), is_dynamic=is_worked_out)
+        batching = message.dynamic_batching
+        if max_batch == 0:
+            self._problem("dynamic_batching", "needs max_batch_size > 0")
+        policies = self._priorities(batching)
+        num_priorities = len(policies) - 1
+        preferred = tuple(sorted(set(batching.preferred_batch_size)))
+        if any(size < 1 or size > max_batch for size in preferred):
+            self._problem(
+                "dynamic_batching.preferred_batch_size",
+                f"{list(preferred)}: each must be from 1 to max_batch_size {max_batch}",
+            )
+        can_overtake = num_priorities > 1 or any(
+            policy.timeout_action == "DELAY" and policy.default_timeout_s > 0 for policy in policies
+        )
+        if batching.preserve_ordering and can_overtake:
+            self._problem(
+                "dynamic_batching.preserve_ordering",
+                "cannot be kept with priority levels or the timeout action DELAY",
+            )
+        return BatchPolicy(
+            max_batch_size=max(1, max_batch),
+            is_dynamic=True,
+            preferred_batch_sizes=preferred,
+            max_queue_delay_s=batching.max_queue_delay_microseconds / 1e6,
+            preserve_ordering=batching.preserve_ordering,
+            num_priorities=num_priorities,
+            default_priority=batching.default_priority_level if num_priorities else 0,
+            policies=policies,
+        )
+
+    def _priorities(self, batching: Any) -> tuple[QueuePolicy, ...]:
+        """Return the default policy, then one per level."""
+        levels, default = batching.priority_levels, batching.default_priority_level
+        own = batching.priority_queue_policy
+        base = _queue_policy(batching.default_queue_policy)
+        if levels > MAX_PRIORITIES:
+            self._problem(
+                "dynamic_batching.priority_levels", f"{levels} is more than {MAX_PRIORITIES}"
+            )
+            return (base,)
+        if levels and not 1 <= default <= levels:
+            self._problem(
+                "dynamic_batching.default_priority_level", f"{default} is not one of 1 to {levels}"
+            )
+        strange = sorted(level for level in own if not 1 <= level <= levels)
+        if strange:
+            self._problem(
+                "dynamic_batching.priority_queue_policy", f"no level {strange} of 1 to {levels}"
+            )
+        each = [_queue_policy(own[k]) if k in own else base for k in range(1, levels + 1)]
+        return (base, *each)
+
+    def _instances(self, backend: str) -> list[str]:
+        """Return the device of each instance."""
+        groups = self._message.instance_group or [_types().ModelInstanceGroup()]
+        for index, group in enumerate(groups):
+            for field, problem in _group_problems(group, backend):
+                self._problem(f"instance_group[{index}].{field}", problem)
+        total = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups)
+        if total > MAX_INSTANCES:
+            self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
+            return [CPU]
+        return [device for group in groups for device in _devices(group, backend)]
+
+    def _slo_latency_s(self, promised: str | None) -> float | None:
+        if promised is None or promised.strip() in ("", SLO_OFF):
+            return None
+        try:
+            return slo.parse(promised).latency_s
+        except ConfigError as error:
+            for problem in error.problems:
+                self._problem(f"parameters.{SLO}", problem)
+            return None
+
+    def _padding(self, options: Mapping[str, str], inputs: Sequence[TensorSpec]) -> Padding | None:
+        """Parse `penstock.pad`: which axes of which inputs may be padded, and with what."""
+        buckets = self._buckets(options)
+        if PAD not in options:
+            if PAD_BUCKETS in options:
+                self._problem(f"parameters.{PAD_BUCKETS}", f"needs parameters.{PAD}")
+            return None
+        specs = {spec.name: spec for spec in inputs}
+        axes: list[PadAxis] = []
+        for item in options[PAD].split(","):
+            match = PAD_AXIS.fullmatch(item)
+            if match is None:
+                problem = f"'{item.strip()}' is not of the form input[axis]=value"
+            else:
+                axis = PadAxis(match["input"], int(match["axis"]), _float(match["value"] or "0"))
+                problem = _pad_problem(axis, specs)
+                axes.append(axis)
+            if problem:
+                self._problem(f"parameters.{PAD}", problem)
+        return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
+
+    def _preprocess(self, options: Mapping[str, str]) -> Preprocess | None:
+        """Parse `penstock.preprocess` and `penstock.model_inputs`: both or neither."""
+        if PREPROCESS not in options and MODEL_INPUTS not in options:
+            return None
+        expected = "expected what the model takes, such as input_ids:INT64[-1]"
+        inputs = self._model_tensors(MODEL_INPUTS, options.get(MODEL_INPUTS, ""), expected)
+        return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, ""), STAGES), inputs)
+
+    def _postprocess(self, options: Mapping[str, str]) -> Postprocess | None:
+        """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""
+        if POSTPROCESS not in options and MODEL_OUTPUTS not in options:
+            return None
+        expected = "expected what the model gives, such as logits:FP32[10]"
+        outputs = self._model_tensors(MODEL_OUTPUTS, options.get(MODEL_OUTPUTS, ""), expected)
+        return Postprocess(
+            self._function(POSTPROCESS, options.get(POSTPROCESS, ""), HEADS), outputs
+        )
+
+    def _function(self, key: str, function: str, built_in: Sequence[str]) -> str:
+        match = FUNCTION.fullmatch(function)
+        if function in built_in:
+            return function
+        if match is None:
+            steps = f"or one of {', '.join(built_in)} for a Hugging Face folder"
+            expected = f"expected FILE.py:FUNCTION, a file of the version folder, {steps}"
+            self._problem(f"parameters.{key}", f"'{function}': {expected}")
+        elif not (self._folder / match["file"]).is_file():
+            self._problem(f"{self._folder.name}/{match['file']}", "no such file")
+        return function
+
+    def _model_tensors(self, key: str, text: str, expected: str) -> tuple[TensorSpec, ...]:
+        specs: list[TensorSpec] = []
+        for item in re.split(r",(?![^\[]*\])", text):
+            found = MODEL_TENSOR.fullmatch(item)
+            sizes = [size.strip() for size in found["dims"].split(",")] if found else []
+            sizes = [size for size in sizes if size]
+            is_shape = all(re.fullmatch(r"-1|[1-9]\d{0,17}", size) for size in sizes)
+            if found is None or found["type"] not in DATATYPES or not is_shape:
+                self._problem(f"parameters.{key}", f"'{item.strip()}': {expected}")
+            else:
+                specs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
+        self._check_names(f"parameters.{key}", specs)
+        return tuple(specs)
+
+    def _buckets(self, options: Mapping[str, str]) -> tuple[int, ...]:
+        text = options.get(PAD_BUCKETS)
+        if text is None:
+            return ()
+        sizes = [_number(item.strip(), is_whole=True) for item in text.split(",")]
+        buckets = tuple(int(size) for size in sizes if size is not None and 0 < size < 1 << 31)
+        if len(buckets) < len(sizes) or list(buckets) != sorted(set(buckets)):
+            expected = "expected whole numbers, each larger than the one before, such as 16,32,64"
+            self._problem(f"parameters.{PAD_BUCKETS}", f"'{text}': {expected}")
+        elif len(buckets) > MAX_BUCKETS:
+            self._problem(f"parameters.{PAD_BUCKETS}", f"more than {MAX_BUCKETS} sizes")
+        return buckets
+
+    def _numbers(self, options: Mapping[str, str], texts: Sequence[str]) -> dict[str, float]:
+        """Parse and check our numeric parameters."""
+        numbers: dict[str, float] = {}
+        for key, text in options.items():
+            if not key.startswith("penstock.") or key in (*TEXTS, *texts):
+                continue
+            limit = NUMBERS.get(key)
+            if limit is None:
+                known = ", ".join((*NUMBERS, *TEXTS, *texts))
+                self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
+                continue
+            value = _number(text, is_whole=key in WHOLE)
+            least = "from 0" if key in ZERO else "above 0"
+            if value is None or not 0 <= value <= limit or (value == 0 and key not in ZERO):
+                kind = "whole number" if key in WHOLE else "number"
+                problem = f"'{text}' is not a {kind} {least} up to {limit:g}"
+                self._problem(f"parameters.{key}", problem)
+                continue
+            numbers[key] = value
+        return numbers
+
+
+def _ineffective(config: ModelConfig, message: Any) -> list[str]:
+    """Return warnings about fields that have no effect combined with the rest of this file."""
+    found: list[tuple[str, str]] = []
+    policy = config.batching
+    is_text = config.backend == LLM
+    if message.platform and PLATFORMS.get(message.platform) != config.backend:
+        found.append(("platform", f"backend '{config.backend}' is given too, and decides"))
+    if is_text:
+        reasons = {
+            "model_warmup": "an engine warms up by itself",
+            "dynamic_batching": "an engine batches continuously",
+        }
+        found += [(field, why) for field, why in reasons.items() if _is_set(message, field)]
+    if policy.max_wait_s is not None and is_text:
+        found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
+    elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
+        found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
+    if policy.slo_latency_s is not None and not is_text:
+        found += _not_in_slo_mode(message)
+    return [f"{path}: has no effect; {why}" for path, why in found]
+
+
+def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
+    fields = (
+        "dynamic_batching.preferred_batch_size",
+        "dynamic_batching.max_queue_delay_microseconds",
+        "dynamic_batching.default_queue_policy.timeout_action",
+        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+    )
+    return [(path, f"parameters.{SLO} decides") for path in fields if _is_set(message, path)]
+
+
+def _is_set(message: Any, path: str) -> bool:
+    """Whether a field is set."""
+    head, _, rest = path.partition(".")
+    present = {descriptor.name for descriptor, _ in message.ListFields()}
+    if head not in present:
+        return False
+    return _is_set(getattr(message, head), rest) if rest else True
+
+
+def follows_links(message: Any) -> bool:
+    """Whether links of a language model may lead out of its folder."""
+    given = message.parameters
+    return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
+
+
+def _inside(base: Path, file: str, limit: Path) -> Path | None:
+    """Resolve a path with links; None if it leaves `limit` or is invalid."""
+    try:
+        path = (base / file).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return path if path.is_relative_to(limit) else None
+
+
+def _devices(group: Any, backend: str) -> list[str]:
+    """Return the device of each instance of a group. Without a kind they run on GPUs, if the
+    backend supports them and there are any."""
+    count = max(1, int(group.count))
+    if group.gpus:
+        return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
+    is_auto = group.kind == group.KIND_AUTO and backend in AUTO_BACKENDS
+    is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
+    # An engine takes all free memory: one per GPU only if the kind is given.
+    where = f"{EACH_GPU}:0" if backend == LLM and not group.kind else EACH_GPU
+    return [where if is_gpu else CPU] * count
+
+
+def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
+    """Return invalid fields, each with its problem."""
+    found: list[tuple[str, str]] = []
+    if group.count < 0:
+        found.append(("count", f"{group.count} is negative"))
+    gpus = list(group.gpus)
+    is_gpu = group.kind == group.KIND_GPU
+    if gpus and group.kind not in (group.KIND_AUTO, group.KIND_GPU):
+        found.append(("gpus", f"{gpus} given for {group.Kind.Name(group.kind)}"))
+    elif any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+        expected = "expected each GPU once, by its number from 0 on"
+        found.append(("gpus", f"{gpus}: {expected}; count says how many instances each gets"))
+    elif (gpus or is_gpu) and backend not in GPU_BACKENDS:
+        what = f"asks for KIND_GPU, which is not supported for backend '{backend}'"
+        found.append(("kind" if is_gpu else "gpus", what))
+    return found
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
+
+
+def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
+    base = MemoryPolicy()
+    return MemoryPolicy(
+        slab_bytes=_whole(numbers.get("penstock.slab_bytes")),
+        max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
+        spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
+    )
+
+
+def _tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: bool) -> str:
+    """Return what is wrong with a token budget, if there is one. `is_sent`: the padded tensors are
+    the user's inputs, not a function's results."""
+    if policy.max_tokens is None:
+        return ""
+    if not policy.is_dynamic:
+        return "needs dynamic_batching: each request runs by itself"
+    if padding is None:
+        return f"needs parameters.{PAD}, which says what axis is as long as there are tokens"
+    if not is_sent:
+        return f"how long rows are is known only behind parameters.{PREPROCESS}"
+    longest = padding.buckets[-1]
+    if policy.max_tokens < longest:
+        text = f"'{policy.max_tokens}' is less than one row of the largest bucket, {longest}"
+        return f"{text} (parameters.{PAD_BUCKETS})"
+    return ""
+
+
+def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
+    spec = specs.get(axis.input)
+    if spec is None:
+        return f"no input '{axis.input}'; there are {', '.join(specs)}"
+    place = f"'{axis.input}[{axis.axis}]'"
+    if spec.datatype == "BYTES":
+        return f"{place}: BYTES cannot be padded"
+    if axis.axis >= len(spec.shape) or spec.shape[axis.axis] != -1:
+        return f"{place}: not one of the axes of size -1 in dims {list(spec.shape)}"
+    dtype = DATATYPES[spec.datatype].numpy
+    is_float = dtype.kind == "f" or spec.datatype == "BF16"
+    if math.isnan(axis.value) or (not is_float and not _holds(dtype, axis.value)):
+        return f"{place}: the value is not one of {spec.datatype}"
+    return ""
+
+
+def _holds(dtype: Any, value: float) -> bool:
+    if dtype.kind == "b":
+        return value in (0, 1)
+    limits = np.iinfo(dtype)
+    return value.is_integer() and limits.min <= value <= limits.max
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _number(text: str, is_whole: bool) -> float | None:
+    if is_whole:
+        return int(text) if text.isascii() and text.isdigit() else None
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _queue_policy(message: Any) -> QueuePolicy:
+    action = message.TimeoutAction.Name(message.timeout_action)
+    return QueuePolicy(
+        timeout_action=cast(TimeoutAction, action),
+        default_timeout_s=message.default_timeout_microseconds / 1e6,
+        allow_timeout_override=message.allow_timeout_override,
+        max_queue_size=message.max_queue_size,
+    )
+
+
+def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signature] | None:
+    """Return the function that reads a file's signature without its library, or None."""
+    match backend, artifact.suffix:
+        case ("onnxruntime", _) | ("openvino", ".onnx"):
+            return onnx_file.read_signature
+        case "openvino", _:
+            return openvino_file.read_signature
+        case "pytorch", suffix if suffix != ".py":
+            return pt2_file.read_signature
+        case "llm", _:
+            return lambda path: TEXT_SIGNATURE
+        case "python", _:
+            return python_file.read_signature
+    return None
+
+
+def _batching_notes(signature: Signature, max_batch: int) -> list[str]:
+    """Say how a model is batched whose configuration was worked out from its file, and why."""
+    if signature is TEXT_SIGNATURE:
+        return []
+    if max_batch:
+        why = "the first dimension of every input and output is variable"
+        return [f"batches of up to {max_batch} rows, as {why}"]
+    fixed = [s for s in (*signature.inputs, *signature.outputs) if s.shape[:1] != (-1,)]
+    if not fixed or signature.chosen_batch == 0:
+        return ["no batching, as the file allows none"]
+    name, shape = fixed[0].name, list(fixed[0].shape)
+    return [f"no batching, as the first dimension of '{name}' {shape} is not variable"]
+
+
+def _without(spec: TensorSpec, skip: int) -> TensorSpec:
+    return replace(spec, shape=spec.shape[skip:])
+
+
+def _types() -> Any:
+    from tritonclient.grpc import model_config_pb2
+
+    return model_config_pb2
+
+
+def _type_number(datatype: str) -> int:
+    name = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+    return cast(int, _types().DataType.Value(name))

@@ -1,0 +1,183 @@
+"""A model in this process, with the server's Model and batcher. `LocalModel` has its own event loop
+and a thread as worker; `start` is for callers that have a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, NotReady, PenstockError
+from penstock.repository.layout import Found
+from penstock.repository.model_source import resolve
+from penstock.serving.model import Model
+from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.placement import place
+from penstock.serving.supervisor import StartLife, ThreadLife
+from penstock.system import devices
+from penstock.types import Array, CallbackSink, Request, Response, to_array
+from penstock.wire.arrays import Given, to_tensors
+
+log = logging.getLogger("penstock.local")
+
+
+class LocalModel:
+    """Owns an event loop in its own thread; `infer` may be called from any thread."""
+
+    def __init__(self, model: str | ModelConfig, version: str = "") -> None:
+        """`model` is a model's folder, or a configuration that is placed already."""
+        if not isinstance(model, ModelConfig):
+            model = choose(resolve(model).read(), model, version)
+        self.config = model
+        # Guards the hand-over to the loop against closing.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # Requests on their way to the loop; one wake-up takes all of them.
+        self._sent: deque[Request] = deque()
+        self._is_taking_due = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._model = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def __enter__(self) -> LocalModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<LocalModel {self.config.name}/{self.config.version}>"
+
+    def infer(self, inputs: Given) -> dict[str, Array]:
+        """Return outputs by name. A model that needs one input takes a single array; if the model
+        has a batch dimension, so must the arrays."""
+        return self.submit(inputs).result()
+
+    def submit(self, inputs: Given) -> Future[dict[str, Array]]:
+        """Like `infer`, without waiting: concurrent requests are batched."""
+        future: Future[dict[str, Array]] = Future()
+
+        def deliver(request: Request, answer: Response | PenstockError) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if isinstance(answer, PenstockError):
+                future.set_exception(answer)
+            else:
+                future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
+
+        config = self.config
+        tensors = to_tensors(
+            inputs, config.inputs, config.name, has_batch=config.max_batch_size > 0
+        )
+        request = Request(CallbackSink(deliver), tensors, time.monotonic())
+        self.send(request)
+        future.add_done_callback(lambda done: self._cancel_if(done, request))
+        return future
+
+    def send(self, request: Request) -> None:
+        """Submit a request made elsewhere. Its sink is called on the model's thread and must copy
+        what it keeps of the answer."""
+        with self._lock:
+            if self._is_closed:
+                raise NotReady(f"model '{self.config.name}' is closed")
+            self._sent.append(request)
+            if not self._is_taking_due:
+                self._is_taking_due = True
+                self._loop.call_soon_threadsafe(self._take_sent)
+
+    def cancel(self, request: Request) -> None:
+        """Cancel a request. Its sink is notified, unless it was answered before."""
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._model.cancel, request)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return an entry of v2's statistics, as in a server's `/stats`."""
+        with self._lock:
+            if self._is_closed:
+                raise NotReady(f"model '{self.config.name}' is closed")
+            answer = asyncio.run_coroutine_threadsafe(self._statistics(), self._loop)
+        return answer.result()
+
+    def close(self) -> None:
+        """Answer queued requests with an error and stop. Closing again does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
+        self._end_loop()
+
+    def _cancel_if(self, future: Future[dict[str, Array]], request: Request) -> None:
+        if future.cancelled():
+            self.cancel(request)
+
+    def _take_sent(self) -> None:
+        # Reset first: requests sent from now on wake the loop again.
+        self._is_taking_due = False
+        for _ in range(len(self._sent)):
+            self._model.submit(self._sent.popleft())
+
+    async def _statistics(self) -> dict[str, Any]:
+        return self._model.metrics.statistics()
+
+    async def _start(self) -> Model | StagePipeline:
+        return await start(self.config, ThreadLife)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:
+    """Start a model on the running loop with this kind of workers; ConfigError when they cannot
+    load it. In-process callers wait without limit, unless the configuration sets one."""
+    if config.batching.max_wait_s is None:
+        config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
+    for warning in config.warnings:
+        log.warning("%s/%s: config.pbtxt: %s", config.name, config.version, warning)
+    model = make_model(config, start_life)
+    try:
+        await model.start()
+    except BaseException:
+        await model.close()
+        raise
+    return model
+
+
+def placed(config: ModelConfig) -> ModelConfig:
+    """Place the model on the available GPUs if it uses any; ConfigError if it names others."""
+    return place(config, devices.read_gpus()) if config.uses_gpu else config
+
+
+def choose(found: Found, where: object, version: str = "") -> ModelConfig:
+    """Return the one model that was found, placed on its devices; ConfigError if there are several
+    or none of this version."""
+    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
+    if problems:
+        raise ConfigError(problems)
+    configs = [config for config in found.configs if version in ("", config.version)]
+    names = sorted({config.name for config in configs})
+    if not configs:
+        raise ConfigError([f"{where}: no version {version}"])
+    if len(names) > 1:
+        raise ConfigError([f"{where}: holds {', '.join(names)}; give the folder of one model"])
+    return placed(configs[-1])

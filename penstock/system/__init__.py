@@ -1,0 +1,1 @@
+"""The machine and its processes: GPUs, log lines, environment variables, exit codes."""

@@ -1,0 +1,274 @@
+"""Nothing in config.pbtxt is silently ignored: every field works, is shown, is refused or is warned
+about. The fields come from the message itself, so a new one cannot be forgotten."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tritonclient.grpc import model_config_pb2
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.repository import layout, pbtxt, pbtxt_fields
+
+BASE = """
+backend: "null"
+max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+"""
+WARMUP = (
+    'model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 4 %s } } %s }'
+)
+QUEUES = "dynamic_batching { priority_levels: 1 default_priority_level: 1 %s }"
+# For each field that is read: what it is set beside, and a value that changes something.
+READ = {
+    "name": ("", 'name: "other"'),
+    "platform": ("", 'platform: "tensorrt_plan"'),
+    "backend": ("", 'backend: "nonsense"'),
+    "version_policy.latest.num_versions": ("", "version_policy { latest { num_versions: 2 } }"),
+    "version_policy.all": ("", "version_policy { all { } }"),
+    "version_policy.specific.versions": ("", "version_policy { specific { versions: 1 } }"),
+    "max_batch_size": ("", "max_batch_size: 4"),
+    "input.name": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 }'),
+    "input.data_type": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 }'),
+    "input.dims": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 }'),
+    "input.optional": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 optional: true }'),
+    "output.name": ("", 'output { name: "b" data_type: TYPE_FP32 dims: 1 }'),
+    "output.data_type": ("", 'output { name: "b" data_type: TYPE_FP32 dims: 1 }'),
+    "output.dims": ("", 'output { name: "b" data_type: TYPE_FP32 dims: 1 }'),
+    "output.label_filename": (
+        "",
+        'output { name: "b" data_type: TYPE_FP32 dims: 1 label_filename: "l.txt" }',
+    ),
+    "dynamic_batching.preferred_batch_size": ("", "dynamic_batching { preferred_batch_size: 4 }"),
+    "dynamic_batching.max_queue_delay_microseconds": (
+        "dynamic_batching { }",
+        "dynamic_batching { max_queue_delay_microseconds: 7 }",
+    ),
+    "dynamic_batching.preserve_ordering": (
+        "dynamic_batching { }",
+        "dynamic_batching { preserve_ordering: true }",
+    ),
+    "dynamic_batching.priority_levels": ("", QUEUES % ""),
+    "dynamic_batching.default_priority_level": ("", QUEUES % ""),
+    "instance_group.kind": ("", "instance_group { kind: KIND_GPU }"),
+    "instance_group.count": ("", "instance_group { count: 3 }"),
+    "instance_group.gpus": ("", "instance_group { gpus: 0 }"),
+    "default_model_filename": ("", 'default_model_filename: "net.bin"'),
+    "metric_tags": ("", 'metric_tags { key: "team" value: "vision" }'),
+    "parameters.string_value": ("", 'parameters { key: "k" value { string_value: "v" } }'),
+    "model_warmup.name": (WARMUP % ("zero_data: true", ""), 'model_warmup { name: "v" }'),
+    "model_warmup.batch_size": ("", WARMUP % ("zero_data: true", "batch_size: 3")),
+    "model_warmup.inputs.data_type": ("", WARMUP % ("zero_data: true", "")),
+    "model_warmup.inputs.dims": ("", WARMUP % ("zero_data: true", "")),
+    "model_warmup.inputs.zero_data": ("", WARMUP % ("zero_data: true", "")),
+    "model_warmup.inputs.random_data": ("", WARMUP % ("random_data: true", "")),
+    "model_warmup.inputs.input_data_file": ("", WARMUP % ('input_data_file: "raw"', "")),
+    "model_warmup.count": ("", WARMUP % ("zero_data: true", "count: 3")),
+}
+for kind, head in (
+    ("default_queue_policy", "default_queue_policy { %s }"),
+    ("priority_queue_policy", "priority_queue_policy { key: 1 value { %s } }"),
+):
+    for name, value in (
+        ("timeout_action", "DELAY"),
+        ("default_timeout_microseconds", "7"),
+        ("allow_timeout_override", "true"),
+        ("max_queue_size", "7"),
+    ):
+        READ[f"dynamic_batching.{kind}.{name}"] = (
+            QUEUES % "",
+            QUEUES % (head % f"{name}: {value}"),
+        )
+
+
+def fields(descriptor: Any, path: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The path of every field of a message, and of those in it, without indices and keys."""
+    for field in descriptor.fields:
+        name = f"{path}{field.name}"
+        inner = field.message_type
+        if inner is not None and inner.GetOptions().map_entry:
+            inner = inner.fields_by_name["value"].message_type
+        if inner is None or not inner.fields or inner.full_name in above:
+            yield name
+        else:
+            yield from fields(inner, f"{name}.", (*above, inner.full_name))
+
+
+ALL = sorted(fields(model_config_pb2.ModelConfig.DESCRIPTOR))
+
+
+def fill(message: Any, path: str) -> None:
+    """Set the field at the path, and only what it needs to be there, to something that is not its
+    default."""
+    head, _, rest = path.partition(".")
+    field = message.DESCRIPTOR.fields_by_name[head]
+    value = getattr(message, head)
+    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+    if is_map:
+        entry = field.message_type.fields_by_name
+        key = 1 if entry["key"].cpp_type != entry["key"].CPPTYPE_STRING else "key"
+        if entry["value"].message_type is not None:
+            fill(value[key], rest)
+        else:
+            value[key] = "value"
+    elif field.message_type is not None:
+        item = value.add() if field.is_repeated else value
+        item.SetInParent()
+        if rest:
+            fill(item, rest)
+    else:
+        plain = {field.CPPTYPE_STRING: "text", field.CPPTYPE_BOOL: True}.get(field.cpp_type, 1)
+        if field.is_repeated:
+            value.append(plain)
+        else:
+            setattr(message, head, plain)
+
+
+def group(path: str) -> str:
+    """The group that a field belongs to by the tables; a table may name a whole message."""
+    above = ["."] + [path[: match.start()] for match in re.finditer(r"\.|$", path)]
+    for name, table in (
+        ("read", pbtxt_fields.READ),
+        ("shown", pbtxt_fields.SHOWN),
+        ("granted", pbtxt_fields.GRANTED),
+        ("refused", pbtxt_fields.REFUSED),
+    ):
+        if any(each in table for each in above):
+            return name
+    return "warned"
+
+
+def resolve(text: str, root: Path) -> ModelConfig:
+    folder = root / "model" / "1"
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / "model.onnx").write_text("")
+        (root / "model" / "l.txt").write_text("cat\ndog\n")
+        (root / "model" / "warmup").mkdir()
+        (root / "model" / "warmup" / "raw").write_bytes(bytes(16))
+        (folder / "net.bin").write_text("")
+    return pbtxt.resolve(pbtxt.parse(text), "model", folder)
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_a_field_that_is_not_read_is_shown_refused_or_warned_about(path: str, tmp_path: Path):
+    message = pbtxt.parse(BASE)
+    fill(message, path)
+    text = pbtxt.to_text(message)
+    match group(path):
+        case "warned":
+            [warning] = [w for w in pbtxt_fields.unused(message) if "has no effect" in w]
+            place = warning.split(":")[0]
+            names = re.sub(r"\[\d+\]|\.key\b|\.1\b", "", place)
+            assert path == names or path.startswith(f"{names}.")
+        case "refused":
+            with pytest.raises(ConfigError) as caught:
+                resolve(text, tmp_path)
+            head = path.split(".")[0]
+            assert any(problem.startswith(head) for problem in caught.value.problems)
+        case "read" | "granted" | "shown":
+            assert pbtxt_fields.unused(message) == []
+
+
+def test_what_is_only_shown_is_in_the_answer_of_the_api(tmp_path: Path):
+    text = BASE.replace("dims: 4", "dims: [ 4, 4, 4 ] format: FORMAT_NHWC", 1)
+    shown = pbtxt.to_json(resolve(text + 'instance_group { name: "both" }', tmp_path))
+    assert shown["input"][0]["format"] == "FORMAT_NHWC"
+    assert shown["instance_group"][0]["name"] == "both"
+    assert {"input.format", "instance_group.name"} == pbtxt_fields.SHOWN
+
+
+def test_every_field_that_is_read_is_tried_here():
+    assert READ.keys() == pbtxt_fields.READ
+    assert set(ALL) >= pbtxt_fields.READ | pbtxt_fields.SHOWN | pbtxt_fields.GRANTED
+
+
+@pytest.mark.parametrize("path", sorted(pbtxt_fields.READ))
+def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path):
+    """The configuration, which versions are served, or that the model can be loaded at all."""
+    beside, text = READ[path]
+
+    def outcome(text: str) -> object:
+        try:
+            config = resolve(text, tmp_path)
+        except ConfigError as error:
+            return error.problems
+        return config, config.warnings, layout.chosen(folder, pbtxt.parse(text), [])
+
+    base = BASE
+    if path in ("max_batch_size", "backend"):
+        base = re.sub(rf"{path}: .*", "", BASE)
+    if path == "platform":
+        base = base.replace('backend: "null"', "")
+    folder = tmp_path / "model"
+    (folder / "2").mkdir(parents=True)
+    assert outcome(base + text) != outcome(base + beside)
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        (
+            "instance_group { } instance_group { rate_limiter { priority: 2 } }",
+            "instance_group[1].rate_limiter: has no effect; every idle instance",
+        ),
+        ('cc_model_filenames { key: "8.0" value: "a" }', "cc_model_filenames: has no effect"),
+        ('instance_group { host_policy: "numa" }', "instance_group[0].host_policy: "),
+        ("optimization { cuda { graphs: true } }", "optimization.cuda: has no effect; for CUDA"),
+        ("optimization { priority: PRIORITY_MAX }", "optimization.priority: has no effect"),
+        ("input { is_shape_tensor: true }", "input[1].is_shape_tensor: has no effect"),
+        ('runtime: "libtriton.so"', "runtime: has no effect"),
+    ],
+)
+def test_the_warning_has_the_place_and_what_to_do(text: str, warning: str):
+    [found] = pbtxt_fields.unused(pbtxt.parse(BASE + text))
+    assert found.startswith(warning)
+
+
+def test_fields_that_are_set_to_nothing_are_no_warning():
+    text = "optimization { } response_cache { } model_transaction_policy { } model_metrics { }"
+    found = pbtxt_fields.unused(pbtxt.parse(BASE + text + "instance_group { passive: false }"))
+    assert found == ["model_metrics: has no effect; histograms have fixed buckets"]
+
+
+def test_a_field_that_a_later_message_adds_is_warned_about():
+    class Field:
+        name, message_type, is_repeated = "brand_new", None, False
+
+    class Message:
+        def ListFields(self):
+            return [(Field, 1)]
+
+    [warning] = pbtxt_fields.unused(Message())
+    assert warning.startswith("brand_new: has no effect")
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"),
+    [
+        (
+            'parameters { key: "penstock.slo" value { string_value: "p99 < 20ms" } } '
+            "dynamic_batching { preferred_batch_size: 4 max_queue_delay_microseconds: 9 "
+            "default_queue_policy { default_timeout_microseconds: 9 } }",
+            [
+                "dynamic_batching.preferred_batch_size",
+                "dynamic_batching.max_queue_delay_microseconds",
+                "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+            ],
+        ),
+        (
+            'parameters { key: "penstock.slo" value { string_value: "p99 < 20ms" } } '
+            'parameters { key: "penstock.max_wait_ms" value { string_value: "9" } }',
+            ["parameters.penstock.max_wait_ms"],
+        ),
+        ("dynamic_batching { preferred_batch_size: 4 }", []),
+        ('platform: "onnxruntime_onnx"', ["platform"]),
+    ],
+)
+def test_what_has_no_effect_beside_the_rest_is_warned_about(text, warnings, tmp_path: Path):
+    config = resolve(BASE + text, tmp_path)
+    assert [warning.split(": ")[0] for warning in config.warnings] == warnings

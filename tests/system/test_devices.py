@@ -1,0 +1,140 @@
+"""What NVML says becomes values; what it does not say is left out and nothing fails."""
+
+import fake_nvml
+import pytest
+from fake_nvml import GIB
+
+from penstock.system import devices
+from penstock.system.devices import GpuUse, Nvml, NvmlError, Watch
+from penstock.testing import FakeClock
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Nvml:
+    return Nvml(str(fake_nvml.build(tmp_path_factory.mktemp("nvml"), num_gpus=4)))
+
+
+def test_gpus_come_with_name_and_memory(nvml: Nvml) -> None:
+    first, second, *_ = nvml.gpus()
+    assert (first.index, first.device, first.uuid) == (0, "cuda:0", "GPU-aaaa-0000")
+    assert first.name == "Made Up 16"
+    assert (first.total_bytes, first.free_bytes) == (16 * GIB, 15 * GIB)
+    assert (second.device, second.free_bytes) == ("cuda:1", 14 * GIB)
+    assert len(nvml.gpus()) == 4
+    assert nvml.driver() == "580.1"
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        ("2,0", ["GPU-bbcc-2222", "GPU-aaaa-0000"]),
+        (" 1 , 3", ["GPU-bbbb-1111", "GPU-dddd-3333"]),
+        ("GPU-bbc,GPU-bb", ["GPU-bbcc-2222", "GPU-bbbb-1111"]),
+        ("MIG-1", ["GPU-aaaa-0000"]),
+        # As CUDA has it: what comes after a name that is none does not count.
+        ("1,9,0", ["GPU-bbbb-1111"]),
+        ("1,MIG-9,0", ["GPU-bbbb-1111"]),
+        ("-1", []),
+        ("", []),
+        ("none", []),
+    ],
+)
+def test_gpus_are_those_that_cuda_sees_counted_as_it_counts(
+    nvml: Nvml, visible: str, uuids: list[str]
+) -> None:
+    found = nvml.gpus(visible)
+    assert [gpu.uuid for gpu in found] == uuids
+    assert [gpu.index for gpu in found] == list(range(len(uuids)))
+
+
+def test_what_a_gpu_does_is_in_plain_units(nvml: Nvml) -> None:
+    use = nvml.uses()[0]
+    assert use.uuid == "GPU-aaaa-0000"
+    assert (use.utilization, use.power_watts, use.power_limit_watts) == (0.37, 123.456, 700.0)
+    assert (use.memory_total_bytes, use.memory_used_bytes) == (16 * GIB, GIB)
+    assert use.clock_mhz == 1980
+    assert use.energy_joules is not None and use.energy_joules >= 5.0
+
+
+def test_a_gpu_that_refuses_a_question_answers_the_others(nvml: Nvml) -> None:
+    use = nvml.uses()[1]
+    assert (use.utilization, use.power_watts, use.energy_joules) == (None, None, None)
+    assert use.power_limit_watts == 700.0
+    assert use.memory_used_bytes == 2 * GIB
+
+
+def test_a_library_that_is_not_there_is_told_as_that() -> None:
+    with pytest.raises(NvmlError, match="no-such-library"):
+        Nvml("no-such-library.so")
+
+
+def test_a_library_of_something_else_is_told_as_that() -> None:
+    with pytest.raises(NvmlError, match="nvmlInit_v2 is not there"):
+        Nvml("libc.so.6")
+
+
+def test_without_a_driver_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "nvml", lambda: None)
+    assert devices.read_gpus() == ()
+    assert devices.read_uses() == ()
+    assert devices.driver() == ""
+
+
+def test_with_a_driver_its_visible_gpus_are_read(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "nvml", lambda: nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert [gpu.uuid for gpu in devices.read_gpus()] == ["GPU-dddd-3333"]
+    assert [use.uuid for use in devices.read_uses()] == ["GPU-dddd-3333"]
+    assert devices.driver() == "580.1"
+
+
+class TestWatch:
+    def make(self) -> tuple[Watch, FakeClock, list[float]]:
+        clock, joules = FakeClock(), [100.0]
+
+        def read() -> list[GpuUse]:
+            joules.append(joules[-1] + 50.0)
+            return [GpuUse("GPU-a", energy_joules=joules[-1]), GpuUse("GPU-b")]
+
+        return Watch(read, clock), clock, joules
+
+    def test_energy_counts_from_the_first_look_on(self) -> None:
+        watch, clock, _ = self.make()
+        assert [use.energy_joules for use in watch.uses()] == [0.0, None]
+        clock.advance(1.0)
+        assert [use.energy_joules for use in watch.uses()] == [50.0, None]
+
+    def test_gpus_are_asked_once_a_second_at_most(self) -> None:
+        watch, clock, joules = self.make()
+        for _ in range(5):
+            watch.uses()
+        clock.advance(0.99)
+        watch.uses()
+        assert len(joules) == 2
+        clock.advance(0.01)
+        watch.uses()
+        assert len(joules) == 3
+
+
+class TestWorkerEnvironment:
+    def test_torch_grows_what_it_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in devices.ALLOCATOR_NAMES:
+            monkeypatch.delenv(name, raising=False)
+        found = devices.worker_environment()
+        assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+    @pytest.mark.parametrize("name", devices.ALLOCATOR_NAMES)
+    def test_unless_somebody_has_said_otherwise(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        for other in devices.ALLOCATOR_NAMES:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+        found = devices.worker_environment()
+        assert {each: found.get(each) for each in devices.ALLOCATOR_NAMES} == {
+            **dict.fromkeys(devices.ALLOCATOR_NAMES),
+            name: "max_split_size_mb:512",
+        }
