@@ -281,17 +281,18 @@ def test_what_is_collected_of_a_stream() -> None:
     collector.add(exchange)
     columns = collector.take()
     assert len(floats(columns.gaps)) == 4
-    (tpot,) = floats(columns.tpot)
-    assert tpot >= 0.005 * 0.99
+    assert exchange.stream is not None
+    times = exchange.stream.times
+    assert floats(columns.tpot) == [pytest.approx((times[-1] - times[0]) / 4)]
     (first,) = floats(columns.first)
     assert exchange.sent < first < exchange.done
 
 
 def test_a_stall_is_seen_between_two_tokens() -> None:
-    exchange = answered(FakeOpenAI(), chat("stall:0.2", max_tokens=3))
+    exchange = answered(FakeOpenAI(), chat("stall:0.6", max_tokens=3))
     assert exchange.stream is not None
     times = exchange.stream.times
-    assert times[1] - times[0] >= 0.15
+    assert times[1] - times[0] >= 0.1, "the stall, less what a busy machine delays the first token"
 
 
 def test_without_usage_pieces_are_the_tokens() -> None:
