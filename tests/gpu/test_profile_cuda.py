@@ -1,4 +1,4 @@
-"""The profiler on a real GPU; `make test-gpu`. The reading of traces: tests/optimizer/profile."""
+"""The profiler on a real GPU; `make test-gpu`. The reading of traces: tests/profile."""
 
 import json
 from pathlib import Path

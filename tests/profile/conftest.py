@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_profiles import gpu, peaks, profile
 from onnx import helper, numpy_helper
-from optimizer.profile.made_profiles import gpu, peaks, profile
 
 __all__ = ["gpu", "peaks", "profile"]
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizer.profile.made_operators import product, sum_of_two
+from made_operators import product, sum_of_two
 from served_builds import a_config
 
 from penstock.profile import roofline

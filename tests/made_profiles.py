@@ -1,7 +1,7 @@
 """A profile made of plain numbers, on a device of round numbers."""
 
 import pytest
-from optimizer.profile.made_operators import product, sum_of_two
+from made_operators import product, sum_of_two
 
 from penstock.profile import roofline
 from penstock.profile.results import (
