@@ -671,7 +671,7 @@ class Model:
         layout = geometry.layout
         assert layout is not None
         self._place_all(flight, geometry, layout)
-        runs: list[frames.Run] = []
+        runs: list[frames.RowRange] = []
         slab: Slab | None = None
         start = count = 0
         for request in flight.requests:
@@ -680,12 +680,12 @@ class Model:
                 count += place.count
             else:
                 if slab is not None:
-                    runs.append(frames.Run(slab.id, start, count))
+                    runs.append(frames.RowRange(slab.id, start, count))
                 slab, start, count = place.slab, place.row, place.count
             flight.num_rows += place.count
             self._pool.dispatched(place)
         assert slab is not None
-        runs.append(frames.Run(slab.id, start, count))
+        runs.append(frames.RowRange(slab.id, start, count))
         parts = self._parts(flight.requests) if self._needs_parts else ()
         return frames.Dispatch(flight.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
 
@@ -767,7 +767,7 @@ class Model:
         self._quarantine.answered()
         if flight is not None and isinstance(frame, frames.Done):
             self._deliver(instance, flight, frame)
-        elif flight is not None and isinstance(frame, frames.Failed):
+        elif flight is not None and isinstance(frame, frames.BatchFailed):
             now = instance.answered_at = self._clock()
             self._saturation.note(False, now)
             self._ended(flight)
@@ -927,7 +927,7 @@ class Model:
             self._first_ready.set_result(None)
         self._pump()
 
-    def _apply_proofs(self, ready: Sequence[frames.Ready]) -> None:
+    def _apply_proofs(self, ready: Sequence[frames.WorkerReady]) -> None:
         """Batch and pad only as far as every instance has proved harmless. No request is queued
         yet."""
         proof = agreed([each.proof for each in ready])
@@ -950,7 +950,7 @@ class Model:
             where = (self.config.name, self.config.version)
             log.log(level, "%s/%s: %s", *where, note, extra=self.labels)
 
-    def _stop_batching(self, ready: Sequence[frames.Ready]) -> None:
+    def _stop_batching(self, ready: Sequence[frames.WorkerReady]) -> None:
         policy = replace(self.config.batching, is_dynamic=False)
         if self._slo is not None:
             self._slo = SloBatcher(policy, self.config.num_instances)
@@ -959,7 +959,7 @@ class Model:
             self._batcher.seed(each.timings)
         self._count_executors()
 
-    def _seed_buckets(self, ready: Sequence[frames.Ready]) -> None:
+    def _seed_buckets(self, ready: Sequence[frames.WorkerReady]) -> None:
         pads = self._planner.pads
         if pads is None:
             return
@@ -1134,7 +1134,7 @@ class Model:
 
 def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
     """Remove the batch that the frame answers from the instance, and return it."""
-    if isinstance(frame, frames.Done | frames.Failed):
+    if isinstance(frame, frames.Done | frames.BatchFailed):
         for index, flight in enumerate(instance.batches):
             if flight.id == frame.batch:
                 del instance.batches[index]
