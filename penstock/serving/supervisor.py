@@ -23,13 +23,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
 from penstock.serving import usage
 from penstock.serving.reaper import Reaper, kill_group
 from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
+from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
 from penstock.system import devices
@@ -336,7 +337,7 @@ class Instance:
         self.was_killed_outside = False
         # It is to be replaced: it gets no more batches and stops after its last answer.
         self.is_leaving = False
-        self.batches: list[Any] = []
+        self.batches: list[RunningBatch] = []
         self.ready: frames.WorkerReady | None = None
         self.ready_at = 0.0
         self.started_at = 0.0
