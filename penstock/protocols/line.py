@@ -30,8 +30,8 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
-from penstock.serving.supervisor import Sender
 from penstock.types import Tensor
 from penstock.wire import frames
 

@@ -28,6 +28,7 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
+from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
@@ -49,7 +50,7 @@ from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
+from penstock.serving.supervisor import Instance, StartLife, Supervisor
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 
