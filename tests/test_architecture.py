@@ -211,6 +211,8 @@ WITHOUT_OWN_TEST = {
     "llm/params.py": "values only; tests/llm/test_sampling.py draws by them",
     "llm/sequence.py": "tests/llm/test_scheduler.py",
     "llm/models/__init__.py": "empty",
+    "protocols/grpc_errors.py": "tests/protocols/test_v2_grpc.py meets each of them",
+    "protocols/http_errors.py": "tests/protocols/test_v2_http.py meets each of them",
     "protocols/openai_errors.py": "tests/protocols/test_openai_http.py meets each of them",
     "serving/served.py": "a protocol; whatever the catalog has is one",
     "repository/onnx_file.py": "tests/repository/test_repository_layout.py reads files through it",

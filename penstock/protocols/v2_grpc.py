@@ -37,7 +37,8 @@ from penstock.processes.start import take_part
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.line import status_name, why_not_listen
+from penstock.protocols.grpc_errors import status_name
+from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import RPC_SCOPES
 from penstock.protocols.tls import TlsFiles
