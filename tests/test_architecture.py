@@ -242,6 +242,8 @@ WITHOUT_OWN_TEST = {
     "protocols/v2_routes.py": "tests/protocols/test_v2_http.py and e2e/test_control.py ask it",
     "serving/control.py": "tests/protocols/test_fronts.py and e2e/test_control.py ask it",
     "serving/lanes.py": "tests/serving/test_batcher.py and test_slo_batcher.py queue through it",
+    "serving/running_batch.py": "values only; tests/serving/test_model.py looks at them",
+    "serving/ticket.py": "values only; tests/serving/test_batcher.py queues them",
     "serving/worker.py": "tests/serving/test_model.py runs it through penstock.testing",
     "testing.py": "what tests are made of",
     "dashboard/__init__.py": "empty",

@@ -18,13 +18,14 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
 from penstock.processes.channel import Sender, socket_pair
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, CrashLoop, SparePlan
+from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
 from penstock.system.environment import asked_for
@@ -161,7 +162,7 @@ class Instance:
         self.was_killed_outside = False
         # It is to be replaced: it gets no more batches and stops after its last answer.
         self.is_leaving = False
-        self.batches: list[Any] = []
+        self.batches: list[RunningBatch] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
         self.started_at = 0.0
