@@ -25,7 +25,7 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.line import STATUS
+from penstock.protocols.grpc_errors import STATUS
 from penstock.protocols.route_table import RPC_SCOPES
 from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, Service
 from penstock.types import CANCELLED, Request, Response

@@ -41,7 +41,8 @@ from penstock.protocols.fronts import Desk
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
-from penstock.protocols.v2_http import STATUS, Models, V2Http
+from penstock.protocols.http_errors import STATUS
+from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import layout
 from penstock.repository.layout import Found
