@@ -28,6 +28,7 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
+from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
@@ -50,7 +51,7 @@ from penstock.serving.running_batch import RunningBatch
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
+from penstock.serving.supervisor import Instance, StartLife, Supervisor
 from penstock.serving.ticket import Ticket
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames

@@ -30,13 +30,14 @@ from penstock.errors import (
     PenstockError,
     QuotaExceeded,
 )
+from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Sequencer
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import QUEUE_TIMEOUT, Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.supervisor import ProcessLife, StartLife
+from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
