@@ -28,6 +28,8 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
 )
+from penstock.processes.life import ProcessLife
+from penstock.processes.restarts import backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
@@ -39,15 +41,9 @@ from penstock.protocols.v2_routes import describe_server
 from penstock.repository import pbtxt
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
-from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import (
-    MAX_LOAD_DEATHS,
-    Life,
-    ProcessLife,
-    StartLife,
-)
+from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.v2 import classified, encode_metadata

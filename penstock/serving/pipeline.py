@@ -30,6 +30,7 @@ from penstock.errors import (
     PenstockError,
     QuotaExceeded,
 )
+from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Sequencer
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
@@ -37,7 +38,7 @@ from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.request_queue import QUEUE_TIMEOUT
-from penstock.serving.supervisor import ProcessLife, StartLife
+from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")

@@ -36,7 +36,9 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
-from penstock.serving import quarantine, request_memory, restarts, supervisor, worker
+from penstock.processes import restarts
+from penstock.processes.channel import socket_pair
+from penstock.serving import quarantine, request_memory, supervisor, worker
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
@@ -1494,7 +1496,7 @@ class FullMemory:
 @contextmanager
 def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
     """A worker without a core; yields what runs a batch of 1000 and returns the frames it sent."""
-    ours, theirs = supervisor.socket_pair()
+    ours, theirs = socket_pair()
     inputs, outputs = Segment(1 << 16), Segment(1 << 16)
     with ours, theirs:
         made = worker.Worker(worker.Channel(theirs), die=die)
