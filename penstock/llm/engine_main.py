@@ -26,9 +26,9 @@ from penstock.llm.messages import GenerateRequest, TokenEvent, pack_tokens
 from penstock.llm.pace import Pace, Targets
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
+from penstock.processes.start import begin_life, take_part
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
-from penstock.serving.worker import begin_life, take_part
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")

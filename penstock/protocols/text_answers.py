@@ -25,7 +25,7 @@ from penstock.llm.text_model import CONTEXT_LENGTH_EXCEEDED
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
-from penstock.protocols.v2_http import reply_error, status_at
+from penstock.protocols.http_errors import reply_error, status_at
 from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
