@@ -17,7 +17,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "types", "slo", "config", "units", "system"},
+    {"errors", "types", "sampling_params", "slo", "config", "units", "system"},
     {"wire", "kernels"},
     {"processes"},
     {"repository", "backends"},
@@ -46,7 +46,7 @@ PURE = [
     "dashboard/example_calls.py",
     "llm/blocks.py",
     "llm/pace.py",
-    "llm/params.py",
+    "sampling_params.py",
     "llm/scheduler.py",
     "llm/sequence.py",
     "llm/stops.py",
@@ -204,12 +204,11 @@ WITHOUT_OWN_TEST = {
     "repository/layout.py": "tests/repository/test_repository_layout.py, whose name was taken",
     "kernels/paged.py": "values only; tests/kernels/test_paged_attention.py makes them",
     "llm/__init__.py": "empty",
-    "llm/asking.py": "tests/protocols/test_openai_http.py and test_generate_http.py ask by it",
     "llm/fused.py": "tests/llm/test_cuda_runner.py runs it",
     "llm/generation.py": "values only; tests/llm/test_language_model.py makes them",
     "llm/json_files.py": "tests/llm/test_checkpoint.py and test_text.py read through it",
     "llm/messages.py": "values only; tests/llm/test_engine_main.py sends them",
-    "llm/params.py": "values only; tests/llm/test_sampling.py draws by them",
+    "sampling_params.py": "values only; tests/llm/test_sampling.py samples with them",
     "llm/sequence.py": "tests/llm/test_scheduler.py",
     "llm/models/__init__.py": "empty",
     "protocols/grpc_errors.py": "tests/protocols/test_v2_grpc.py meets each of them",
