@@ -13,12 +13,13 @@ from penstock.optimizer import disturbance, goals, outcomes, phases, shapes
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
+from penstock.optimizer.findings import Finalist, Findings
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS
 from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization
-from penstock.optimizer.search import Finalist, Findings, Search
+from penstock.optimizer.search import Search
 from penstock.optimizer.time_plan import CutOff
 
 # A proof that contradicts itself or earlier measurements is repeated once.
@@ -112,7 +113,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         profiled=findings.profiled,
         work=str(lab.journal.path.parent),
     )
-    search.prove(findings.finalists[0].build.candidate)
+    search.progress.begin_proof(findings.finalists[0].build.candidate)
     choice = finish(findings, lambda: choose(lab, findings))
     _prove(lab, search, choice, found)
     other = _better_proven(lab, search, choice, found)
@@ -233,15 +234,15 @@ def _prove(
     if findings.is_interrupted:
         return False
     builds = [original, chosen] if chosen.candidate.steps else [original]
-    if not search.has_time_to_prove(len(builds)):
+    if not search.budget.has_time_to_prove(len(builds)):
         if not found.is_proven:
             found.notes.append(outcomes.NO_PROOF)
         return False
     is_proven = False
     for attempt in range(MAX_PROOFS):
-        search.prove(chosen.candidate, to_save or str(_saved(choice, found)))
+        search.progress.begin_proof(chosen.candidate, to_save or str(_saved(choice, found)))
         try:
-            measured = lab.prove(builds, search.left_s, attempt)
+            measured = lab.prove(builds, search.budget.left_s, attempt)
         except (PenstockError, KeyboardInterrupt) as error:
             findings.is_interrupted = isinstance(error, KeyboardInterrupt)
             _note_end(error, chosen.candidate, found, is_proven=is_proven)
@@ -253,7 +254,7 @@ def _prove(
         doubts = [*choice.doubts, *found.before.disturbances]
         if disturbance.is_close(found.after):
             doubts.append("close to the limit")
-        has_time = search.has_time_to_prove(len(builds))
+        has_time = search.budget.has_time_to_prove(len(builds))
         if not doubts or not has_time or attempt + 1 == MAX_PROOFS:
             break
         found.notes.append(f"measured again: {doubts[0]}")
@@ -314,7 +315,7 @@ def _better_proven(lab: Lab, search: Search, choice: Choice, found: Optimization
     """If the first choice misses the SLO in its proof, return the next finalist that did better and
     is admitted, provided there is time to prove it."""
     for finalist in _ahead(search.findings, choice, found):
-        if not search.has_time_to_prove(2):
+        if not search.budget.has_time_to_prove(2):
             if found.is_proven:
                 found.notes.append(f"{finalist.build.candidate} {UNPROVEN}")
             return None

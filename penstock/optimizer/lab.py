@@ -59,6 +59,7 @@ from penstock.optimizer.shapes import (
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.optimizer.time_plan import (
     MIN_SEARCH_S,
     SEARCH_S,
@@ -141,10 +142,18 @@ class KeptLayers(msgspec.Struct):
 
 class Lab:
     """Evaluates the candidates of one run. `examples` are the user's data, or random rows drawn
-    from the signature; `watch` receives what is being done."""
+    from the signature; `budget` limits builds and measurements, and `tell` receives what is being
+    done."""
 
-    def __init__(
-        self, plan: Plan, machine: Machine, subject: Subject, examples: Examples, journal: Journal
+    def __init__(  # noqa: PLR0913
+        self,
+        plan: Plan,
+        machine: Machine,
+        subject: Subject,
+        examples: Examples,
+        journal: Journal,
+        budget: TimeBudget,
+        tell: Callable[[str], None],
     ) -> None:
         self.plan = plan
         self.machine = machine
@@ -153,11 +162,8 @@ class Lab:
         self.notes: list[str] = []
         # Gaps in what the accuracy gate checks, one sentence each.
         self.unchecked: list[str] = []
-        self.watch: Callable[[str], None] = lambda doing: None
-        # Seconds until the search must end; None: no limit.
-        self.left_s: Callable[[], float | None] = lambda: None
-        # Called between the parts of long work; raises OutOfTime if that must end.
-        self.check_time: Callable[[], None] = lambda: None
+        self._time_budget = budget
+        self._tell = tell
         self.time = plan_time(plan, is_on_gpu=subject.build.config.uses_gpu)
         # A small budget has time for short levels only.
         self._served_plan = replace(plan, duration_s=self.time.level_s)
@@ -207,11 +213,11 @@ class Lab:
             self.examples,
             cache,
             self._compile_timeout_s,
-            check_time=lambda: self.check_time(),
+            check_time=self._time_budget.check_part,
         )
 
     def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
-        left_s = self.left_s()
+        left_s = self._time_budget.stage_left_s
         return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
@@ -246,17 +252,17 @@ class Lab:
     def _too_long(self, text: str) -> TookTooLong:
         """Return the error for a compilation timeout: with a budget, the compiler had only a share
         of the remaining time."""
-        is_cut = self.left_s() is not None
+        is_cut = self._time_budget.stage_left_s is not None
         return CutOff(text) if is_cut else TookTooLong(text)
 
     def _ends_at(self, build: Build) -> float:
         """Return the deadline of a child process that starts now."""
-        left_s = self.left_s() if build.candidate.steps else None
+        left_s = self._time_budget.stage_left_s if build.candidate.steps else None
         return math.inf if left_s is None else time.monotonic() + max(MIN_CHILD_S, left_s)
 
     def _make(self, candidate: Candidate, parent: Build) -> bool:
         """Build in a hidden folder, then rename: readers never see a partial build."""
-        self.watch("build")
+        self._tell("build")
         self._rise()
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
             raise BackendFailed(f"its build was started {MAX_BEGUN} times and never finished")
@@ -273,7 +279,7 @@ class Lab:
             made_by.build(parent, step, draft / self.plan.name, self.workshop)
             made = _opened(candidate, draft / self.plan.name)
             if {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
-                self.watch("compile")
+                self._tell("compile")
                 self._make_room(made.config)
                 is_tuned = "penstock.fuse" in made.config.options
                 share = TUNING_SHARE if is_tuned else COMPILE_SHARE
@@ -306,7 +312,7 @@ class Lab:
         is_packed = build.config.uses_gpu and "penstock.pack" in build.config.options
         if not is_packed or (build.version_folder / CHOICES).exists():
             return
-        self.watch("keep which products are the fastest")
+        self._tell("keep which products are the fastest")
         self._rise()
         left_s = None if left_s is None else max(MIN_COMPILE_S, left_s)
         trials.keep_compiled(build, left_s or trials.LOAD_TIMEOUT_S)
@@ -314,7 +320,7 @@ class Lab:
     def facts(self, build: Build) -> Facts:
         """Return the facts of a build. Batching problems of its parents apply to it too, whatever
         tolerance its own rounding gets."""
-        self.watch("read back")
+        self._tell("read back")
         key = build.candidate.key
         build = self._read_as(build)
         found = self.journal.remember(
@@ -394,7 +400,7 @@ class Lab:
             if sitting is None:
                 return trials.inspect(build, self._ends_at(build))
             return sitting.inspect()
-        self.watch("rows alone and in batches")
+        self._tell("rows alone and in batches")
         is_lossy = any(
             passes.find(each.pass_name).changes_answers for each in build.candidate.steps
         )
@@ -488,7 +494,7 @@ class Lab:
             names = () if build.config.postprocess else self.plan.outputs
             return self._compared(original, found, tolerance, names)
 
-        self.watch("numerics")
+        self._tell("numerics")
         return self.journal.remember(
             "numerics", build.candidate.key, Numerics, compare, passing=self._passing
         )
@@ -530,7 +536,7 @@ class Lab:
     def original_answers(self, part: str) -> Answers:
         known = self._original.get(part)
         if known is None:
-            self.watch(f"the original's answers, {part}")
+            self._tell(f"the original's answers, {part}")
             known = self._original[part] = self.answers(self.original, self._indices(part))
             if part == CHOICE:
                 self._note_nan(known)
@@ -565,8 +571,8 @@ class Lab:
         total = f"{len(indices):,}"
 
         def tell(num_done: int) -> None:
-            self.check_time()
-            self.watch(f"answers, {num_done:,} of {total}")
+            self._time_budget.check_part()
+            self._tell(f"answers, {num_done:,} of {total}")
 
         return tell
 
@@ -585,7 +591,7 @@ class Lab:
         all examples of the part, and on as many other rows as the survey has time for."""
 
         def compare() -> Numerics:
-            self.watch(f"numerics, {part}")
+            self._tell(f"numerics, {part}")
             original, found = self.original_answers(part), self.answers(build, self._indices(part))
             pairs = list(zip(original, found, strict=True))
             if build.candidate.steps:
@@ -604,7 +610,7 @@ class Lab:
         left = tuple(influence.survey_order(len(self.rows), self._indices(part)))
         if not left:
             return []
-        self.watch("numerics, other rows")
+        self._tell("numerics, other rows")
         if part not in self._survey:
             self._survey[part] = self.answers(self.original, left, self._survey_s)
         found = self.answers(build, left, self._survey_s)
@@ -621,11 +627,11 @@ class Lab:
         """Return why the server's answers are not those that the gate judged; empty if they are."""
 
         def check() -> str:
-            self.watch("answers of the server")
+            self._tell("answers of the server")
             indices = self._indices(HELD_OUT)
             judged = self.answers(build, indices)
             rows = [self.rows[index] for index in indices]
-            left_s = self.left_s()
+            left_s = self._time_budget.stage_left_s
             seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
             limits, kept = self._limits(), self._kept([build])
             found = served.answers(build, rows, seconds, limits, kept)
@@ -659,7 +665,7 @@ class Lab:
 
     def _evaluated(self, build: Build, part: str) -> Evaluation:
         def evaluate() -> Evaluation:
-            self.watch(f"accuracy, {part}")
+            self._tell(f"accuracy, {part}")
             original, indices = self.original_answers(part), self._indices(part)
             is_original = build.candidate == self.original.candidate
             found = original if is_original else self.answers(build, indices)
@@ -695,7 +701,7 @@ class Lab:
             self._ask_ahead()
             return
         self._check_finite(self._examples.non_finite)
-        self.watch("audit of the data")
+        self._tell("audit of the data")
         if self.scorer.is_agreement:
             self.unchecked.append(ONLY_AGREEMENT)
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
@@ -729,7 +735,7 @@ class Lab:
         values."""
         if not found:
             return
-        self.watch("rows that are not finite")
+        self._tell("rows that are not finite")
         indices = tuple(dict.fromkeys(each.index for each in found))[:MAX_NON_FINITE]
         try:
             answers = self.answers(self.original, indices)
@@ -775,11 +781,11 @@ class Lab:
 
         def passes_gate(other: Step) -> bool:
             check_time()
-            self.watch("layers in float")
+            self._tell("layers in float")
             return self.judge(self.build(parent.candidate.then(other)), CHOICE).is_passed
 
         def find() -> KeptLayers:
-            self.watch("sensitivity of layers")
+            self._tell("sensitivity of layers")
             seconds = self._float_seconds(parent)
             found = int8_static.fall_back(parent, step, self.workshop, passes_gate, seconds)
             return KeptLayers() if found is None else KeptLayers(*found)
@@ -827,7 +833,7 @@ class Lab:
             assert sitting is not None, "it is on a GPU"
             return sitting.times(self.rows, pair, self._longest_s, rules)
 
-        self.watch(f"batch times, {num_instances} x {num_threads} threads")
+        self._tell(f"batch times, {num_instances} x {num_threads} threads")
         key = f"{build.candidate.key} {num_instances}x{num_threads}"
         asked = self._needed(build, measure)
         found = self.journal.remember("times", key, TimeTable, asked, passing=self._passing)
@@ -847,7 +853,7 @@ class Lab:
             self._make_room(build.config)
             return profile_build(build.folder, self.rows)
 
-        self.watch("profile")
+        self._tell("profile")
         return self.journal.remember("profile", build.candidate.key, Profile, measure)
 
     def serve(self, builds: Sequence[Build]) -> list[Served]:
@@ -856,10 +862,10 @@ class Lab:
         def measure() -> list[Served]:
             kept, plan, limits = self._kept(builds), self._served_plan, self._limits()
             if len(builds) == 1:
-                return [served.measure(builds[0], plan, self.rows, self.watch, kept, limits)]
-            return served.measure_alternately(builds, plan, self.rows, self.watch, kept, limits)
+                return [served.measure(builds[0], plan, self.rows, self._tell, kept, limits)]
+            return served.measure_alternately(builds, plan, self.rows, self._tell, kept, limits)
 
-        self.watch("start servers")
+        self._tell("start servers")
         asked = self._needed(builds[0], measure) if len(builds) == 1 else measure
         return self._served("served", builds, asked)
 
@@ -869,9 +875,9 @@ class Lab:
         def measure() -> list[Served]:
             kept, limits = self._kept(builds), replace(self._limits(), search_s=search_s)
             plan = self._served_plan
-            return served.with_rates(builds, plan, self.rows, self.watch, limits, kept)
+            return served.with_rates(builds, plan, self.rows, self._tell, limits, kept)
 
-        self.watch("start servers")
+        self._tell("start servers")
         return self._served("served with rates", builds, measure)
 
     def prove(
@@ -892,15 +898,15 @@ class Lab:
                 lambda: ends_at - time.monotonic(),
             )
             kept = self._kept(builds)
-            return served.prove(builds, self._served_plan, self.rows, self.watch, limits, kept)
+            return served.prove(builds, self._served_plan, self.rows, self._tell, limits, kept)
 
-        self.watch("start servers for the proof")
+        self._tell("start servers for the proof")
         kind = "proof with rates" if has_time else "proof"
         return self._served(kind, builds, measure, f" attempt {attempt}" if attempt else "")
 
     def _limits(self) -> Limits:
         """Return the limits of a served measurement that begins now."""
-        left_s = self.left_s()
+        left_s = self._time_budget.stage_left_s
         ends_at = math.inf if left_s is None else time.monotonic() + left_s
         search_s = self.time.cost_search_s
         return Limits(self.time.num_rounds, search_s, lambda: ends_at - time.monotonic())

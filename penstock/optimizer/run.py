@@ -23,6 +23,7 @@ from penstock.optimizer import disk, evidence, folders, passes, shapes, time_pla
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
@@ -30,10 +31,12 @@ from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.repository import layout
 
 # Below the repository; readers of repositories skip names that start with a dot.
@@ -69,21 +72,28 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         disk.check_room(Path(plan.out), subject.build.folder, is_resumed=is_resumed)
         with Journal(work / run, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
-            with closing(Lab(plan, machine, subject, examples, journal)) as lab:
-                return _found(lab, watch, command, run, began)
+            is_on_gpu = subject.build.config.uses_gpu
+            findings = Findings()
+            budget = TimeBudget(plan, findings, time.monotonic, began, is_on_gpu=is_on_gpu)
+            progress = ProgressReporter(
+                watch, findings, budget, is_on_gpu=is_on_gpu, has_data=bool(plan.data)
+            )
+            tell = progress.tell
+            with closing(Lab(plan, machine, subject, examples, journal, budget, tell)) as lab:
+                search = Search(lab, findings, budget, progress, passes.sequence())
+                return _found(lab, search, command, run)
 
 
-def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
+def _found(lab: Lab, search: Search, command: str, run: str) -> Optimization:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    search = Search(lab, watch, passes.sequence(), began=began)
     planned = time_plan.describe(lab.time, lab.plan, is_on_gpu=lab.original.config.uses_gpu)
     if planned:
         lab.notes.append(planned)
-        search.announce(planned)
+        search.progress.announce(planned)
     began_check = time.monotonic()
     lab.check_rows()
     lab.check_data()
-    search.learn_judging(time.monotonic() - began_check)
+    search.budget.learn_judging(time.monotonic() - began_check)
     findings = search.run()
     if not findings.finalists:
         # Interrupted before the original was measured: there is nothing to keep.
@@ -92,7 +102,7 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     assert found.chosen is not None
     build = without_promise(_as_committed(lab, found.chosen), found)
     try:
-        lab.keep_chosen(build, search.left_s)
+        lab.keep_chosen(build, search.budget.left_s)
     except PenstockError as error:
         found.notes.append(f"each start of the version repeats the timing of its matmuls: {error}")
     except KeyboardInterrupt:
@@ -102,7 +112,7 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         found.notes.append(
             "each start of the version repeats the timing of its matmuls: interrupted"
         )
-    found.elapsed_s = time.monotonic() - began
+    found.elapsed_s = search.budget.elapsed_s
     note_resumed(found, lab.journal)
     found.headline = headline(found)
     found.build_folder = str(build.folder)

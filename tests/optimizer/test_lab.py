@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_evaluators import made_evaluator
 from made_optimizations import machine
 
 from penstock import slo
@@ -98,7 +99,7 @@ def lab(asked: None, tmp_path: Path) -> Iterator[Callable[..., Lab]]:
             rows = [{"x": np.array([row], np.float32)} for row in range(NUM)]
             examples = Examples(rows, labels, split_examples(NUM, 0), "", "")
             subject = Subject(build(""), "ONNX", "", "ONNX")
-            return Lab(plan, machine(), subject, examples, journal)
+            return made_evaluator(plan, machine(), subject, examples, journal)
 
         yield make
 

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 import psutil
 import pytest
+from made_evaluators import made_evaluator
 from optimizer import made_optimizations
 from served_builds import null_build, write_outlier_model
 from suites import onnx_models
@@ -217,7 +218,7 @@ def test_what_users_get_is_judged_and_the_model_before_it_compared(
     step = Step("batching", {"mode": "off"})
     other = Build(Candidate((step,)), changed, layout.read(changed).configs[0])
     with Journal(tmp_path / "journal") as journal:
-        lab = Lab(wishes, MACHINE, subject, examples, journal)
+        lab = made_evaluator(wishes, MACHINE, subject, examples, journal)
         found = lab.numerics(other, is_exact=True)
         assert (found.problems, found.max_absolute, found.num_examples) == ([], 0.0, 64)
         assert lab.scorer.text == "the original's answers again"
@@ -260,7 +261,7 @@ def test_a_model_whose_real_rows_influence_each_other_is_never_batched(outlier_p
 def lab_of(plan: Plan, folder: Path, journal: Journal) -> Lab:
     subject = open_subject(plan, folder / "small")
     examples = open_examples(plan, subject.build.config.inputs, True)
-    return Lab(plan, MACHINE, subject, examples, journal)
+    return made_evaluator(plan, MACHINE, subject, examples, journal)
 
 
 def test_what_the_gate_judges_is_what_is_served(outlier_plan: Plan, tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_what_the_gate_judges_is_what_is_served(outlier_plan: Plan, tmp_path: Pa
         assert set(lab.times(other, 1, 1).seconds[0]) == {1}
         # A run that goes on finds the original as it was left.
         examples = open_examples(outlier_plan, lab.original.config.inputs, True)
-        again = Lab(outlier_plan, MACHINE, lab.subject, examples, journal)
+        again = made_evaluator(outlier_plan, MACHINE, lab.subject, examples, journal)
         again.check_rows()
         assert again.original == lab.original
         assert again.notes == lab.notes != []
@@ -440,7 +441,7 @@ def test_which_products_are_the_fastest_goes_with_the_version(
     config = replace(subject.build.config, device=device, options=options)
     build = replace(subject.build, config=config)
     with Journal(tmp_path / "journal") as journal:
-        lab = Lab(plan, MACHINE, subject, examples, journal)
+        lab = made_evaluator(plan, MACHINE, subject, examples, journal)
         lab.keep_chosen(build)
         assert kept == [build.version_folder] * is_kept
         # A run that goes on has them.

@@ -17,15 +17,18 @@ from penstock.optimizer import simulate
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.lab import KeptLayers
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import Situation
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import FallbackLayer, Served, Verdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.types import TensorSpec
 
 WISH = slo.parse("p99 < 50ms at 200/s")
@@ -92,8 +95,9 @@ class MadeLab:
         self.kept = KeptLayers()
         self.examples: object | None = object()
         self.rows = [ROW]
-        self.watch: Callable[[str], None] = lambda doing: None
         self.clock = Clock()
+        # Of the search that asks; see `made_search`.
+        self.time_budget: TimeBudget
         # Of the first build of a model.
         self.try_s = 0.0
         self.built: set[str] = set()
@@ -103,8 +107,6 @@ class MadeLab:
         self.spread: Sequence[str] = ()
         self.options: dict[str, dict[str, str]] = {}
         self.memory_bytes = 0
-        self.left_s: Callable[[], float | None] = lambda: None
-        self.check_time: Callable[[], None] = lambda: None
         self.asked: list[str] = []
         self.instances: list[int] = []
 
@@ -203,6 +205,24 @@ def model_step(candidate: Candidate) -> str:
 SERVING = [MadePass("batching", "batching"), MadePass("instances", "instances")]
 
 
+def made_search(
+    lab: MadeLab,
+    watch: Callable[[Progress], None],
+    passes: Sequence[MadePass],
+    began: float | None = None,
+) -> Search:
+    findings, is_on_gpu = Findings(), lab.device != "cpu"
+    lab.time_budget = TimeBudget(lab.plan, findings, lab.clock, began, is_on_gpu=is_on_gpu)
+    progress = ProgressReporter(
+        watch,
+        findings,
+        lab.time_budget,
+        is_on_gpu=is_on_gpu,
+        has_data=lab.examples is not None,
+    )
+    return Search(lab, findings, lab.time_budget, progress, passes)  # type: ignore[arg-type]
+
+
 def searched(
     row_ms: Mapping[str, float], *passes: MadePass, **wishes: object
 ) -> tuple[MadeLab, Callable[[], Search]]:
@@ -211,7 +231,7 @@ def searched(
     told: list[Progress] = []
 
     def run() -> Search:
-        search = Search(lab, told.append, [*passes, *SERVING], lab.clock)  # type: ignore[arg-type]
+        search = made_search(lab, told.append, [*passes, *SERVING])
         search.run()
         return search
 
@@ -388,7 +408,7 @@ def test_what_is_served_in_the_end_has_time_to_be_compiled() -> None:
     build = lab.build
 
     def built(candidate: Candidate) -> Build:
-        left[last(candidate)] = lab.left_s()
+        left[last(candidate)] = lab.time_budget.stage_left_s
         lab.clock.now += 250.0 * (last(candidate) == "solid")
         return build(candidate)
 
@@ -633,7 +653,7 @@ def test_what_an_interruption_announces_is_what_is_measured_and_saved(interrupt_
 
     lab.build = interrupted  # type: ignore[method-assign]
     passes = [FASTER, later, never, LOSSY, *SERVING]
-    search = Search(lab, told.append, passes, lab.clock)  # type: ignore[arg-type]
+    search = made_search(lab, told.append, passes)
     search.run()
     (said,) = announced
     assert [each for each in lab.served if each == said.to_measure] == lab.served[-1:]
@@ -672,8 +692,9 @@ def test_whoever_watches_knows_the_order(device: str, first: str) -> None:
     lab = MadeLab({"original": 20.0, "half": 12.0}, plan)
     lab.device = device
     told: list[Progress] = []
-    Search(lab, told.append, [HALF, *SERVING], lab.clock).run()  # type: ignore[arg-type]
-    lab.watch("anything")
+    search = made_search(lab, told.append, [HALF, *SERVING])
+    search.run()
+    search.progress.tell("anything")
     assert told[-1].stages[:2] == ("baseline", first)
     assert set(told[-1].stages) == set(STAGES)
 
@@ -864,7 +885,7 @@ def left_for_steps(
 
     def built(candidate: Candidate) -> Build:
         if len(candidate.steps) == 1 and candidate.key not in lab.built:
-            told.append(lab.left_s())
+            told.append(lab.time_budget.stage_left_s)
         return build(candidate)
 
     lab.build = built  # type: ignore[method-assign]

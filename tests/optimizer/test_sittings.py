@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from made_evaluators import made_evaluator
 from served_builds import null_build, read
 
 from penstock import slo
@@ -18,6 +19,7 @@ from penstock.optimizer import influence, served, trials
 from penstock.optimizer import lab as laboratory
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import signature_examples
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
@@ -26,6 +28,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.system import devices
 
@@ -191,7 +194,7 @@ class TestLab:
         machine = Machine("a processor", 4, 1 << 33, ())
         examples = signature_examples(build.config.inputs, True, 1, 8)
         with Journal(tmp_path / "run") as journal:
-            lab = Lab(plan, machine, Subject(build, "null", "", ""), examples, journal)
+            lab = made_evaluator(plan, machine, Subject(build, "null", "", ""), examples, journal)
             yield lab
             lab.close()
 
@@ -272,18 +275,21 @@ def compiled_build(root: Path) -> Build:
 
 
 @pytest.fixture
-def compiled_lab(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[Lab]]:
-    """Opens labs of one run, each with what those before it have written down."""
+def compiled_lab(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[Lab]]:
+    """Opens labs of one run, each with what those before it have written down, at this stage."""
     build = compiled_build(tmp_path / "original")
     examples = signature_examples(build.config.inputs, True, 1, 8)
 
     @contextlib.contextmanager
-    def opened() -> Iterator[Lab]:
+    def opened(stage: str = "baseline") -> Iterator[Lab]:
         wish = slo.parse("p99 < 1s at 20/s")
         plan = Plan("m", "model", str(tmp_path), slo=wish, budget_s=60.0)
         machine = Machine("a processor", 4, 1 << 33, ())
         with Journal(tmp_path / "run") as journal:
-            lab = Lab(plan, machine, Subject(build, "pytorch", "", ""), examples, journal)
+            subject = Subject(build, "pytorch", "", "")
+            budget = TimeBudget(plan, Findings(), lambda: 0.0, is_on_gpu=True)
+            budget.enter(stage)
+            lab = made_evaluator(plan, machine, subject, examples, journal, budget)
             with contextlib.closing(lab):
                 yield lab
 
@@ -339,10 +345,9 @@ def test_a_build_that_had_too_little_time_is_no_build_that_never_ends(
         with compiled_lab() as lab, pytest.raises(TookTooLong) as hung:
             lab.build(candidate)
         assert not isinstance(hung.value, CutOff)
-    with compiled_lab() as lab:
-        lab.left_s = lambda: 40.0
-        with pytest.raises(CutOff, match="compiling it takes too long"):
-            lab.build(candidate)
+    cut_off = pytest.raises(CutOff, match="compiling it takes too long")
+    with compiled_lab("compile") as lab, cut_off:
+        lab.build(candidate)
     monkeypatch.setattr(trials, "keep_compiled", lambda *_: 0)
     with compiled_lab() as lab:
         assert lab.build(candidate).config.max_batch_size == 4
