@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 
 from penstock.errors import PenstockError
 from penstock.optimizer import outcomes
+from penstock.optimizer.answer_source import CHOICE
 from penstock.optimizer.candidates import Build, Skip, Step
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Findings
-from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass
 from penstock.optimizer.predictor import Predictor
 from penstock.optimizer.progress_reporter import ProgressReporter
@@ -28,13 +29,13 @@ class Attempts:
 
     def __init__(
         self,
-        lab: Lab,
+        evaluator: Evaluator,
         findings: Findings,
         budget: TimeBudget,
         progress: ProgressReporter,
         predictor: Predictor,
     ) -> None:
-        self._lab = lab
+        self._evaluator = evaluator
         self._findings = findings
         self._budget = budget
         self._progress = progress
@@ -97,7 +98,7 @@ class Attempts:
         """Return the most accurate try that can be timed, and its contender."""
         for record in sorted(judged, key=_by_accuracy):
             try:
-                build = self._lab.build(record.candidate)
+                build = self._evaluator.builder.build(record.candidate)
                 return record, self._predictor.predict(build, _facts(record), is_lossy=True)
             except PenstockError as error:
                 record.outcome, record.reason = outcomes.outcome_of_error(error)
@@ -126,8 +127,8 @@ class Attempts:
     def _checked(self, each: Pass, parent: Contender, record: Try) -> Build | None:
         """Build, read back and compare with the original; None if one of these fails."""
         candidate = record.candidate
-        build = self._lab.build(candidate)
-        record.facts = facts = self._lab.facts(build)
+        build = self._evaluator.builder.build(candidate)
+        record.facts = facts = self._evaluator.inspector.facts(build)
         # Rows influence each other at any precision; the tolerance for a build's own rounding must
         # not hide it.
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
@@ -140,7 +141,7 @@ class Attempts:
             _reject(record, text)
             return None
         is_exact = not (parent.is_lossy or each.changes_answers)
-        record.numerics = self._lab.numerics(build, is_exact=is_exact)
+        record.numerics = self._evaluator.gate.numerics(build, is_exact=is_exact)
         if record.numerics.problems:
             _reject(record, "; ".join(record.numerics.problems))
             return None
@@ -148,7 +149,7 @@ class Attempts:
 
     def _is_accurate(self, build: Build, record: Try) -> bool:
         began = self._budget.clock()
-        record.accuracy = self._lab.judge(build, CHOICE)
+        record.accuracy = self._evaluator.gate.judge(build, CHOICE)
         self._budget.learn_judging(self._budget.clock() - began)
         if not record.accuracy.is_passed:
             _reject(record, record.accuracy.text)
@@ -178,7 +179,7 @@ class Attempts:
         self._progress.begin(refused.candidate)
         try:
             step = refused.candidate.steps[-1]
-            found = self._lab.fall_back(parent.build, step, self._budget.check)
+            found = self._evaluator.fall_back(parent.build, step, self._budget.check)
         except PenstockError as error:
             refused.reason += f"; the sensitivity of layers could not be measured: {error}"
             return

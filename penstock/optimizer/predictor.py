@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.optimizer.candidates import Build, Step
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.finalists import arrangement
 from penstock.optimizer.findings import Contender, Findings
-from penstock.optimizer.lab import Lab
-from penstock.optimizer.passes import Situation
+from penstock.optimizer.passes import PassContext
 from penstock.optimizer.shapes import arrangements, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_budget import TimeBudget
@@ -26,19 +26,19 @@ class Predictor:
 
     def __init__(
         self,
-        lab: Lab,
+        evaluator: Evaluator,
         findings: Findings,
         budget: TimeBudget,
-        context: Callable[[Contender], Situation],
+        context: Callable[[Contender], PassContext],
     ) -> None:
-        self._lab = lab
+        self._evaluator = evaluator
         self._findings = findings
         self._budget = budget
         self._context = context
 
     def predict(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         """Measure batch times, as far as they matter and there is time, and simulate servers."""
-        machine, budget = self._lab.machine, self._budget
+        machine, budget = self._evaluator.run.machine, self._budget
         began = budget.clock()
         times: dict[tuple[int, int], TimeTable] = {}
         contender = Contender(build, facts, times, [], is_lossy)
@@ -49,7 +49,7 @@ class Predictor:
                 break
             if times and not budget.has_search_time((budget.clock() - began) / len(times)):
                 break
-            times[pair] = self._lab.times(build, *pair)
+            times[pair] = self._evaluator.measurements.times(build, *pair)
             if budget.estimates.is_short and not is_on_gpu:
                 break
             if is_on_gpu and self._is_hopeless(contender):
@@ -60,7 +60,7 @@ class Predictor:
 
     def _is_hopeless(self, contender: Contender) -> bool:
         """Compare with the best at the smallest number of instances."""
-        if not self._findings.contenders or self._lab.plan.is_exhaustive:
+        if not self._findings.contenders or self._evaluator.run.plan.is_exhaustive:
             return False
         contender.shapes = shapes(self._context(contender))
         fewest = min(num_instances for num_instances, _ in contender.times)
@@ -71,7 +71,7 @@ class Predictor:
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
         """Return the shapes that fit the SLO's memory limit; all of them if none is known to
         fit."""
-        slo = self._lab.plan.slo
+        slo = self._evaluator.run.plan.slo
         assert slo is not None
         found = shapes(self._context(contender))
         limits = [term.max_bytes for term in slo.terms if isinstance(term, Memory)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.config import ModelConfig
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.findings import Contender, Findings
-from penstock.optimizer.passes import Pass, Situation
+from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.results import Try
 
 # Parents below this share of the best are not used in the stage: BF16 may double the rate, INT8
@@ -28,7 +28,7 @@ class Proposals:
     """Asks passes for steps. `context` describes a contender to them."""
 
     findings: Findings
-    context: Callable[[Contender], Situation]
+    context: Callable[[Contender], PassContext]
     is_on_gpu: bool
     is_exhaustive: bool
     has_data: bool

@@ -22,17 +22,18 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer import disk, evidence, folders, passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import Optimization
+from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
@@ -78,31 +79,33 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
             progress = ProgressReporter(
                 watch, findings, budget, is_on_gpu=is_on_gpu, has_data=bool(plan.data)
             )
-            tell = progress.tell
-            with closing(Lab(plan, machine, subject, examples, journal, budget, tell)) as lab:
-                search = Search(lab, findings, budget, progress, passes.sequence())
-                return _found(lab, search, command, run)
+            context = RunContext(plan, machine, subject, examples, journal, budget, progress.tell)
+            with closing(Evaluator(context)) as evaluator:
+                search = Search(evaluator, findings, budget, progress, passes.sequence())
+                return _found(evaluator, search, command, run)
 
 
-def _found(lab: Lab, search: Search, command: str, run: str) -> Optimization:
+def _found(evaluator: Evaluator, search: Search, command: str, key: str) -> Optimization:
+    run, budget = evaluator.run, search.budget
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    planned = time_plan.describe(lab.time, lab.plan, is_on_gpu=lab.original.config.uses_gpu)
+    is_on_gpu = run.original.config.uses_gpu
+    planned = time_plan.describe(budget.planned, run.plan, is_on_gpu=is_on_gpu)
     if planned:
-        lab.notes.append(planned)
+        run.notes.append(planned)
         search.progress.announce(planned)
     began_check = time.monotonic()
-    lab.check_rows()
-    lab.check_data()
-    search.budget.learn_judging(time.monotonic() - began_check)
+    evaluator.inspector.check_rows()
+    evaluator.data.check()
+    budget.learn_judging(time.monotonic() - began_check)
     findings = search.run()
     if not findings.finalists:
         # Interrupted before the original was measured: there is nothing to keep.
         raise KeyboardInterrupt
-    found = conclude(lab, search, command, created)
+    found = conclude(evaluator, search, command, created)
     assert found.chosen is not None
-    build = without_promise(_as_committed(lab, found.chosen), found)
+    build = without_promise(_as_committed(evaluator, found.chosen), found)
     try:
-        lab.keep_chosen(build, search.budget.left_s)
+        evaluator.builder.keep_chosen(build, budget.left_s)
     except PenstockError as error:
         found.notes.append(f"each start of the version repeats the timing of its matmuls: {error}")
     except KeyboardInterrupt:
@@ -112,11 +115,11 @@ def _found(lab: Lab, search: Search, command: str, run: str) -> Optimization:
         found.notes.append(
             "each start of the version repeats the timing of its matmuls: interrupted"
         )
-    found.elapsed_s = search.budget.elapsed_s
-    note_resumed(found, lab.journal)
+    found.elapsed_s = budget.elapsed_s
+    note_resumed(found, run.journal)
     found.headline = headline(found)
     found.build_folder = str(build.folder)
-    finish(findings, lambda: evidence.try_commit(build, found, run))
+    finish(findings, lambda: evidence.try_commit(build, found, key))
     return found
 
 
@@ -137,11 +140,14 @@ def note_resumed(found: Optimization, journal: Journal) -> None:
         found.notes.append(f"{discarded}: the machine runs at another speed now")
 
 
-def _as_committed(lab: Lab, chosen: Candidate) -> Build:
+def _as_committed(evaluator: Evaluator, chosen: Candidate) -> Build:
     """Return the build to commit: batching is off in its file if rows must not share a batch. Our
     server detects that itself; others follow the file."""
-    build = lab.build(chosen)
-    if not build.config.batching.is_dynamic or not lab.facts(build).batching_problem:
+    build = evaluator.builder.build(chosen)
+    if (
+        not build.config.batching.is_dynamic
+        or not evaluator.inspector.facts(build).batching_problem
+    ):
         return build
     off = shapes.with_batching(build.config, {"mode": "off"}, None)
     return replace(build, config=off)

@@ -3,8 +3,8 @@
 In each stage, passes propose steps. A proposal is built, read back, compared with the original, put
 through the accuracy gate if its answers may differ, and timed. Candidates that are predicted to
 come near the SLO are served and measured; the search ends at the first stage that is enough, unless
-it is exhaustive. The search only asks the lab, whose results may come from the journal: the same
-results lead to the same choice.
+it is exhaustive. The search only asks the evaluator, whose results may come from the journal: the
+same results lead to the same choice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.errors import PenstockError
 from penstock.optimizer import goals, wording
 from penstock.optimizer.attempts import Attempts, note_times
 from penstock.optimizer.candidates import Skip, Stage, Step
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.finalists import MAX_FINALISTS, NUM_SEMIFINALISTS
 from penstock.optimizer.findings import Contender, Findings
-from penstock.optimizer.lab import Lab
-from penstock.optimizer.passes import Pass, Situation
+from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.predictor import Predictor
 from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.proposals import Proposals
@@ -41,31 +41,31 @@ class Search:
 
     def __init__(
         self,
-        lab: Lab,
+        evaluator: Evaluator,
         findings: Findings,
         budget: TimeBudget,
         progress: ProgressReporter,
         passes: Sequence[Pass],
     ) -> None:
-        self._lab = lab
-        self._plan = lab.plan
+        self._evaluator = evaluator
+        self._plan = evaluator.run.plan
         self.findings = findings
         self.budget = budget
         self.progress = progress
         self._passes = passes
-        self._is_on_gpu = lab.original.config.uses_gpu
+        self._is_on_gpu = evaluator.run.original.config.uses_gpu
         # Names of the passes that ran to their end.
         self._asked: set[str] = set()
         self._proposals = Proposals(
             findings,
             self._context,
             self._is_on_gpu,
-            lab.plan.is_exhaustive,
-            has_data=lab.examples is not None,
+            evaluator.run.plan.is_exhaustive,
+            has_data=evaluator.run.examples is not None,
         )
-        self._predictor = Predictor(lab, findings, budget, self._context)
-        self._attempts = Attempts(lab, findings, budget, progress, self._predictor)
-        self._rounds = ServingRounds(lab, findings, budget, progress, passes)
+        self._predictor = Predictor(evaluator, findings, budget, self._context)
+        self._attempts = Attempts(evaluator, findings, budget, progress, self._predictor)
+        self._rounds = ServingRounds(evaluator, findings, budget, progress, passes)
 
     def run(self) -> Findings:
         """Run the search. An interruption or the end of the time budget ends it but keeps its
@@ -112,17 +112,17 @@ class Search:
         else:
             self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
-    def _context(self, contender: Contender) -> Situation:
+    def _context(self, contender: Contender) -> PassContext:
         """Return what passes are told about a contender."""
-        lab = self._lab
-        return Situation(
+        run = self._evaluator.run
+        return PassContext(
             self._plan,
-            lab.machine,
+            run.machine,
             contender.build,
             contender.facts,
-            lab.examples,
+            run.examples,
             contender.times,
-            lab.rows,
+            run.rows,
         )
 
     # When to stop.
@@ -152,13 +152,13 @@ class Search:
 
     def _start(self) -> None:
         """Measure the original in its own configuration."""
-        original, budget, findings = self._lab.original, self.budget, self.findings
+        original, budget, findings = self._evaluator.run.original, self.budget, self.findings
         self.progress.begin(original.candidate)
         began = budget.clock()
-        facts = self._lab.facts(original)
+        facts = self._evaluator.inspector.facts(original)
         contender = self._predictor.predict(original, facts, is_lossy=False)
         timed = budget.clock()
-        served = self._lab.serve([original])[0]
+        served = self._evaluator.measurements.serve([original])[0]
         budget.learn_baseline(timed - began, budget.clock() - timed)
         findings.contenders.append(contender)
         findings.original = served
@@ -187,7 +187,7 @@ class Search:
         best = self.findings.best
         self.progress.begin(best.candidate)
         with contextlib.suppress(PenstockError):
-            self.findings.profile = self._lab.profile(best.build)
+            self.findings.profile = self._evaluator.measurements.profile(best.build)
             self.findings.profiled = best.candidate.key
 
     def _run_pass(self, each: Pass) -> None:

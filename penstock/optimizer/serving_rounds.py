@@ -8,10 +8,10 @@ from dataclasses import replace
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import finalists, outcomes
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.finalists import Shape
 from penstock.optimizer.findings import Contender, Finalist, Findings
-from penstock.optimizer.lab import Lab
-from penstock.optimizer.passes import Pass, Situation
+from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress_reporter import ProgressReporter, to_measure
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.time_budget import TimeBudget
@@ -26,13 +26,13 @@ class ServingRounds:
 
     def __init__(
         self,
-        lab: Lab,
+        evaluator: Evaluator,
         findings: Findings,
         budget: TimeBudget,
         progress: ProgressReporter,
         passes: Sequence[Pass],
     ) -> None:
-        self._lab = lab
+        self._evaluator = evaluator
         self._findings = findings
         self._budget = budget
         self._progress = progress
@@ -45,7 +45,7 @@ class ServingRounds:
         its latency: overloaded servers all look the same. Predictions are off by more than builds
         differ, so several builds are served. If no rate is predicted to keep the SLO, none is
         searched for: the lowest latency wins."""
-        findings, plan = self._findings, self._lab.plan
+        findings, plan = self._findings, self._evaluator.run.plan
         assert plan.slo is not None
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
         if findings.is_in_reach(plan) or not (has_rates and self._budget.estimates.has_rates):
@@ -55,7 +55,7 @@ class ServingRounds:
             self._measure(finalists.leading(findings), is_rated=True, is_final=is_final)
 
     def measure_overlooked(self) -> None:
-        self._measure(finalists.overlooked(self._findings, self._lab.plan))
+        self._measure(finalists.overlooked(self._findings, self._evaluator.run.plan))
 
     def measure_interrupted(self) -> None:
         self._measure(to_measure(self._findings, self._budget))
@@ -89,11 +89,13 @@ class ServingRounds:
             if not budget.num_measurable(len(known), search_s, is_final=is_final):
                 known = []
             self._progress.begin(", ".join(str(build.candidate) for _, build in fresh))
-            self._serve(known + fresh, self._serve_rated if is_rated else self._lab.serve)
+            self._serve(
+                known + fresh, self._serve_rated if is_rated else self._evaluator.measurements.serve
+            )
         budget.enter(stage)
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
-        return self._lab.with_rates(builds, RATE_S)
+        return self._evaluator.measurements.with_rates(builds, RATE_S)
 
     def _serve(
         self,
@@ -144,8 +146,8 @@ class ServingRounds:
     def _build_shape(
         self, contender: Contender, candidate: Candidate, steps: Sequence[Step]
     ) -> Build:
-        build = self._lab.build(candidate)
-        facts = self._lab.facts(build)
+        build = self._evaluator.builder.build(candidate)
+        facts = self._evaluator.inspector.facts(build)
         for step in steps:
             made_by = next(each for each in self._passes if each.name == step.pass_name)
             problems = made_by.check(step, contender.facts, facts)
@@ -153,14 +155,14 @@ class ServingRounds:
                 raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
         return build
 
-    def note_skipped(self, context: Situation) -> None:
+    def note_skipped(self, context: PassContext) -> None:
         """Note why serving passes have nothing to offer."""
         for each in self._passes:
             if each.is_config_only and each.stage != "memory":
                 found = each.propose(context)
                 self._findings.skipped += [one for one in found if isinstance(one, Skip)]
 
-    def try_memory(self, context: Callable[[Contender], Situation]) -> None:
+    def try_memory(self, context: Callable[[Contender], PassContext]) -> None:
         """If the best misses only its memory limit, try it with less memory."""
         best = self._findings.finalists[0]
         missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
@@ -171,7 +173,7 @@ class ServingRounds:
             if each.stage == "memory":
                 self._try_less(each, best, replace(context(best.contender), build=best.build))
 
-    def _try_less(self, each: Pass, best: Finalist, context: Situation) -> None:
+    def _try_less(self, each: Pass, best: Finalist, context: PassContext) -> None:
         contender, findings = best.contender, self._findings
         for step in each.propose(context):
             if isinstance(step, Skip):
@@ -187,4 +189,6 @@ class ServingRounds:
             except PenstockError as error:
                 findings.tries.append(Try(candidate, "memory", *outcomes.outcome_of_error(error)))
                 continue
-            self._serve([(contender, best.build), (contender, build)], self._lab.serve)
+            self._serve(
+                [(contender, best.build), (contender, build)], self._evaluator.measurements.serve
+            )

@@ -34,8 +34,9 @@ class TimeBudget:
         self._is_on_gpu = is_on_gpu
         self.clock = clock
         self._began = clock() if began is None else began
-        # Time estimates; durations are learned as the run goes on.
-        self.estimates = plan_time(plan, is_on_gpu=is_on_gpu)
+        # The plan at the start, the same in a run that is resumed; and with the durations that were
+        # learned since.
+        self.planned = self.estimates = plan_time(plan, is_on_gpu=is_on_gpu)
         # The current stage, or "proof".
         self.stage: str = "baseline"
         # Time for facts and batch times of the original: a step takes at least as long.

@@ -2,12 +2,13 @@
 
 import time
 
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.subject import Subject
 from penstock.optimizer.time_budget import TimeBudget
 
@@ -19,7 +20,9 @@ def made_evaluator(
     examples: Examples,
     journal: Journal,
     budget: TimeBudget | None = None,
-) -> Lab:
+) -> Evaluator:
     is_on_gpu = subject.build.config.uses_gpu
     budget = budget or TimeBudget(plan, Findings(), time.monotonic, is_on_gpu=is_on_gpu)
-    return Lab(plan, machine, subject, examples, journal, budget, lambda doing: None)
+    return Evaluator(
+        RunContext(plan, machine, subject, examples, journal, budget, lambda doing: None)
+    )

@@ -223,6 +223,8 @@ class SimulatedLab:
     """What `conclude` asks of a lab, measured on a simulated machine."""
 
     def __init__(self, plan: Plan, servers: SimulatedServers) -> None:
+        # It is all of its parts.
+        self.run = self.gate = self.measurements = self.data = self
         self.plan = plan
         self.machine = made_machine()
         self.subject = SimpleNamespace(text="", digest="")
@@ -230,7 +232,7 @@ class SimulatedLab:
         self.notes: list[str] = []
         self.unchecked: list[str] = []
         self.rows: list[object] = []
-        self.data_text = ""
+        self.samples = SimpleNamespace(text="")
         self.forgotten: list[str] = []
         self.journal = SimpleNamespace(
             path=Path("work/journal.jsonl"), forget=self.forgotten.extend

@@ -67,6 +67,8 @@ class MadeLab:
     """Proofs turn out as they are told to."""
 
     def __init__(self, proofs: dict[str, float | None], original: float = 0.1) -> None:
+        # It is all of its parts.
+        self.run = self.gate = self.measurements = self.data = self
         self.plan = Plan("m.onnx", "m", "out", slo=parse(SLO))
         self.machine = machine()
         self.subject = SimpleNamespace(text="", digest="")
@@ -79,7 +81,7 @@ class MadeLab:
         # By the name of the step: how the server's answers differ from the judged ones.
         self.served_problems: dict[str, str] = {}
         self.budget = "score drop <= 1 %"
-        self.data_text = ""
+        self.samples = SimpleNamespace(text="")
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
         self.original = Build(Candidate(), Path("m"), a_config())
         self.rows = [{}] * 7

@@ -16,12 +16,12 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import simulate
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
+from penstock.optimizer.evaluator import KeptLayers
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Findings
-from penstock.optimizer.lab import KeptLayers
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.passes import Situation
+from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.progress_reporter import ProgressReporter
@@ -66,7 +66,7 @@ class MadePass:
     is_config_only: bool = False
     problems: Mapping[str, str] = field(default_factory=dict)
 
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         return [Step(self.name, {"s": each} if each else {}) for each in self.settings]
 
     def build(self, *_: object) -> None:
@@ -81,6 +81,8 @@ class MadeLab:
     says, or as predicted."""
 
     def __init__(self, row_ms: Mapping[str, float], plan: Plan) -> None:
+        # It is all of its parts.
+        self.run = self.builder = self.inspector = self.gate = self.measurements = self
         self.plan = plan
         self.machine = MACHINE
         self.row_ms = row_ms
@@ -713,7 +715,7 @@ class Choosy(MadePass):
 
     refused: Sequence[str] = ()
 
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         if last(situation.build.candidate) in self.refused:
             return [Skip(self.name, "not for this")]
         return super().propose(situation)
@@ -745,7 +747,7 @@ def test_on_a_gpu_what_adds_to_the_best_is_not_tried_on_others(
 
 @dataclass
 class Modes(MadePass):
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         return [Step(self.name, {"mode": each}) for each in self.settings]
 
 

@@ -18,7 +18,7 @@ from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.passes import Situation
+from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.simulate import TimeTable
@@ -135,7 +135,7 @@ class Profile:
         return self.draw.uniform(0.1, self.longest_build_s)
 
 
-def predict(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
+def predict(situation: PassContext) -> list[tuple[tuple[Step, ...], float]]:
     """In place of the simulation of servers: one and two instances, the second no better."""
     alone_s = min(table.seconds[0][1] for table in situation.times.values())
     serving = [
@@ -161,7 +161,8 @@ class SlowLab(MadeLab):
         self.start_s = profile(0.5, 3.0)
         self.subject = SimpleNamespace(text="", digest="")
         self.notes: list[str] = []
-        self.data_text = ""
+        self.data = self
+        self.samples = SimpleNamespace(text="")
         self.budget = "top1 drop <= 1 %"
         self.unchecked: list[str] = []
         path = Path("work/journal.jsonl")

@@ -15,7 +15,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.cuda_graphs import OPTION as GRAPHS
 from penstock.optimizer.passes.cuda_graphs import CudaGraphs
 
@@ -31,8 +31,8 @@ class ConvFusion:
     is_config_only = False
     has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         step = Step(self.name, _settings(config))
         if config.backend != "pytorch" or not config.artifact.endswith(".py"):
             return [Skip(self.name, "not a PyTorch module with its code")]
@@ -42,12 +42,12 @@ class ConvFusion:
             return [Skip(self.name, "compiled already")]
         if not _has_images(config):
             return [Skip(self.name, "no images among the inputs")]
-        if config.device == "cpu" and not situation.plan.is_exhaustive:
+        if config.device == "cpu" and not context.plan.is_exhaustive:
             reason = "on CPUs only normalisation goes; ONNX Runtime is there and fuses more"
             return [Skip(self.name, reason, step)]
         return [step]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         options = {**config.options, OPTION: step.settings["fuse"]}
         if "graphs" in step.settings:

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 
 OPTION = "penstock.cuda_graphs"
 # Modes of torch.compile for which the backend captures graphs anyway.
@@ -24,8 +24,8 @@ class CudaGraphs:
     is_config_only = True
     has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         if config.device == "cpu" or config.backend != "pytorch":
             return [Skip(self.name, "not a PyTorch model on a GPU")]
         if OPTION in config.options:
@@ -39,7 +39,7 @@ class CudaGraphs:
             return [Skip(self.name, reason)]
         return [Step(self.name, {"graphs": "on"})]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         options = {**config.options, OPTION: step.settings["graphs"]}
         folders.write(parent, replace(config, options=options), target)

@@ -18,7 +18,7 @@ from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
@@ -84,14 +84,14 @@ class Int8Static:
     is_config_only = False
     has_layers = True
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        is_exhaustive = situation.plan.is_exhaustive
-        steps = _steps(situation.machine, situation.facts, is_exhaustive)
-        if reason := reason_against(situation):
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        is_exhaustive = context.plan.is_exhaustive
+        steps = _steps(context.machine, context.facts, is_exhaustive)
+        if reason := reason_against(context):
             return [Skip(self.name, reason)]
-        if situation.examples is None or not situation.examples.split.calibration:
+        if context.examples is None or not context.examples.split.calibration:
             return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
-        if not situation.machine.has_int8 and not is_exhaustive:
+        if not context.machine.has_int8 and not is_exhaustive:
             reason = (
                 "the processor has no instructions for INT8 products (VNNI, AMX), without which "
                 "they are hardly faster than floats"
@@ -99,12 +99,12 @@ class Int8Static:
             return [Skip(self.name, reason, steps[0])]
         return steps
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        if workshop.examples is None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
+        if context.examples is None:
             raise ConfigError(["int8-static: there are no examples to calibrate with"])
         scheme = scheme_of(step)
         ready = prepared(parent)
-        known = calibrate(ready, scheme, parent, workshop)
+        known = calibrate(ready, scheme, parent, context)
         model = quantised(ready, known.ranges(scheme.method), scheme)
         is_transformer = scheme.is_transformer
         config = without_slow_fusion(parent.config) if is_transformer else parent.config
@@ -119,6 +119,39 @@ class Int8Static:
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
 
+    def fall_back(
+        self,
+        parent: Build,
+        step: Step,
+        context: BuildContext,
+        passes: Callable[[Step], bool],
+        seconds: Mapping[str, float] | None = None,
+    ) -> tuple[Step, list[FallbackLayer]] | None:
+        if context.examples is None:
+            raise ConfigError(["int8-static: there are no examples to compare layers with"])
+        scheme = replace(scheme_of(step), keep=())
+        ready = prepared(parent)
+        ranges = calibrate(ready, scheme, parent, context).ranges(scheme.method)
+        indices = context.examples.split.choice
+        rows = calibration.model_rows(parent.config, context.examples, indices)
+        taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
+        batches = [
+            {name: array for name, array in batch.items() if name in taken}
+            for batch in calibration.batches(parent.config.model, rows)
+        ]
+        trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
+
+        def answers(keep: tuple[str, ...]) -> Answers:
+            context.check_time()
+            return trial.answers(keep)
+
+        ranked = fallback.sensitivity(trial.layers(seconds), answers, trial.original())
+        kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
+        if kept is None:
+            return None
+        names = [name for effect in kept for name in effect.group.names]
+        return with_kept(step, names), fallback.described(kept, ranked)
+
 
 def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
     shared = {"kind": "transformer" if facts.is_transformer else "cnn"}
@@ -132,12 +165,12 @@ def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
     ]
 
 
-def reason_against(situation: Situation) -> str:
+def reason_against(context: PassContext) -> str:
     """Return why this model cannot be quantised; empty if it can."""
-    facts = situation.facts
-    if stays_on_gpu(situation.build.config):
+    facts = context.facts
+    if stays_on_gpu(context.build.config):
         return STAYS_ON_GPU
-    if not is_onnx(situation.build):
+    if not is_onnx(context.build):
         return "the model is not an ONNX file"
     if facts.quantised:
         names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
@@ -184,13 +217,13 @@ def prepared(parent: Build) -> Any:
     return onnx_model.prepared(folded(model, parent.config))
 
 
-def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> Calibration:
-    assert workshop.examples is not None
+def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) -> Calibration:
+    assert context.examples is not None
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
-    indices = workshop.examples.split.calibration
-    rows = calibration.model_rows(parent.config, workshop.examples, indices)
+    indices = context.examples.split.calibration
+    rows = calibration.model_rows(parent.config, context.examples, indices)
     return calibration.calibrate(
-        ready, names, parent.config.model, rows, workshop.cache, workshop.check_time
+        ready, names, parent.config.model, rows, context.cache, context.check_time
     )
 
 
@@ -288,42 +321,6 @@ class LayerTrial:
     def _answers(self, model: Any) -> Answers:
         loaded = onnx_model.session(model, entries={LEFT_OUT: FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
-
-
-def fall_back(
-    parent: Build,
-    step: Step,
-    workshop: Workshop,
-    passes: Callable[[Step], bool],
-    seconds: Mapping[str, float] | None = None,
-) -> tuple[Step, list[FallbackLayer]] | None:
-    """Return the step with the fewest layers in float for which `passes`, which builds and judges
-    it, returns True, and those layers; None if no choice that was tried passes. `seconds`, where
-    measured: extra time of a layer in float over INT8, by name."""
-    if workshop.examples is None:
-        raise ConfigError(["int8-static: there are no examples to compare layers with"])
-    scheme = replace(scheme_of(step), keep=())
-    ready = prepared(parent)
-    ranges = calibrate(ready, scheme, parent, workshop).ranges(scheme.method)
-    indices = workshop.examples.split.choice
-    rows = calibration.model_rows(parent.config, workshop.examples, indices)
-    taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
-    batches = [
-        {name: array for name, array in batch.items() if name in taken}
-        for batch in calibration.batches(parent.config.model, rows)
-    ]
-    trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
-
-    def answers(keep: tuple[str, ...]) -> Answers:
-        workshop.check_time()
-        return trial.answers(keep)
-
-    ranked = fallback.sensitivity(trial.layers(seconds), answers, trial.original())
-    kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
-    if kept is None:
-        return None
-    names = [name for effect in kept for name in effect.group.names]
-    return with_kept(step, names), fallback.described(kept, ranked)
 
 
 def _flops(ready: Any, node: Any) -> float:

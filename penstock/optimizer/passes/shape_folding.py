@@ -17,7 +17,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import onnx_folding, onnx_model
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
@@ -33,16 +33,16 @@ class ShapeFolding:
     is_config_only = False
     has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        build = situation.build
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        build = context.build
         if not is_onnx(build):
             return [Skip(self.name, "the model is not an ONNX file")]
         options = [Step(self.name)] if _has_fixed_size(build.config.model) else []
-        if agreed := _agreed_sizes(situation):
+        if agreed := _agreed_sizes(context):
             options.append(Step(self.name, agreed))
         if not options:
             return [Skip(self.name, "no input has a known size beside the batch")]
-        if not onnx_folding.num_shape_nodes(situation.facts.operators):
+        if not onnx_folding.num_shape_nodes(context.facts.operators):
             return [Skip(self.name, "no operator computes shapes")]
         return self._worthwhile(build, options)
 
@@ -62,7 +62,7 @@ class ShapeFolding:
             )
         ]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = _accepting(parent.config, step)
         model = onnx_folding.fold(onnx_model.read(parent.artifact), _shapes(config))
         write_onnx(parent, onnx_model.optimised(model), target, config)
@@ -111,17 +111,17 @@ def _has_fixed_size(config: ModelConfig) -> bool:
     return any(size > 0 for spec in config.inputs for size in spec.shape)
 
 
-def _agreed_sizes(situation: Situation) -> dict[str, str]:
+def _agreed_sizes(context: PassContext) -> dict[str, str]:
     """Return the image sizes that the model leaves open and all rows of the data share, as
     settings; empty without any, or if another input is open too."""
-    config = situation.build.config
+    config = context.build.config
     is_open = [spec for spec in config.inputs if not spec.is_fixed]
-    if situation.examples is None or config.is_processed or config.padding is not None:
+    if context.examples is None or config.is_processed or config.padding is not None:
         return {}
     if any(len(spec.shape) < IMAGE_RANK or spec.datatype == "BYTES" for spec in is_open):
         return {}
     agreed: dict[str, str] = {}
-    rows = fitted(situation.examples.rows, config)
+    rows = fitted(context.examples.rows, config)
     for spec in is_open:
         sizes = {row[spec.name].shape for row in rows if spec.name in row}
         if len(sizes) != 1:
