@@ -20,7 +20,7 @@ from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.finalists import MAX_FINALISTS, NUM_SEMIFINALISTS
 from penstock.optimizer.findings import Contender, Findings
-from penstock.optimizer.passes import Pass, PassContext
+from penstock.optimizer.passes import LayeredPass, Pass, PassContext
 from penstock.optimizer.predictor import Predictor
 from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.proposals import Proposals
@@ -195,7 +195,7 @@ class Search:
         self.findings.skipped += skipped
         for parent, steps in proposed:
             fresh = self._attempts.fresh(parent, steps)
-            if each.has_layers:
+            if isinstance(each, LayeredPass):
                 self._attempts.try_variants(each, parent, fresh)
             else:
                 self._try_each(each, parent, fresh)

@@ -81,7 +81,6 @@ class Other:
     stage: str = "compile"
     changes_answers: bool = False
     is_config_only: bool = field(default=False, init=False)
-    has_layers: bool = field(default=False, init=False)
 
     def propose(self, situation: PassContext) -> list[Step | Skip]:
         return [Step(self.name, {"row_ms": str(self.row_ms)})]

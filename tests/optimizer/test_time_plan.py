@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadePass, made_search
+from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadeLayers, MadePass, made_search
 
 from penstock import slo
 from penstock.optimizer import outcomes, predictor, time_plan
@@ -264,7 +264,7 @@ PASSES = (
     MadePass("child", "compile", ("a", "b")),
     MadePass("other", "compile"),
     MadePass("half", "precision", changes_answers=True),
-    MadePass("pieces", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True),
+    MadeLayers("pieces", "quantise", ("a", "b", "c"), changes_answers=True),
 )
 STEPS = ("child(s=a)", "child(s=b)", "other", "half", "pieces(s=a)", "pieces(s=b)", "pieces(s=c)")
 

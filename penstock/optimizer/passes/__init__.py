@@ -84,8 +84,6 @@ class Pass(Protocol):
     changes_answers: bool
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool
-    # True: the setting `keep` names layers to leave unchanged, so sensitive ones can be excluded.
-    has_layers: bool
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]: ...
 
@@ -99,7 +97,7 @@ class Pass(Protocol):
 
 @runtime_checkable
 class LayeredPass(Pass, Protocol):
-    """A pass with layers that can be left in float."""
+    """A pass whose setting `keep` names layers to leave in float, so that sensitive ones can be."""
 
     def fall_back(
         self,

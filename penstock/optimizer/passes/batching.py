@@ -25,7 +25,6 @@ class Batching:
     stage: Stage = "batching"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config, facts = context.build.config, context.facts

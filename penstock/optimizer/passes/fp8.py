@@ -38,7 +38,6 @@ class Fp8:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config = context.build.config

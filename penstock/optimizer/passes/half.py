@@ -31,7 +31,6 @@ class Half:
     stage: Stage = "precision"
     changes_answers = True
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config, facts = context.build.config, context.facts

@@ -20,7 +20,6 @@ class Instances:
     stage: Stage = "instances"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config, num_cores = context.build.config, context.machine.num_cores

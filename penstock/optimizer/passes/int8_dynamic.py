@@ -12,8 +12,13 @@ from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import BuildContext, PassContext
-from penstock.optimizer.passes.building import quiet_quantizer, without_slow_fusion, write_onnx
-from penstock.optimizer.passes.int8_static import check_quantised, reason_against
+from penstock.optimizer.passes.building import (
+    check_quantised,
+    quiet_quantizer,
+    reason_not_to_quantise,
+    without_slow_fusion,
+    write_onnx,
+)
 
 # The quantiser turns Gemm into MatMul and Add; Attention contains the matmuls of its projections.
 OPERATORS = ("MatMul", "Gemm", "Attention")
@@ -27,7 +32,6 @@ class Int8Dynamic:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         facts = context.facts
@@ -38,7 +42,7 @@ class Int8Dynamic:
         has_attention = facts.operators.get("Attention", 0) > 0
         # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = has_attention and not facts.quantised
-        if (reason := reason_against(context)) and not is_lone_attention:
+        if (reason := reason_not_to_quantise(context)) and not is_lone_attention:
             return [Skip(self.name, reason)]
         if context.build.config.backend != "onnxruntime":
             return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]

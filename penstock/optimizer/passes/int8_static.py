@@ -16,21 +16,20 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
+from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Answers
 from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
-    STAYS_ON_GPU,
-    is_onnx,
+    check_quantised,
+    fold_shapes,
     quiet_quantizer,
-    stays_on_gpu,
+    reason_not_to_quantise,
     with_floats_kept,
     without_slow_fusion,
     write_onnx,
 )
-from penstock.optimizer.passes.shape_folding import folded
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -55,8 +54,6 @@ CNN_OPERATORS = (
     "Transpose",
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
-# Least share of the layers that can gain which must be INT8 in the built model.
-MIN_SHARE = 0.9
 MIN_OPSET = 13
 SEPARATOR = ","
 
@@ -82,12 +79,11 @@ class Int8Static:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
-    has_layers = True
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         is_exhaustive = context.plan.is_exhaustive
         steps = _steps(context.machine, context.facts, is_exhaustive)
-        if reason := reason_against(context):
+        if reason := reason_not_to_quantise(context):
             return [Skip(self.name, reason)]
         if context.examples is None or not context.examples.split.calibration:
             return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
@@ -165,24 +161,6 @@ def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
     ]
 
 
-def reason_against(context: PassContext) -> str:
-    """Return why this model cannot be quantised; empty if it can."""
-    facts = context.facts
-    if stays_on_gpu(context.build.config):
-        return STAYS_ON_GPU
-    if not is_onnx(context.build):
-        return "the model is not an ONNX file"
-    if facts.quantised:
-        names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
-        return f"the model is quantised already: {names}"
-    if not facts.quantisable:
-        return (
-            "no Conv, Gemm or MatMul has constant weights of at least "
-            f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}: nothing to gain"
-        )
-    return ""
-
-
 def scheme_of(step: Step) -> Scheme:
     settings = step.settings
     method = settings.get("calibrator", "minmax")
@@ -214,7 +192,7 @@ def prepared(parent: Build) -> Any:
             f"{MIN_OPSET} (the pass onnx-graph converts it)"
         )
     # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
-    return onnx_model.prepared(folded(model, parent.config))
+    return onnx_model.prepared(fold_shapes(model, parent.config))
 
 
 def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) -> Calibration:
@@ -332,24 +310,3 @@ def _flops(ready: Any, node: Any) -> float:
             sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim][2:]
             num_positions = max(1, int(np.prod(sizes)))
     return 2.0 * onnx_model.num_values(weight) * num_positions
-
-
-def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
-    """Check that the build really is INT8: in its file, and after the runtime's optimisation."""
-    counted = sum(
-        count
-        for name, count in after.quantised.items()
-        if name in onnx_model.WEIGHTED or name in INTEGER_OPERATORS - {"DynamicQuantizeLinear"}
-    )
-    asked = sum(before.quantisable.values()) - num_kept
-    if not counted:
-        return ["not a single Conv, Gemm or MatMul is quantised: it was built in float"]
-    problems = []
-    if counted < MIN_SHARE * asked:
-        problems.append(f"{counted} of {asked} layers are quantised; expected {MIN_SHARE:.0%}")
-    if not after.weight_bytes.get("INT8") and not after.weight_bytes.get("UINT8"):
-        problems.append("no weights are stored in INT8")
-    ran = after.optimised_operators
-    if ran and not any(name in ran for name in INTEGER_OPERATORS):
-        problems.append("ONNX Runtime computes all of it in float: no integer operator is left")
-    return problems

@@ -25,7 +25,6 @@ class Memory:
     stage: Stage = "memory"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         plan, config = context.plan, context.build.config

@@ -39,7 +39,6 @@ class OnnxGraph:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         build = context.build

@@ -22,7 +22,6 @@ class Packing:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config = context.build.config

@@ -8,7 +8,7 @@ have the same one, a second step fixes that size; the version then accepts no ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from penstock.optimizer import onnx_folding, onnx_model
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import BuildContext, PassContext
-from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
+from penstock.optimizer.passes.building import IMAGE_RANK, fold_shapes, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
 
@@ -31,7 +31,6 @@ class ShapeFolding:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         build = context.build
@@ -52,7 +51,7 @@ class ShapeFolding:
         num_left = _num_left(model)
         found: list[Step | Skip] = []
         for step in options:
-            num_after = _num_left(onnx_folding.fold(model, _shapes(_accepting(build.config, step))))
+            num_after = _num_left(fold_shapes(model, _accepting(build.config, step)))
             if num_after < num_left:
                 found.append(step)
                 num_left = num_after
@@ -64,7 +63,7 @@ class ShapeFolding:
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = _accepting(parent.config, step)
-        model = onnx_folding.fold(onnx_model.read(parent.artifact), _shapes(config))
+        model = fold_shapes(onnx_model.read(parent.artifact), config)
         write_onnx(parent, onnx_model.optimised(model), target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
@@ -77,11 +76,6 @@ class ShapeFolding:
         if counts[1] < counts[0]:
             return []
         return [f"{counts[1]} operators compute shapes, as many as before"]
-
-
-def folded(model: Any, config: ModelConfig) -> Any:
-    """Fold everything that follows from the sizes that the model declares."""
-    return onnx_folding.fold(model, _shapes(config))
 
 
 def narrowing(candidate: Candidate) -> str:
@@ -99,12 +93,6 @@ def _num_left(model: Any) -> int:
     """Count the operators that compute shapes, after ONNX Runtime's own optimisation."""
     nodes = onnx_model.nodes(onnx_model.optimised(model).graph)
     return onnx_folding.num_shape_nodes(Counter(node.op_type for node in nodes))
-
-
-def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the model's own inputs, with the batch dimension."""
-    batch = (-1,) if config.max_batch_size else ()
-    return {spec.name: (*batch, *spec.shape) for spec in config.model.inputs}
 
 
 def _has_fixed_size(config: ModelConfig) -> bool:

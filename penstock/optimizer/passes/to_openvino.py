@@ -20,7 +20,6 @@ class ToOpenVino:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config = context.build.config

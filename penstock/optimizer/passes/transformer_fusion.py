@@ -44,7 +44,6 @@ class TransformerFusion:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         facts = context.facts
