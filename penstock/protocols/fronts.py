@@ -28,25 +28,22 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
 )
+from penstock.processes.life import ProcessLife
+from penstock.processes.restarts import backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
+from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.http import Exchange, Handler, Head
-from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, status_name, unpack
-from penstock.protocols.v2_http import status_of
+from penstock.protocols.http_errors import status_of
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.v2_routes import describe_server
 from penstock.repository import pbtxt
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
-from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import (
-    MAX_LOAD_DEATHS,
-    Life,
-    ProcessLife,
-    StartLife,
-)
+from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.v2 import classified, encode_metadata
@@ -192,19 +189,7 @@ class Desk:
         if action is None:
             return await self._answers[ask.kind](ask)
         call = AdminCall("grpc", self.gate.name_of(ask.key), action, ask.model_name)
-        result, reason = "CANCELLED", ""
-        try:
-            answer = await self._answers[ask.kind](ask)
-            result = "OK"
-            return answer
-        except PenstockError as error:
-            result, reason = status_name(error), str(error)
-            raise
-        except Exception:
-            result, reason = "INTERNAL", "internal error"
-            raise
-        finally:
-            audit_log.record(call, result, reason)
+        return await audit_log.recorded(call, self._answers[ask.kind](ask), "OK", status_name)
 
     async def _server_ready(self, ask: frames.Ask) -> bytes:
         is_ready = self._is_serving() and self.catalog.is_ready

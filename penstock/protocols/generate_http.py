@@ -16,6 +16,7 @@ from penstock.config import LLM
 from penstock.errors import NotReady, PenstockError, Unsupported
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
+from penstock.protocols.http_errors import reply_error, status_of
 from penstock.protocols.route_table import find
 from penstock.protocols.text_answers import (
     Job,
@@ -27,7 +28,6 @@ from penstock.protocols.text_answers import (
     begin,
     counted,
 )
-from penstock.protocols.v2_http import reply_error, status_of
 from penstock.serving.catalog import Catalog
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import AnswerHead

@@ -19,16 +19,17 @@ import uvloop
 
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError
+from penstock.processes.start import take_part
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
 from penstock.protocols.http import Exchange, HttpServer
+from penstock.protocols.http_errors import Refusal, reply_error
 from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import Match
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import InferCall, InferSink, Refusal, V2Http, reply_error
+from penstock.protocols.v2_http import InferCall, InferSink, V2Http
 from penstock.serving.slab import Segment
-from penstock.serving.worker import take_part
 from penstock.types import Request
 from penstock.wire import frames
 from penstock.wire.v2 import Codec

@@ -2,7 +2,7 @@
 
 Each side writes to its own segment and reads the other's: `Outbox` writes, `unpack` reads, and
 `Line` carries the frames. All of it belongs to one event loop. Also explains why a port is
-unavailable, and maps errors to gRPC statuses.
+unavailable.
 """
 
 from __future__ import annotations
@@ -15,23 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotAllowed,
-    NotFound,
-    NotReady,
-    Overloaded,
-    PenstockError,
-    Quarantined,
-    QuotaExceeded,
-    StorageFull,
     TooLarge,
-    Unsupported,
 )
+from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
-from penstock.serving.supervisor import Sender
 from penstock.types import Tensor
 from penstock.wire import frames
 
@@ -46,32 +33,7 @@ MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
 # Datagrams read per turn of the loop, so that a busy front does not starve others.
 MAX_TURN_DATAGRAMS = 16
 
-# gRPC statuses. Overload is not RESOURCE_EXHAUSTED, which blames the caller: it exceeds its quota,
-# or (answered by gRPC itself) sends a message that is too long. A full disk is gRPC's own example.
-STATUS: dict[type[PenstockError], str] = {
-    InvalidRequest: "INVALID_ARGUMENT",
-    TooLarge: "INVALID_ARGUMENT",
-    NotAllowed: "PERMISSION_DENIED",
-    NotFound: "NOT_FOUND",
-    NotReady: "UNAVAILABLE",
-    Overloaded: "UNAVAILABLE",
-    QuotaExceeded: "RESOURCE_EXHAUSTED",
-    Quarantined: "FAILED_PRECONDITION",
-    DeadlineExceeded: "DEADLINE_EXCEEDED",
-    Cancelled: "CANCELLED",
-    Unsupported: "UNIMPLEMENTED",
-    BackendFailed: "INTERNAL",
-    StorageFull: "RESOURCE_EXHAUSTED",
-}
-
 Received = TypeVar("Received")
-
-
-def status_name(error: PenstockError) -> str:
-    """Return an error's gRPC status name, for answers and the core's access log."""
-    if isinstance(error, NotAllowed) and error.needs_key:
-        return "UNAUTHENTICATED"
-    return STATUS.get(type(error), "INTERNAL")
 
 
 def why_not_listen(host: str, port: int) -> str:

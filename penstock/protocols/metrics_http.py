@@ -11,7 +11,8 @@ from penstock.errors import PenstockError
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks
 from penstock.protocols.http import Exchange
-from penstock.protocols.v2_http import WrongHead, admit, reply_error, reply_wrong_head
+from penstock.protocols.http_errors import WrongHead, reply_error
+from penstock.protocols.v2_http import admit
 
 if TYPE_CHECKING:
     from penstock.protocols.v2_routes import V2Routes
@@ -29,9 +30,7 @@ class MetricsHttp:
     def handle(self, exchange: Exchange) -> None:
         try:
             match = admit(exchange, self._gate, is_metrics_port=True)
-        except WrongHead as wrong:
-            reply_wrong_head(exchange, wrong)
-        except PenstockError as error:
+        except (PenstockError, WrongHead) as error:
             reply_error(exchange, error)
         else:
             self._tasks.start(exchange, self._handlers[match.route.handler], match)

@@ -23,7 +23,7 @@ from penstock.llm.params import Likelihood
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
-from penstock.protocols.v2_http import reply_error, status_at
+from penstock.protocols.http_errors import reply_error, status_at
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
 from penstock.wire.openai_v1 import (

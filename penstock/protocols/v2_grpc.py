@@ -33,15 +33,16 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
+from penstock.processes.start import take_part
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.line import status_name, why_not_listen
+from penstock.protocols.grpc_errors import status_name
+from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import RPC_SCOPES
 from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
-from penstock.serving.worker import take_part
 from penstock.types import Request, Response
 from penstock.wire import frames
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter

@@ -14,26 +14,18 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from penstock.config import HttpLimits
 from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
     InvalidRequest,
     NotAllowed,
-    NotFound,
     NotReady,
-    Overloaded,
     PenstockError,
-    Quarantined,
-    QuotaExceeded,
-    StorageFull,
     TooLarge,
-    Unsupported,
 )
-from penstock.protocols import access_log, audit_log, openai_errors, route_table
+from penstock.protocols import access_log, audit_log, route_table
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange, Handler, Head
+from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
 from penstock.protocols.route_table import Match
 from penstock.serving.catalog import Catalog
 from penstock.serving.served import Served
@@ -46,21 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.http")
 
-STATUS: dict[type[PenstockError], int] = {
-    InvalidRequest: 400,
-    TooLarge: 413,
-    NotFound: 404,
-    NotReady: 503,
-    Overloaded: 503,
-    QuotaExceeded: 429,
-    Quarantined: 422,
-    DeadlineExceeded: 504,
-    Cancelled: 499,
-    Unsupported: 501,
-    BackendFailed: 500,
-    StorageFull: 507,
-    NotAllowed: 403,
-}
 # Smaller answers are not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
 # Characters of a path in errors and logs.
@@ -152,18 +129,6 @@ class LoggedSink(InferSink):
         access_log.ended("http", status, config, request, error)
 
 
-class WrongHead(Exception):
-    """A message that HTTP itself refuses, with 404, 405 or 415."""
-
-    def __init__(self, status: int, text: str, headers: bytes = b"") -> None:
-        super().__init__(text)
-        self.status = status
-        self.headers = headers
-
-
-Refusal = PenstockError | WrongHead
-
-
 class Door(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
@@ -235,10 +200,7 @@ class Models:
         )
 
     def refuse(self, exchange: Exchange, error: Refusal) -> bool:
-        if isinstance(error, WrongHead):
-            reply_wrong_head(exchange, error)
-        else:
-            reply_error(exchange, error)
+        reply_error(exchange, error)
         return True
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
@@ -301,21 +263,19 @@ class V2Http:
                 assert isinstance(call, InferCall)
                 self._door.count(call, exchange)
             self._infer(call, exchange)
-        except WrongHead as wrong:
-            reply_wrong_head(exchange, wrong)
-            self._note_refusal(exchange, call, wrong.status, "WrongHead")
-        except PenstockError as error:
+        except (PenstockError, WrongHead) as error:
             reply_error(exchange, error)
-            self._note_refusal(exchange, call, status_of(error), type(error).__name__)
+            self._note_refusal(exchange, call, error)
 
-    def _note_refusal(self, exchange: Exchange, call: object, status: int, error: str) -> None:
+    def _note_refusal(self, exchange: Exchange, call: object, error: Refusal) -> None:
         """Write a request that never reached a model to the access log."""
         if self._logs_requests:
             if isinstance(call, InferCall):
                 what = {"model": call.model_name}
             else:
                 what = {"path": exchange.head.path[:MAX_PATH].decode("latin-1")}
-            access_log.refused("http", status, what, exchange.received, error)
+            kind = type(error).__name__
+            access_log.refused("http", status_of(error), what, exchange.received, kind)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -347,7 +307,7 @@ class V2Http:
 
     def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
         if self._door.refuse(exchange, error):
-            self._note_refusal(exchange, call, refusal_status(error), type(error).__name__)
+            self._note_refusal(exchange, call, error)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
@@ -371,7 +331,7 @@ class V2Http:
             self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
-            self._note_refusal(exchange, call, status_of(error), type(error).__name__)
+            self._note_refusal(exchange, call, error)
         except Exception:  # Answer 500 and keep serving.
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
@@ -444,34 +404,18 @@ def check_head(head: Head, match: Match | None, gate: Gate) -> Match:
     return match
 
 
-def refusal_status(error: Refusal) -> int:
-    return error.status if isinstance(error, WrongHead) else status_of(error)
-
-
 def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
     """Write an administrative call that never reached its handler to the audit log."""
     if match.route.scope == "admin":
-        audit_log.record(_admin_call(match, caller), refusal_status(error), str(error))
+        audit_log.record(_admin_call(match, caller), status_of(error), str(error))
 
 
 def audited(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
-        # Default, for clients that disconnect before the answer.
-        result, reason = STATUS[Cancelled], ""
-        try:
-            reply = await handler(call)
-            result = reply.status
-            return reply
-        except PenstockError as error:
-            result, reason = status_of(error), str(error)
-            raise
-        except Exception:
-            result, reason = 500, "internal error"
-            raise
-        finally:
-            audit_log.record(_admin_call(call.match, caller), result, reason)
+        admin = _admin_call(call.match, caller)
+        return await audit_log.recorded(admin, handler(call), 200, status_of)
 
     return run
 
@@ -486,35 +430,6 @@ def no_route(head: Head) -> WrongHead:
 
 def _short_path(head: Head) -> str:
     return head.path[:MAX_PATH].decode("latin-1")
-
-
-def reply_wrong_head(exchange: Exchange, wrong: WrongHead) -> None:
-    """Answer in the form of the protocol that the path belongs to."""
-    if openai_errors.is_openai(exchange.head.path):
-        openai_errors.reply_wrong_head(exchange, wrong.status, str(wrong), wrong.headers)
-    else:
-        exchange.reply_error(wrong.status, str(wrong), wrong.headers)
-
-
-def status_of(error: PenstockError) -> int:
-    if isinstance(error, NotAllowed) and error.needs_key:
-        return 401
-    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
-
-
-def status_at(path: bytes, error: PenstockError) -> int:
-    """Return the status in the protocol of this path."""
-    return openai_errors.kind_of(error)[0] if openai_errors.is_openai(path) else status_of(error)
-
-
-def reply_error(exchange: Exchange, error: PenstockError) -> None:
-    if openai_errors.is_openai(exchange.head.path):
-        openai_errors.reply_error(exchange, error)
-        return
-    headers = openai_errors.retry_after(error)
-    if isinstance(error, NotAllowed) and error.needs_key:
-        headers = b"WWW-Authenticate: Bearer\r\n"
-    exchange.reply_error(status_of(error), str(error), headers)
 
 
 def _accepted(header: bytes) -> bytes:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.dashboard.openapi import STATUSES, TAGS, describe, path_of, tag_of
+from penstock.protocols.http_errors import STATUS
 from penstock.protocols.route_table import MISSING, ROUTES, Route
-from penstock.protocols.v2_http import STATUS
 from penstock.wire.documented import GenerateBody, InferFields, InputTensor
 from penstock.wire.generate_v2 import BOOLEANS
 from penstock.wire.v2 import InferBody

@@ -64,7 +64,7 @@ def core():
     thread.start()
     yield Core(ours)
     ours.close()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     theirs.close()
 
@@ -177,7 +177,7 @@ def test_in_a_process_of_its_own(tmp_path):
         core.send(generate(1, [9, 8, 7]))
         assert core.finish(1) == [tiny.continued(weights, tiny.CONFIG, [9, 8, 7], 6)]
         core.send(messages.Stop())
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

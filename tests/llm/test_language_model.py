@@ -365,13 +365,13 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
 
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        settings = tiny.settings_of(tmp_path, max_length=200, hang_s=2.0)
+        settings = tiny.settings_of(tmp_path, max_length=200, hang_s=6.0)
         counts = ModelMetrics("smol", "1")
         model = LlmModel(counts, settings, TEXT)
         await model.start()
         try:
             assert (await answered(model, a_generation())).error is None
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(6.5)
             # Nobody waits: silence is no fault.
             stopped = model.pid
             assert model.state == "READY" and model.num_restarts == 0
@@ -406,7 +406,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
             sink = await ended(asked)
             assert isinstance(sink.error, BackendFailed)
             assert "the engine was killed by SIGKILL" in str(sink.error)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while model.state != "READY":
                     await asyncio.sleep(0.01)
             again = a_generation()
@@ -424,6 +424,7 @@ def test_in_a_process_that_is_killed(tmp_path):
         first = a_generation()
         assert (await answered(model, first)).error is None
         asked = a_generation(max_tokens=190)
+        os.kill(model.pid, signal.SIGSTOP)  # It cannot be done before it is killed.
         model.submit(asked)
         os.kill(model.pid, signal.SIGKILL)
         assert isinstance((await ended(asked)).error, BackendFailed)

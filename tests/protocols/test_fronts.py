@@ -24,6 +24,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.processes.channel import socket_pair
 from penstock.protocols import fronts
 from penstock.protocols.fronts import PING_S, Desk, Front, Silence, grpc_trade
 from penstock.protocols.gate import Gate, Keys
@@ -33,7 +34,7 @@ from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import ThreadLife, socket_pair
+from penstock.serving.supervisor import ThreadLife
 from penstock.testing import FakeClock, RecordingSink
 from penstock.types import Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire import frames

@@ -14,8 +14,8 @@ import pytest
 from penstock.errors import InvalidRequest, NotFound, Overloaded
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange
+from penstock.protocols.http_errors import reply_error
 from penstock.protocols.route_table import find
-from penstock.protocols.v2_http import reply_error
 
 PATH = "/v2/models/some%20model/ready"
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,8 +37,10 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
+from penstock.processes import restarts
+from penstock.processes.channel import socket_pair
 from penstock.serving import model as serving_model
-from penstock.serving import quarantine, restarts, supervisor, worker
+from penstock.serving import quarantine, supervisor, worker
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
@@ -370,17 +373,13 @@ def test_tensors_without_elements_are_answered_on_a_padded_model():
     run(config, scenario)
 
 
-def test_a_request_that_cannot_be_placed_ends_with_an_error(monkeypatch):
+def test_a_request_that_cannot_be_placed_ends_with_an_error():
     async def scenario(model, puppets):
-        def fail(request, place):
-            request.place = place
-            raise ValueError("does not fit")
-
-        monkeypatch.setattr(model, "_fill", fail)
         request = ask(FIXED, canary(1, (1, 4)))
+        # Characters, which cannot be copied into a slab of bytes.
+        request.inputs[0].data = memoryview(bytes(request.inputs[0].data)).cast("c")
         model.submit(request)
         assert isinstance(request.sink.error, BackendFailed)
-        monkeypatch.undo()
         good = ask(FIXED, canary(2, (1, 4)))
         model.submit(good)
         await puppets.step_all()
@@ -922,6 +921,7 @@ def test_whatever_model_code_raises_while_it_is_loaded_is_the_reason(tmp_path, c
 def test_queue_limits_and_timeouts_answer_in_tritons_words():
     policy = QueuePolicy(max_queue_size=1, default_timeout_s=0.01)
     config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, policies=(policy,)))
+    clock = FakeClock()
 
     async def scenario(model, puppets):
         running, waiting, refused = (ask(config, canary(i, (1, 4))) for i in range(3))
@@ -931,20 +931,30 @@ def test_queue_limits_and_timeouts_answer_in_tritons_words():
         model.submit(refused)
         assert isinstance(refused.sink.error, Overloaded)
         assert "Exceeds maximum queue size" in str(refused.sink.error)
-        while not waiting.is_done:
-            await asyncio.sleep(0.002)
+        clock.advance(0.02)
+        model.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
         assert model.metrics.num_failures["REJECTED"] == 2
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
 SLO = replace(FIXED, batching=replace(FIXED.batching, slo_latency_s=0.05))
 
 
-def test_slo_mode_refuses_at_once_what_would_be_late():
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    """Time passes only while a `null` model computes."""
+    made = FakeClock()
+    fake = SimpleNamespace(perf_counter=made, sleep=made.advance)
+    monkeypatch.setattr("penstock.serving.worker.time", fake)
+    monkeypatch.setattr("penstock.backends.null.time", fake)
+    return made
+
+
+def test_slo_mode_refuses_at_once_what_would_be_late(clock):
     config = replace(SLO, options={"null.a_ms": "15"})
 
     async def scenario(model, puppets):
@@ -959,25 +969,25 @@ def test_slo_mode_refuses_at_once_what_would_be_late():
         assert model.metrics.num_failures["REJECTED"] >= len(refused)
         assert model.num_waiting == model.num_running == model.num_slabs_held == 0
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
-def test_slo_mode_refuses_those_whose_time_is_up():
+def test_slo_mode_refuses_those_whose_time_is_up(clock):
     async def scenario(model, puppets):
         running, waiting = ask(SLO, canary(1, (1, 4))), ask(SLO, canary(2, (1, 4)))
         model.submit(running)
         await settle()
         model.submit(waiting)
-        while not waiting.is_done:
-            await asyncio.sleep(0.002)
+        clock.advance(0.1)
+        model.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
 
-    run(SLO, scenario)
+    run(SLO, scenario, clock)
 
 
-def test_slo_mode_survives_failing_batches_and_dying_workers():
+def test_slo_mode_survives_failing_batches_and_dying_workers(clock):
     config = replace(SLO, options={"null.fail_on": "2000"}, num_instances=2)
 
     async def scenario(model, puppets):
@@ -997,7 +1007,7 @@ def test_slo_mode_survives_failing_batches_and_dying_workers():
         await puppets.step_all()
         assert after.sink.error is None
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
 def test_preserve_ordering_holds_answers_back():
@@ -1111,7 +1121,7 @@ def test_drain_returns_when_the_last_request_cannot_be_sent():
         request = ask(config, canary(1, (1, 3)))
         request.parameters = {"p": "x" * (frames.MAX_FRAME_BYTES // 2)}
         model.submit(request)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await model.drain()
         assert isinstance(request.sink.error, TooLarge)
 
@@ -1334,7 +1344,7 @@ class Waiting:
     def pass_time(self, model: Model, seconds: float) -> None:
         part = 0 if any(instance.is_idle for instance in model.instances) else 1
         for request in self.sent:
-            if request.queue is not None:
+            if request.ticket.queue is not None:
                 self.expected[request][part] += seconds
         self.clock.advance(seconds)
 
@@ -1499,7 +1509,7 @@ class FullMemory:
 @contextmanager
 def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
     """A worker without a core; yields what runs a batch of 1000 and returns the frames it sent."""
-    ours, theirs = supervisor.socket_pair()
+    ours, theirs = socket_pair()
     inputs, outputs = Segment(1 << 16), Segment(1 << 16)
     with ours, theirs:
         made = worker.Worker(worker.Channel(theirs), die=die)
