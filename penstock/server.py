@@ -35,7 +35,7 @@ from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.protocols.watchdog import Watchdog
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quotas
@@ -172,7 +172,7 @@ class Server:
             self._fronts.append(self.grpc)
         self.routes.fronts = self._fronts
 
-    async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+    async def start(self, found: RepositoryScan, on_progress: Callable[[Progress], None]) -> None:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
         self.catalog.announce(found)
@@ -284,7 +284,7 @@ class Server:
                     front.set_keys(self._gate)
                 log.info("API keys reloaded: %d", len(keys.scopes))
 
-    async def _tell(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+    async def _tell(self, found: RepositoryScan, on_progress: Callable[[Progress], None]) -> None:
         names = list(dict.fromkeys(config.name for config in found.configs))
         began = time.monotonic()
         while True:
@@ -297,7 +297,7 @@ class Server:
                 num_loaded = len(names) - len(waiting)
                 on_progress(Progress(num_loaded, len(names), waiting, elapsed_s))
 
-    async def _load(self, found: Found) -> None:
+    async def _load(self, found: RepositoryScan) -> None:
         """Load the models while the fronts start; cancel loading if a front cannot listen."""
         loading = asyncio.ensure_future(self.catalog.load(found))
         try:
@@ -360,7 +360,7 @@ def check(config: ServerConfig, is_insecure: bool) -> None:
         raise ConfigError(problems)
 
 
-def check_models(found: Found, config: ServerConfig) -> None:
+def check_models(found: RepositoryScan, config: ServerConfig) -> None:
     """Raise CommandLineError for flags that do not fit the models."""
     names = [each.name for each in found.configs if each.backend == LLM]
     if names and config.num_fronts:
@@ -434,7 +434,7 @@ def make_gate(config: ServerConfig, key_file: KeyFile | None) -> Gate:
 
 async def serve(
     path: str,
-    found: Found,
+    found: RepositoryScan,
     config: ServerConfig,
     on_start: Callable[[Server], None],
     on_progress: Callable[[Progress], None],

@@ -79,11 +79,11 @@ class BenchResult:
 
 def bench(model: str, options: BenchOptions, *, progress: bool = False) -> BenchResult:
     """Measure a model or a running server under load."""
-    from penstock.report.live import Live
+    from penstock.report.live import BenchDisplay
 
     plans = make_plans(model, options, command=_as_typed(model, options))
     baseline = run_files.read_run(Path(options.baseline)) if options.baseline else None
-    with Live() if progress else contextlib.nullcontext() as live:
+    with BenchDisplay() if progress else contextlib.nullcontext() as live:
         watch = (lambda progress: None) if live is None else live.update
         runs = measure(plans, watch)
     return BenchResult(tuple(runs), judge(runs, plans[0], baseline, options.tolerance))

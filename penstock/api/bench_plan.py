@@ -59,7 +59,7 @@ def make_plans(
     options that came from the environment, which is for many commands: they may have no effect."""
     if options.seed is None:
         options = replace(options, seed=secrets.randbelow(2**31))
-    reading = Reading(options)
+    reading = OptionReader(options)
     sizes = reading.parse("batch_size", parse_batch_sizes) or [1]
     slo: Slo | None = reading.parse("slo", slos.parse)
     duration_s = reading.parse("duration", slos.parse_duration)
@@ -133,7 +133,7 @@ def _without_secrets(command: str, options: BenchOptions) -> str:
     return command
 
 
-class Reading:
+class OptionReader:
     """Parses options to values and collects problems."""
 
     def __init__(self, options: BenchOptions) -> None:
@@ -183,7 +183,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
+def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
     options = reading.options
     given = reading.list_given(*LOADS)
     if len(given) > 1:
@@ -212,7 +212,7 @@ def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple
     return tuple(loads) or (pacer.Closed(1),)
 
 
-def _question(reading: Reading) -> str:
+def _question(reading: OptionReader) -> str:
     if reading.options.find_knee:
         return "knee"
     if not reading.options.max_rate:
@@ -222,7 +222,7 @@ def _question(reading: Reading) -> str:
     return "max rate"
 
 
-def _check_unused(reading: Reading, spec: TargetSpec, ambient: Collection[str]) -> None:
+def _check_unused(reading: OptionReader, spec: TargetSpec, ambient: Collection[str]) -> None:
     """Report options that have no effect for this target: they are mistakes."""
     if any(each.startswith("--body:") for each in reading.file_problems):
         # The body decides the kind.
@@ -246,7 +246,7 @@ def _check_unused(reading: Reading, spec: TargetSpec, ambient: Collection[str]) 
             ]
 
 
-def _check_alone(reading: Reading, slo: Slo | None) -> None:
+def _check_alone(reading: OptionReader, slo: Slo | None) -> None:
     """Report options that have no effect without another one."""
     options = reading.options
     if options.data_name and not options.data:
@@ -259,7 +259,7 @@ def _check_alone(reading: Reading, slo: Slo | None) -> None:
         reading.problems.append(f"--arrivals applies to {rates}; give one of them")
 
 
-def _inputs(reading: Reading) -> InputSpec:
+def _inputs(reading: OptionReader) -> InputSpec:
     options = reading.options
     assert options.seed is not None
     return InputSpec(
@@ -272,7 +272,7 @@ def _inputs(reading: Reading) -> InputSpec:
     )
 
 
-def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSpec:
+def _target(address: str, reading: OptionReader, loads: tuple[Load, ...]) -> TargetSpec:
     options = reading.options
     headers = {}
     for text in options.header:

@@ -48,18 +48,18 @@ NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32
 
 
-class _Tensor(msgspec.Struct):
+class _TensorMetadata(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
 
 
-class _Metadata(msgspec.Struct):
+class _ModelMetadata(msgspec.Struct):
     name: str
     versions: list[str] = []
     platform: str = ""
-    inputs: list[_Tensor] = []
-    outputs: list[_Tensor] = []
+    inputs: list[_TensorMetadata] = []
+    outputs: list[_TensorMetadata] = []
 
 
 class _Indexed(msgspec.Struct):
@@ -96,7 +96,7 @@ class HttpCalls:
         return [each.name for each in _decode(body, list[_Indexed])]
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
-        found: _Metadata = _decode(self._ask("GET", _path(model, version)), _Metadata)
+        found: _ModelMetadata = _decode(self._ask("GET", _path(model, version)), _ModelMetadata)
         return ModelMetadata(
             found.name,
             tuple(found.versions),
@@ -210,7 +210,7 @@ def _path(model: str, version: str) -> str:
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
-def _spec(tensor: _Tensor) -> TensorSpec:
+def _spec(tensor: _TensorMetadata) -> TensorSpec:
     return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape))
 
 

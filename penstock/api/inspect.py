@@ -58,7 +58,7 @@ def inspect(model: str) -> InspectResult:
     return InspectResult(tuple(models), found.problems)
 
 
-def _inspected(config: ModelConfig, found: layout.Found) -> InspectedModel:
+def _inspected(config: ModelConfig, found: layout.RepositoryScan) -> InspectedModel:
     notes = list(layout.about(found.folders[config.name], config))
     if config.uses_gpu:
         notes.append(f"instances: {placement.told(config, devices.read_gpus())}")

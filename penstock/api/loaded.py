@@ -20,7 +20,7 @@ from penstock.types import Array
 
 if TYPE_CHECKING:
     from penstock.llm.local_text import LocalTextModel, Prompt
-    from penstock.repository.layout import Found
+    from penstock.repository.layout import RepositoryScan
     from penstock.wire.arrays import Given
 
 
@@ -28,7 +28,7 @@ class LoadedModel:
     """Safe to use from any thread. Close it, or use it in a `with` block: it owns threads and, for
     language models, processes."""
 
-    def __init__(self, found: Found, where: str, version: str = "") -> None:
+    def __init__(self, found: RepositoryScan, where: str, version: str = "") -> None:
         self.config: ModelConfig = local.choose(found, where, version)
         self._tensors: LocalModel | None = None
         self._text: LocalTextModel | None = None

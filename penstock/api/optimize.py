@@ -75,11 +75,11 @@ class OptimizeResult:
 
 def optimize(model: str, options: OptimizeOptions, *, progress: bool = False) -> OptimizeResult:
     """Optimise a model and commit the best version."""
-    from penstock.report.optimize_live import Live
+    from penstock.report.optimize_live import OptimizeDisplay
 
     plan = make_plan(model, options)
     command = f"penstock.optimize({model!r}, ...)"
-    with Live() if progress else contextlib.nullcontext() as live:
+    with OptimizeDisplay() if progress else contextlib.nullcontext() as live:
         watch = (lambda progress: None) if live is None else live.update
         return OptimizeResult(run(plan, watch, command))
 

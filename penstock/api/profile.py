@@ -76,7 +76,7 @@ def run(model: str, options: ProfileOptions) -> Profile:
                 {name: array[index] for name, array in sample.tensors.items()}
                 for index in range(options.batch_size)
             ]
-        settings = profiler.Settings(num_runs=options.runs, trace=trace)
+        settings = profiler.ProfileSettings(num_runs=options.runs, trace=trace)
         found = profiler.profile_build(folder, rows, settings)
     found.inputs = source.origin.text
     return found

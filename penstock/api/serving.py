@@ -18,7 +18,7 @@ from penstock.system import logs
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
-    from penstock.repository.layout import Found
+    from penstock.repository.layout import RepositoryScan
     from penstock.server import Progress, Server
     from penstock.serving.memory_plan import GpuPlan
 
@@ -73,7 +73,7 @@ def flat(problems: dict[str, list[str]]) -> list[str]:
     return [f"{model}: {problem}" for model, items in problems.items() for problem in items]
 
 
-def _check_gpus(found: Found, options: ServeOptions, listeners: Listeners) -> None:
+def _check_gpus(found: RepositoryScan, options: ServeOptions, listeners: Listeners) -> None:
     """Report the memory plan of the GPUs, and fail if the models do not fit."""
     from penstock.serving.fleet import Fleet
 
@@ -84,7 +84,7 @@ def _check_gpus(found: Found, options: ServeOptions, listeners: Listeners) -> No
         raise ConfigError(flat(arranged.problems))
 
 
-def _find(path: str, config: ServerConfig) -> Found:
+def _find(path: str, config: ServerConfig) -> RepositoryScan:
     """Return what to load at start."""
     if config.has_random_weights:
         return layout.read_made_up(path)
@@ -96,7 +96,7 @@ def _find(path: str, config: ServerConfig) -> Found:
     if "*" in config.load:
         return source.read()
     source.names()
-    found = layout.Found()
+    found = layout.RepositoryScan()
     for name in config.load:
         try:
             one = source.read_one(name)

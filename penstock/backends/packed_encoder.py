@@ -1,9 +1,9 @@
 """Transformer encoder layers over packed tokens: padding is not computed.
 
-`Layout` says where each token is. It is made on the device from the mask alone; its shapes depend
-only on the batch's shape and on a number of tokens that the host knows, so a CUDA graph can hold
-all of it. The layers are those of BERT: attention, residual, LayerNorm, two linear layers with an
-activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run,
+`PackedLayout` says where each token is. It is made on the device from the mask alone; its shapes
+depend only on the batch's shape and on a number of tokens that the host knows, so a CUDA graph can
+hold all of it. The layers are those of BERT: attention, residual, LayerNorm, two linear layers with
+an activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run,
 elsewhere plain torch. Linear layers can run in FP8, with a calibrated scale for inputs or a scale
 per token. `torch_packing` converts models to this form.
 """
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from penstock.backends import torch_products
 from penstock.backends.torch_products import Multiplier
-from penstock.kernels.cublaslt import Form, Operands
+from penstock.kernels.cublaslt import GemmForm, Operands
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -43,7 +43,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedLayout:
     """Positions of the tokens of a padded batch [rows, length] in the packed batch."""
 
     # [tokens]: place of each in the flattened batch; one past its end for unused entries.
@@ -56,7 +56,7 @@ class Layout:
     ones: Tensor
 
 
-def lay_out(mask: Tensor, num_tokens: int) -> Layout:
+def lay_out(mask: Tensor, num_tokens: int) -> PackedLayout:
     """Return the layout for a mask [rows, length] with at most `num_tokens` tokens. Does not
     wait."""
     if mask.is_cuda and has_triton():
@@ -65,7 +65,7 @@ def lay_out(mask: Tensor, num_tokens: int) -> Layout:
         places, blocks = layout.lay_out(mask, num_tokens, BLOCK)
     else:
         places, blocks = plain_layout(mask, num_tokens)
-    return Layout(places, mask != 0, blocks, torch.ones(num_tokens, 1, device=mask.device))
+    return PackedLayout(places, mask != 0, blocks, torch.ones(num_tokens, 1, device=mask.device))
 
 
 def plain_layout(mask: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -90,13 +90,13 @@ def plain_layout(mask: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return places[:num_tokens], blocks * (blocks[:, 2:] > 0)
 
 
-def packed(padded: Tensor, layout: Layout) -> Tensor:
+def packed(padded: Tensor, layout: PackedLayout) -> Tensor:
     """Pack [rows, length, width] to [tokens, width]; unused entries are arbitrary."""
     flat = padded.flatten(0, 1)
     return flat.index_select(0, layout.places.clamp(max=len(flat) - 1))
 
 
-def padded(tokens: Tensor, layout: Layout) -> Tensor:
+def padded(tokens: Tensor, layout: PackedLayout) -> Tensor:
     """Unpack [tokens, width] to [rows, length, width], with zeros for padding."""
     num_places = layout.is_token.numel()
     flat = tokens.new_zeros(num_places + 1, tokens.shape[1])
@@ -104,7 +104,7 @@ def padded(tokens: Tensor, layout: Layout) -> Tensor:
     return flat[:num_places].unflatten(0, layout.is_token.shape)
 
 
-def padded_attention(qkv: Tensor, layout: Layout, num_heads: int) -> Tensor:
+def padded_attention(qkv: Tensor, layout: PackedLayout, num_heads: int) -> Tensor:
     """Compute the same as `kernels.varlen`, on the padded batch."""
     heads = padded(qkv, layout).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(
@@ -136,7 +136,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LinearInput:
     """Input of a linear layer; `scales` [tokens, 1] if it is quantised per token."""
 
     values: Tensor
@@ -147,25 +147,27 @@ def to_fp8(x: Tensor, inverse: Tensor) -> Tensor:
     return (x.float() * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def taken_of(x: Tensor, scaling: Scaling | None) -> Taken:
+def taken_of(x: Tensor, scaling: Scaling | None) -> LinearInput:
     if scaling is None:
-        return Taken(x)
+        return LinearInput(x)
     if scaling.inverse is not None:
-        return Taken(to_fp8(x, scaling.inverse))
+        return LinearInput(to_fp8(x, scaling.inverse))
     if uses_kernels(x):
         from penstock.kernels import encoder
 
         scales = room_for_scales(x)
-        return Taken(encoder.quantise_rows(x, scales), scales)
+        return LinearInput(encoder.quantise_rows(x, scales), scales)
     scales = x.float().abs().amax(1, keepdim=True).clamp(min=SMALLEST) / FP8_MAX
-    return Taken(to_fp8(x, 1 / scales), scales)
+    return LinearInput(to_fp8(x, 1 / scales), scales)
 
 
 def room_for_scales(x: Tensor) -> Tensor:
     return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
 
-def attend(qkv: Tensor, layout: Layout, num_heads: int, scaling: Scaling | None) -> Taken:
+def attend(
+    qkv: Tensor, layout: PackedLayout, num_heads: int, scaling: Scaling | None
+) -> LinearInput:
     if not uses_kernels(qkv) or qkv.shape[1] // 3 // num_heads not in KERNEL_HEADS:
         return taken_of(padded_attention(qkv, layout, num_heads), scaling)
     from penstock.kernels import varlen
@@ -173,12 +175,12 @@ def attend(qkv: Tensor, layout: Layout, num_heads: int, scaling: Scaling | None)
     inverse = None if scaling is None else scaling.inverse
     mixed: Tensor = varlen.attend(qkv, layout.blocks, num_heads, inverse)
     # The kernel sees one head at a time, so it cannot compute a scale over all heads.
-    return Taken(mixed) if inverse is not None else taken_of(mixed, scaling)
+    return LinearInput(mixed) if inverse is not None else taken_of(mixed, scaling)
 
 
 def add_norm(
     added: Tensor, residual: Tensor, norm: nn.LayerNorm, scaling: Scaling | None
-) -> tuple[Tensor, Taken]:
+) -> tuple[Tensor, LinearInput]:
     """Return the LayerNorm of the sum, and the same as the input of the next linear layer."""
     if not uses_kernels(added) or norm.bias is None:
         x = norm(added + residual)
@@ -189,10 +191,10 @@ def add_norm(
     is_by_row = scaling is not None and inverse is None
     scales = room_for_scales(added) if is_by_row else None
     x, small = encoder.add_norm(added, residual, norm, inverse, scales)
-    return x, Taken(x if small is None else small, scales)
+    return x, LinearInput(x if small is None else small, scales)
 
 
-class Product(nn.Module):
+class PackedLinear(nn.Module):
     """Linear layer x W^T + b."""
 
     scaling: Scaling | None = None
@@ -206,14 +208,14 @@ class Product(nn.Module):
         # Largest input so far; None if inputs are not watched.
         self.largest: float | None = None
 
-    def forward(self, taken: Taken, layout: Layout) -> Tensor:
+    def forward(self, taken: LinearInput, layout: PackedLayout) -> Tensor:
         x = taken.values
         if self.largest is not None:
             is_real = layout.places < layout.is_token.numel()
             self.largest = max(self.largest, float(x[is_real].abs().amax()))
         return self._multiplied(x, has_gelu=False)
 
-    def gelu(self, taken: Taken) -> Tensor:
+    def gelu(self, taken: LinearInput) -> Tensor:
         """Return GELU (tanh form) of the product; on GPUs as an epilogue of the GEMM."""
         return self._multiplied(taken.values, has_gelu=True)
 
@@ -221,9 +223,9 @@ class Product(nn.Module):
         by_torch = functools.partial(self._by_torch, has_gelu=has_gelu)
         if self.multiplier is None or x.dtype not in KERNEL_TYPES:
             return by_torch(x)
-        form = Form(len(x), x.shape[1], len(self.weight), x.dtype, x.dtype, has_gelu)
+        form = GemmForm(len(x), x.shape[1], len(self.weight), x.dtype, x.dtype, has_gelu)
         operands = Operands(x, self.weight, self.bias)
-        return self.multiplier.run(torch_products.Product(form, operands, by_torch))
+        return self.multiplier.run(torch_products.Gemm(form, operands, by_torch))
 
     def _by_torch(self, x: Tensor, *, has_gelu: bool) -> Tensor:
         if has_gelu and x.is_cuda:
@@ -232,13 +234,13 @@ class Product(nn.Module):
         return F.gelu(y, approximate="tanh") if has_gelu else y
 
 
-class Fp8Product(nn.Module):
+class PackedFp8Linear(nn.Module):
     """Linear layer in e4m3: weights with a scale per output channel, inputs with one calibrated
     scale or, without a largest value, with a scale per token."""
 
     multiplier: Multiplier | None = None
 
-    def __init__(self, product: Product, largest: float | None) -> None:
+    def __init__(self, product: PackedLinear, largest: float | None) -> None:
         super().__init__()
         weight = product.weight.float()
         channels = weight.abs().amax(1).clamp(min=SMALLEST) / FP8_MAX
@@ -254,16 +256,16 @@ class Fp8Product(nn.Module):
     def scaling(self) -> Scaling:
         return Scaling(self.inverse)
 
-    def forward(self, taken: Taken, layout: Layout) -> Tensor:
+    def forward(self, taken: LinearInput, layout: PackedLayout) -> Tensor:
         x = taken.values
         rows = layout.ones if taken.scales is None else taken.scales
         by_torch = functools.partial(self._by_torch, rows)
         if self.multiplier is None:
             return by_torch(x)
         sizes = len(x), x.shape[1], len(self.weight)
-        form = Form(*sizes, FP8, self.bias.dtype, scaling="rows")
+        form = GemmForm(*sizes, FP8, self.bias.dtype, scaling="rows")
         operands = Operands(x, self.weight, self.bias, rows, self.scales)
-        return self.multiplier.run(torch_products.Product(form, operands, by_torch))
+        return self.multiplier.run(torch_products.Gemm(form, operands, by_torch))
 
     def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -289,7 +291,9 @@ class GeluToFp8(nn.Module):
     e4m3 output supports. They are rounded from the original, as rounding twice is noticeably
     worse."""
 
-    def __init__(self, original: Product, inner: Fp8Product, outer: Fp8Product) -> None:
+    def __init__(
+        self, original: PackedLinear, inner: PackedFp8Linear, outer: PackedFp8Linear
+    ) -> None:
         super().__init__()
         assert inner.inverse is not None and outer.inverse is not None
         weight = original.weight.float()
@@ -305,10 +309,10 @@ class GeluToFp8(nn.Module):
         """`apart` computes the same in two passes, which may be faster."""
         if self.multiplier is None:
             return apart(x)
-        form = Form(len(x), x.shape[1], len(self.weight), FP8, FP8, True, "one")
+        form = GemmForm(len(x), x.shape[1], len(self.weight), FP8, FP8, True, "one")
         scales = self.x_scale, self.weight_scale, self.factor
         operands = Operands(x, self.weight, self.bias, *scales)
-        return self.multiplier.run(torch_products.Product(form, operands, apart))
+        return self.multiplier.run(torch_products.Gemm(form, operands, apart))
 
     def plain(self, x: Tensor) -> Tensor:
         sums = x.float() @ self.weight.t().float() * self.x_scale * self.weight_scale
@@ -318,7 +322,7 @@ class GeluToFp8(nn.Module):
 class PackedLayer(nn.Module):
     def __init__(
         self,
-        products: Sequence[Product],
+        products: Sequence[PackedLinear],
         norms: tuple[nn.LayerNorm, nn.LayerNorm],
         num_heads: int,
         activation: str,
@@ -334,8 +338,8 @@ class PackedLayer(nn.Module):
         self.gelu_to_fp8: GeluToFp8 | None = None
 
     def forward(
-        self, x: Tensor, taken: Taken, layout: Layout, next_scaling: Scaling | None
-    ) -> tuple[Tensor, Taken]:
+        self, x: Tensor, taken: LinearInput, layout: PackedLayout, next_scaling: Scaling | None
+    ) -> tuple[Tensor, LinearInput]:
         """Run the layer. `taken` is x as input of the first linear layer; returns the same pair."""
         qkv = self.qkv(taken, layout)
         mixed = attend(qkv, layout, self.num_heads, self.out.scaling)
@@ -343,21 +347,21 @@ class PackedLayer(nn.Module):
         bent = self._bent(taken, layout)
         return add_norm(self.outer(bent, layout), x, self.last_norm, next_scaling)
 
-    def _bent(self, taken: Taken, layout: Layout) -> Taken:
+    def _bent(self, taken: LinearInput, layout: PackedLayout) -> LinearInput:
         """Return the activation of the first MLP product, as input of the second."""
         if self.gelu_to_fp8 is None:
             return self._bent_apart(taken, layout)
 
         def apart(x: Tensor) -> Tensor:
-            return self._bent_apart(Taken(x), layout).values
+            return self._bent_apart(LinearInput(x), layout).values
 
-        return Taken(self.gelu_to_fp8(taken.values, apart))
+        return LinearInput(self.gelu_to_fp8(taken.values, apart))
 
-    def _bent_apart(self, taken: Taken, layout: Layout) -> Taken:
+    def _bent_apart(self, taken: LinearInput, layout: PackedLayout) -> LinearInput:
         scaling, product = self.outer.scaling, self.inner
         is_half = taken.values.dtype in KERNEL_TYPES
         if is_half and self.has_fast_gelu and scaling is None and product.largest is None:
-            return Taken(product.gelu(taken))
+            return LinearInput(product.gelu(taken))
         x = product(taken, layout)
         if self.activation == "relu" or not uses_kernels(x):
             return taken_of(ACTIVATIONS[self.activation](x), scaling)
@@ -366,9 +370,9 @@ class PackedLayer(nn.Module):
         is_fast = scaling is not None or self.has_fast_gelu
         if scaling is None or scaling.inverse is not None:
             inverse = None if scaling is None else scaling.inverse
-            return Taken(encoder.gelu(x, inverse, is_fast=is_fast))
+            return LinearInput(encoder.gelu(x, inverse, is_fast=is_fast))
         scales = room_for_scales(x)
-        return Taken(encoder.quantise_rows(x, scales, has_gelu=True, is_fast=is_fast), scales)
+        return LinearInput(encoder.quantise_rows(x, scales, has_gelu=True, is_fast=is_fast), scales)
 
 
 class PackedEmbeddings(nn.Module):
@@ -399,7 +403,9 @@ class PackedEmbeddings(nn.Module):
         self._given = input_ids, token_type_ids
         return self.words.weight.new_zeros(1).expand(*input_ids.shape, self.words.embedding_dim)
 
-    def of_tokens(self, layout: Layout, scaling: Scaling | None) -> tuple[Tensor, Taken]:
+    def of_tokens(
+        self, layout: PackedLayout, scaling: Scaling | None
+    ) -> tuple[Tensor, LinearInput]:
         """Return the embeddings of packed tokens, and the same as input of the first linear
         layer."""
         assert self._given is not None
@@ -432,7 +438,7 @@ class PackedStack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.gives_tuple = gives_tuple
-        self.layout: Layout | None = None
+        self.layout: PackedLayout | None = None
         # Error of the tanh form of GELU, if it is used.
         self.gelu_gap: GeluGap | None = None
         # Chooses GEMM implementations; or the reason for having no multiplier.
@@ -451,7 +457,9 @@ class PackedStack(nn.Module):
         found = padded(tokens, layout)
         return (found,) if self.gives_tuple else found
 
-    def _tokens(self, x: Tensor, layout: Layout, scaling: Scaling | None) -> tuple[Tensor, Taken]:
+    def _tokens(
+        self, x: Tensor, layout: PackedLayout, scaling: Scaling | None
+    ) -> tuple[Tensor, LinearInput]:
         if self.embeddings:
             return self.embeddings[0].of_tokens(layout, scaling)
         tokens = packed(x, layout)
@@ -489,6 +497,6 @@ class PackedStack(nn.Module):
             for name in PRODUCTS:
                 if f"{number}.{name}" in ranges:
                     product = getattr(layer, name)
-                    small = Fp8Product(product, ranges[f"{number}.{name}"])
+                    small = PackedFp8Linear(product, ranges[f"{number}.{name}"])
                     small.multiplier = product.multiplier
                     setattr(layer, name, small)

@@ -31,7 +31,7 @@ import numpy as np
 
 from penstock.backends import Batch, BatchRequest, Execution, Finished, Outputs, PerRequest
 from penstock.backends import triton_python_backend_utils as pb_utils
-from penstock.backends.python_signature import TRITON, CallForm, Entry, find_entry, read_form
+from penstock.backends.python_signature import TRITON, CallForm, EntryPoint, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
 from penstock.repository import pbtxt
@@ -348,7 +348,7 @@ def _load_own(config: ModelConfig, code: Code, module: ModuleType) -> StackedRun
     return _runner(code, getattr(model, entry.method), model, form)
 
 
-def _read_form(entry: Entry) -> CallForm | None:
+def _read_form(entry: EntryPoint) -> CallForm | None:
     """Return how the function is called; None: with a mapping of arrays that it does not
     declare."""
     if entry.takes_mapping and entry.declaration.inputs is None:

@@ -42,7 +42,7 @@ ACCEPTED = f"str, bytes, bool, int, float, list[...] or {EXAMPLE}"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EntryPoint:
     """The model of a file: a function, or a class and the name of its method."""
 
     target: Any
@@ -90,7 +90,7 @@ class Entry:
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def find_entry(module: types.ModuleType) -> Entry:
+def find_entry(module: types.ModuleType) -> EntryPoint:
     """Find the model of a file that has no TritonPythonModel; ConfigError if the file has none or
     several."""
     own = {
@@ -110,11 +110,11 @@ def find_entry(module: types.ModuleType) -> Entry:
     if has_model and has_infer:
         raise ConfigError([f"defines class Model and function infer; expected {EXPECTED}"])
     if has_infer:
-        return Entry(infer)
+        return EntryPoint(infer)
     return _entry(kind) if has_model else _only_function(own)
 
 
-def _only_function(own: Mapping[str, Any]) -> Entry:
+def _only_function(own: Mapping[str, Any]) -> EntryPoint:
     functions = [
         value
         for name, value in own.items()
@@ -122,19 +122,19 @@ def _only_function(own: Mapping[str, Any]) -> Entry:
     ]
     named = [each for each in functions if each.__name__ in NAMES]
     if len(named or functions) == 1:
-        return Entry((named or functions)[0])
+        return EntryPoint((named or functions)[0])
     if not functions:
         raise ConfigError([f"defines no model; expected {EXPECTED}"])
     names = ", ".join(each.__name__ for each in functions)
     raise ConfigError([f"defines {names}; mark one with @penstock.model(), or call it infer"])
 
 
-def _entry(target: Any) -> Entry:
+def _entry(target: Any) -> EntryPoint:
     if not inspect.isclass(target):
-        return Entry(target)
+        return EntryPoint(target)
     if not (method := _method(target)):
         raise ConfigError([f"class {target.__name__}: no method infer"])
-    return Entry(target, method)
+    return EntryPoint(target, method)
 
 
 def _method(kind: Any) -> str:
@@ -232,7 +232,7 @@ class CallForm:
         return {name: each.to_array(name, result[name]) for name, each in self.outputs.items()}
 
 
-def read_form(entry: Entry) -> CallForm:
+def read_form(entry: EntryPoint) -> CallForm:
     """Read types from the declaration or the annotations; ConfigError says what to write."""
     said = entry.declaration
     hints = _hints(entry.function, must_work=said.inputs is None or said.outputs is None)

@@ -42,9 +42,9 @@ from penstock.backends.checks import (
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
-from penstock.backends.torch_packing import Packing
+from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_precision import rounded, set_precision
-from penstock.backends.torch_tracing import Sample
+from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_transformers import load_network
 from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
@@ -105,7 +105,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModule:
     """A module and how to call it: its inputs by position, and by keyword."""
 
     module: Any
@@ -116,7 +116,7 @@ class Loaded:
     # Compiled ahead of time; its weights are not accessible.
     is_compiled: bool = False
     # Set if its layers run without padding.
-    packing: Packing | None = None
+    packing: PackedModel | None = None
     # Set if its convolutions are fused; it owns the module.
     fusion: Fusion | None = None
 
@@ -135,7 +135,7 @@ class TorchRunner:
     needs_requests = False
     keeps_rows_apart = False
 
-    def __init__(self, config: ModelConfig, options: Options, loaded: Loaded) -> None:
+    def __init__(self, config: ModelConfig, options: Options, loaded: LoadedModule) -> None:
         self.inputs: Sequence[TensorSpec] = loaded.signature.inputs
         self.outputs: Sequence[TensorSpec] = loaded.signature.outputs
         self._config = config
@@ -409,7 +409,7 @@ def load(config: ModelConfig) -> TorchRunner:
         raise
 
 
-def load_module(config: ModelConfig) -> Loaded:
+def load_module(config: ModelConfig) -> LoadedModule:
     """Return the module alone, without packing, for callers that convert it; they must close it. A
     packed module gives the same answers, but depends on how it is run."""
     options = {key: text for key, text in config.options.items() if key not in OF_PACKING}
@@ -417,13 +417,13 @@ def load_module(config: ModelConfig) -> Loaded:
     return _load_any(config, _options(config))
 
 
-def _load_any(config: ModelConfig, options: Options) -> Loaded:
+def _load_any(config: ModelConfig, options: Options) -> LoadedModule:
     if config.artifact.endswith(".py"):
         return _load_module(config, options)
     if config.artifact.endswith(PRETRAINED):
         module = load_network(Path(config.artifact).parent)
         module = module.to(config.device, options.dtype).eval()
-        return Loaded(module, (), [spec.name for spec in config.inputs])
+        return LoadedModule(module, (), [spec.name for spec in config.inputs])
     if pt2_file.is_compiled(Path(config.artifact)):
         return _load_package(config, options)
     return _load_pt2(config)
@@ -561,13 +561,13 @@ def _set_threads(options: Options) -> None:
         ) from None
 
 
-def _load_module(config: ModelConfig, options: Options) -> Loaded:
+def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
     code = Code(config)
     try:
         module = _make(code, config, options)
         load_weights(module, Path(config.artifact).parent, config.version)
         module = module.eval()
-        loaded = Loaded(module, *_call_order(code, module, config), code=code)
+        loaded = LoadedModule(module, *_call_order(code, module, config), code=code)
         if options.is_packed:
             module.to(_where_packed(module, config))
             loaded = replace(loaded, packing=_packed(loaded, config))
@@ -601,7 +601,7 @@ def _where_packed(module: Any, config: ModelConfig) -> str:
     return config.device if PACKING_ROOM * num_bytes < num_free else CPU
 
 
-def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
+def _packed(loaded: LoadedModule, config: ModelConfig) -> PackedModel:
     """Pack the original module, mostly in FP32, so that differences are not due to rounding."""
     names = [spec.name for spec in config.outputs]
 
@@ -611,7 +611,7 @@ def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
     return torch_packing.pack(loaded.module, call, config)
 
 
-def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Sample | None:
+def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> TraceInputs | None:
     """Return inputs for the module before it is cast; None if shapes are unknown."""
     if not all(spec.is_fixed and not spec.is_optional for spec in config.inputs):
         return None
@@ -623,8 +623,8 @@ def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Samp
         dtype = floats[0] if floats and dtype.is_floating_point else dtype
         tensors[spec.name] = torch.zeros((*rows, *spec.shape), dtype=dtype)
     if positional:
-        return Sample([tensors[name] for name in positional], {}, bool(rows))
-    return Sample([], tensors, bool(rows))
+        return TraceInputs([tensors[name] for name in positional], {}, bool(rows))
+    return TraceInputs([], tensors, bool(rows))
 
 
 def _make(code: Code, config: ModelConfig, options: Options) -> Any:
@@ -675,7 +675,7 @@ def _call_order(
     return ((), names) if is_named else (names, ())
 
 
-def _load_pt2(config: ModelConfig) -> Loaded:
+def _load_pt2(config: ModelConfig) -> LoadedModule:
     path = Path(config.artifact)
     label = f"{config.version}/{config.file or path.name}"
     try:
@@ -697,10 +697,10 @@ def _load_pt2(config: ModelConfig) -> Loaded:
         raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
     names = [spec.name for spec in signature.inputs]
     positional, keywords = names[: program.num_positional], names[program.num_positional :]
-    return Loaded(module, positional, keywords, signature)
+    return LoadedModule(module, positional, keywords, signature)
 
 
-def _load_package(config: ModelConfig, options: Options) -> Loaded:
+def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     """Load an AOTInductor package. It does not check its inputs, so its call is compared with the
     configuration; datatypes and shapes are compared by running it."""
     path = Path(config.artifact)
@@ -728,7 +728,7 @@ def _load_package(config: ModelConfig, options: Options) -> Loaded:
                 f"{keywords or 'none'} by name; configured are {names}"
             ]
         )
-    return Loaded(package, positional, keywords, is_compiled=True)
+    return LoadedModule(package, positional, keywords, is_compiled=True)
 
 
 def _check_compiled_for(package: Any, config: ModelConfig, label: str) -> None:

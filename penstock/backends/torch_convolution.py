@@ -51,7 +51,7 @@ def kernels() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ConvGeometry:
     """Geometry of a convolution; pairs are (height, width)."""
 
     stride: Pair = (1, 1)
@@ -66,7 +66,7 @@ class Timer(Protocol):
         """Clean up after all cases are timed."""
 
 
-class Layer(Protocol):
+class ConvLayer(Protocol):
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         """Return a key of everything that its time depends on."""
 
@@ -131,7 +131,7 @@ class GpuTimer:
 class Case:
     """A layer and the form of its arguments, without values."""
 
-    layer: Layer
+    layer: ConvLayer
     forms: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
     dtype: torch.dtype
     device: torch.device
@@ -171,7 +171,7 @@ class Tuner:
     _waiting: dict[str, Case] = field(default_factory=dict)
 
     def find(
-        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None
+        self, layer: ConvLayer, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[str, Run] | None:
         """Return the chosen implementation, or queue the case and return None."""
         key = layer.key(x, residual)
@@ -299,7 +299,7 @@ def to_remember(tuner: Tuner) -> dict[str, bytes]:
 class Chosen:
     """Chosen implementations of one layer, by shape and datatype."""
 
-    def __init__(self, layer: Layer, tuner: Tuner | None) -> None:
+    def __init__(self, layer: ConvLayer, tuner: Tuner | None) -> None:
         self._layer = layer
         self._tuner = tuner
         self._runs: dict[object, tuple[str, int, Run]] = {}
@@ -336,7 +336,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         self,
         weight: torch.nn.Parameter,
         bias: torch.nn.Parameter | None,
-        geometry: Geometry,
+        geometry: ConvGeometry,
         has_relu: bool,
         tuner: Tuner | None,
     ) -> None:
@@ -383,7 +383,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
             found["cudnn"] = self._cudnn
         if self.geometry.groups > 1:
             return found
-        if self.weight.shape[2:] == (1, 1) and self.geometry == Geometry():
+        if self.weight.shape[2:] == (1, 1) and self.geometry == ConvGeometry():
             found["cublas"] = self._cublas
         own = kernels()
         if own is not None and self.geometry.dilation == (1, 1) and self._fits(x):

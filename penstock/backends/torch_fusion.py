@@ -22,14 +22,14 @@ from torch.nn import functional
 
 from penstock.backends import CHOICES, KERNELS, torch_convolution
 from penstock.backends.torch_convolution import (
+    ConvGeometry,
     Convolution,
-    Geometry,
     GpuTimer,
     MaxPool,
     Pair,
     Tuner,
 )
-from penstock.backends.torch_tracing import IN_PLACE_NAMES, Sample, trace
+from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
 from penstock.config import ModelConfig
 
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -121,7 +121,7 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
     return Tuner(GpuTimer(device), device, choices)
 
 
-def fuse(module: Any, tuner: Tuner | None = None, sample: Sample | None = None) -> Fusion:
+def fuse(module: Any, tuner: Tuner | None = None, sample: TraceInputs | None = None) -> Fusion:
     """Fuse a module in evaluation mode, before it is cast: weights are folded in their own
     precision. Raise ConfigError if it cannot be traced."""
     traced = trace(module, sample)
@@ -306,11 +306,11 @@ class _Fuser:
             del self._order[node]
 
 
-def _geometry(conv: Any) -> Geometry | None:
+def _geometry(conv: Any) -> ConvGeometry | None:
     """Return the geometry; None for padding given by name or with values other than zero."""
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return None
-    return Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
+    return ConvGeometry(conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def _is_norm(module: Any) -> bool:

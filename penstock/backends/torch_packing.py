@@ -31,14 +31,14 @@ from penstock.backends.packed_encoder import (
     ADA,
     KERNEL_TYPES,
     PRODUCTS,
-    Fp8Product,
     GeluGap,
     GeluToFp8,
+    LinearInput,
     PackedEmbeddings,
+    PackedFp8Linear,
     PackedLayer,
+    PackedLinear,
     PackedStack,
-    Product,
-    Taken,
     lay_out,
     to_fp8,
 )
@@ -110,7 +110,7 @@ class NotPackable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackedModel:
     """A packed model, and the name of its mask input."""
 
     stack: PackedStack
@@ -150,7 +150,7 @@ class Packing:
 
     def facts(self) -> dict[str, str]:
         products = self.stack.products()
-        num_small = sum(isinstance(each, Fp8Product) for each in products.values())
+        num_small = sum(isinstance(each, PackedFp8Linear) for each in products.values())
         facts = {
             "pack": f"{TOKENS}: {'embeddings, ' * bool(self.stack.embeddings)}"
             f"{len(self.stack.layers)} layers",
@@ -241,7 +241,7 @@ def mask_of(config: ModelConfig) -> str:
     return found[0].name
 
 
-def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
+def pack(module: Any, call: Call, config: ModelConfig) -> PackedModel:
     """Pack the module in place. Raise ConfigError with the reason if it cannot be packed, or if its
     answers differ from the padded model's."""
     mask = mask_of(config)
@@ -271,10 +271,10 @@ def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
     except Exception as error:  # The model's code, called with random inputs.
         text = f"parameters.{OPTION}: the model cannot be tried out: {first_line(error)}"
         raise ConfigError([text]) from error
-    return Packing(stack, mask, largest)
+    return PackedModel(stack, mask, largest)
 
 
-def on_device(packing: Packing, config: ModelConfig) -> None:
+def on_device(packing: PackedModel, config: ModelConfig) -> None:
     """Choose and check kernels once the model is on its device, in its final datatype."""
     if config.device != "cpu":
         choose_gelu(packing)
@@ -288,7 +288,7 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
     quantise(packing, config)
 
 
-def choose_products(packing: Packing, folder: Path) -> None:
+def choose_products(packing: PackedModel, folder: Path) -> None:
     """Enable timing of GEMM algorithms in 16 bits; without cuBLASLt only torch's is used."""
     stack = packing.stack
     weight = stack.layers[0].qkv.weight
@@ -299,7 +299,7 @@ def choose_products(packing: Packing, folder: Path) -> None:
             stack.no_multiplier = str(error)
 
 
-def choose_gelu(packing: Packing) -> None:
+def choose_gelu(packing: PackedModel) -> None:
     """Replace exact GELU by the tanh form if that is closer to the truth in this datatype: it works
     on sums in FP32, the exact form on a rounded product. Decided on the first layer."""
     layer = packing.stack.layers[0]
@@ -312,7 +312,7 @@ def choose_gelu(packing: Packing) -> None:
         given = layer.first_norm(x.to(weight.device, weight.dtype))
         bias = layer.inner.bias
         wanted = functional.gelu(given.double() @ weight.double().t() + bias.double())
-        fast = layer.inner.gelu(Taken(given)).double()
+        fast = layer.inner.gelu(LinearInput(given)).double()
         exact = functional.gelu(torch.addmm(bias, given, weight.t())).double()
     gap = GeluGap(*(float((each - wanted).norm() / wanted.norm()) for each in (fast, exact)))
     if gap.fast <= gap.exact:
@@ -321,7 +321,7 @@ def choose_gelu(packing: Packing) -> None:
             each.has_fast_gelu = True
 
 
-def check_kernels(packing: Packing) -> None:
+def check_kernels(packing: PackedModel) -> None:
     """Check the device's kernels against plain torch, on the first layer."""
     layer = packing.stack.layers[0]
     weight = layer.qkv.weight
@@ -335,13 +335,13 @@ def check_kernels(packing: Packing) -> None:
         given = x.to(weight.device, weight.dtype)
         if packing.stack.multiplier is not None:
             # Tune first, so that the chosen algorithms are checked.
-            layer(given, Taken(given), layout, None)
+            layer(given, LinearInput(given), layout, None)
             packing.stack.multiplier.tune()
-        found = layer(given, Taken(given), layout, None)[0].float().cpu()
+        found = layer(given, LinearInput(given), layout, None)[0].float().cpu()
         wanted = copy.deepcopy(layer).float().cpu()
         plain = lay_out(mask, int(mask.sum()))
         exact = given.float().cpu()
-        expected = wanted(exact, Taken(exact), plain, None)[0]
+        expected = wanted(exact, LinearInput(exact), plain, None)[0]
     gap = _gap(expected, found)
     if not gap <= KERNEL_TOLERANCE:
         raise BackendFailed(
@@ -350,7 +350,7 @@ def check_kernels(packing: Packing) -> None:
         )
 
 
-def quantise(packing: Packing, config: ModelConfig) -> None:
+def quantise(packing: PackedModel, config: ModelConfig) -> None:
     """Convert to FP8, with calibrated ranges from the configured file, or with a scale per
     token."""
     asked = config.options[FP8_OPTION]
@@ -374,12 +374,12 @@ def quantise(packing: Packing, config: ModelConfig) -> None:
         choose_epilogues(packing, originals)
 
 
-def choose_epilogues(packing: Packing, originals: Sequence[Product]) -> None:
+def choose_epilogues(packing: PackedModel, originals: Sequence[PackedLinear]) -> None:
     """Fuse GELU and the rounding to e4m3 into the GEMM, for layers where that is no less accurate
     than separate steps, whose weights have a scale per channel."""
     for layer, original in zip(packing.stack.layers, originals, strict=True):
         products = layer.inner, layer.outer
-        is_small = all(isinstance(each, Fp8Product) for each in products)
+        is_small = all(isinstance(each, PackedFp8Linear) for each in products)
         if layer.activation == "relu" or not is_small or None in [p.inverse for p in products]:
             continue
         fused = GeluToFp8(original, layer.inner, layer.outer)
@@ -396,7 +396,7 @@ class EpilogueGaps:
     apart: float
 
 
-def _epilogue_gaps(layer: PackedLayer, original: Product, fused: GeluToFp8) -> EpilogueGaps:
+def _epilogue_gaps(layer: PackedLayer, original: PackedLinear, fused: GeluToFp8) -> EpilogueGaps:
     """Measure on random tokens. Per channel, so that a large one does not hide errors of others."""
     weight, inverse = original.weight, layer.outer.inverse
     generator = torch.Generator().manual_seed(SEED)
@@ -521,11 +521,13 @@ def _parts(layer: Any) -> list[Any]:
 def _packed_layer(layer: Any, num_heads: int, activation: str) -> PackedLayer:
     query, key, value, out, inner, outer, first, last = _parts(layer)
     together = (query, key, value)
-    qkv = Product(
+    qkv = PackedLinear(
         torch.cat([each.weight.detach() for each in together]),
         torch.cat([each.bias.detach() for each in together]),
     )
-    others = [Product(each.weight.detach(), each.bias.detach()) for each in (out, inner, outer)]
+    others = [
+        PackedLinear(each.weight.detach(), each.bias.detach()) for each in (out, inner, outer)
+    ]
     return PackedLayer([qkv, *others], (first, last), num_heads, activation)
 
 
@@ -568,7 +570,7 @@ class _Trial:
     def _difference(self, num_heads: int, activation: str) -> float:
         layer = _packed_layer(self._layer, num_heads, activation)
         x = self._x[0]
-        return _gap(self._wanted[0], layer(x, Taken(x), self._layout, None)[0])
+        return _gap(self._wanted[0], layer(x, LinearInput(x), self._layout, None)[0])
 
 
 def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
@@ -620,7 +622,7 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def calibrated(
-    packing: Packing, call: Call, batches: Iterable[Mapping[str, torch.Tensor]]
+    packing: PackedModel, call: Call, batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[str, float]:
     """Return the largest input of each linear layer over these batches."""
     packing.stack.watch()

@@ -29,7 +29,7 @@ from penstock.backends.torch_convolution import (
     remembered,
 )
 from penstock.kernels import cublaslt
-from penstock.kernels.cublaslt import E4M3, Form, Operands, Unavailable
+from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Unavailable
 
 # Largest relative error against torch (in norm), by output type. Two algorithms may round a value
 # to e4m3 in different directions.
@@ -47,14 +47,14 @@ PREFIX = "cublaslt"
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """A GEMM to compute, and torch's way to compute it from x."""
 
-    form: Form
+    form: GemmForm
     operands: Operands
     by_torch: Callable[[torch.Tensor], torch.Tensor]
 
-    def drawn(self) -> Product:
+    def drawn(self) -> Gemm:
         """Return it with a random x: GPUs are faster on uniform values, as in a warm-up. In e4m3
         one row has the largest values: results beyond the range must saturate, not become NaN."""
         x = self.operands.x
@@ -78,17 +78,17 @@ class Multiplier:
     # Whether new forms are queued for timing.
     is_open: bool = True
     # Algorithm by form; None: torch.
-    _chosen: dict[Form, int | None] = field(default_factory=dict)
+    _chosen: dict[GemmForm, int | None] = field(default_factory=dict)
     # Forms that could not be timed.
-    _untried: set[Form] = field(default_factory=set)
-    _waiting: dict[Form, Product] = field(default_factory=dict)
+    _untried: set[GemmForm] = field(default_factory=set)
+    _waiting: dict[GemmForm, Gemm] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
 
     def __deepcopy__(self, memo: object) -> Multiplier:
         """Return itself: copies of a layer share it."""
         return self
 
-    def run(self, product: Product) -> torch.Tensor:
+    def run(self, product: Gemm) -> torch.Tensor:
         form = product.form
         if form not in self._chosen and self.is_open:
             if self._key(form) in self.told:
@@ -127,7 +127,7 @@ class Multiplier:
         if self.num_timed > num_before:
             self.timer.done()
 
-    def _choose(self, product: Product) -> None:
+    def _choose(self, product: Gemm) -> None:
         form = product.form
         self._chosen[form] = None
         try:
@@ -174,7 +174,7 @@ class Multiplier:
             facts["products_dropped"] = f"{len(self.problems)}: {case}: {problem}"
         return facts
 
-    def _key(self, form: Form | str) -> str:
+    def _key(self, form: GemmForm | str) -> str:
         return f"{PREFIX} {self.products.version} {form}"
 
     def _warm_up(self) -> None:
@@ -190,7 +190,7 @@ class Multiplier:
             for _ in range(count if drawn.operands.x.is_cuda else 0):
                 drawn.by_torch(drawn.operands.x)
 
-    def _recalled(self, product: Product) -> int | None:
+    def _recalled(self, product: Gemm) -> int | None:
         """Return the choice of an earlier start, if its results are right here too."""
         name = self.told.get(self._key(product.form), "")
         number = name.removeprefix(f"{PREFIX} ")
@@ -203,7 +203,7 @@ class Multiplier:
             return None
         return int(number)
 
-    def _fastest(self, product: Product) -> int | None:
+    def _fastest(self, product: Gemm) -> int | None:
         if self.told.get(self._key(product.form)) == REFERENCE:
             return None
         self.num_timed += 1
@@ -224,7 +224,7 @@ class Multiplier:
         is_enough = product.form.num_rows < MANY_ROWS or times[best] <= CLEARLY * times[None]
         return best if is_enough else None
 
-    def _num_algorithms(self, product: Product) -> int:
+    def _num_algorithms(self, product: Gemm) -> int:
         """Return the number of algorithms; 0 if the library is too old for this form."""
         try:
             return self.products.num_algorithms(product.form, product.operands)
@@ -232,7 +232,7 @@ class Multiplier:
             self.problems[str(product.form)] = str(error)
             return 0
 
-    def _check(self, product: Product, number: int, wanted: torch.Tensor) -> None:
+    def _check(self, product: Gemm, number: int, wanted: torch.Tensor) -> None:
         found = self.products.multiply(product.form, product.operands, number).float()
         wanted = wanted.float()
         off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
@@ -253,4 +253,4 @@ def _name(number: int | None) -> str:
     return REFERENCE if number is None else f"{PREFIX} {number}"
 
 
-__all__ = ["Multiplier", "Product", "Unavailable", "open_multiplier"]
+__all__ = ["Gemm", "Multiplier", "Unavailable", "open_multiplier"]

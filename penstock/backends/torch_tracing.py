@@ -24,7 +24,7 @@ GUARDS = "_guards_fn"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TraceInputs:
     """Sample inputs of a batch; the first dimension is dynamic if `has_batch`."""
 
     positional: Sequence[torch.Tensor]
@@ -53,7 +53,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]
         return _Traced(node, self)
 
 
-def trace(module: Any, sample: Sample | None = None) -> Any:
+def trace(module: Any, sample: TraceInputs | None = None) -> Any:
     """Return a GraphModule that shares the module's weights; raise ConfigError if tracing fails."""
     try:
         return fx.GraphModule(module, _Tracer().trace(module))
@@ -67,7 +67,7 @@ def trace(module: Any, sample: Sample | None = None) -> Any:
         raise ConfigError([f"{problem}; nor exported: {first_line(error)}"]) from error
 
 
-def _exported(module: Any, sample: Sample) -> Any:
+def _exported(module: Any, sample: TraceInputs) -> Any:
     first = {0: torch.export.Dim.DYNAMIC} if sample.has_batch else None
     shapes = {name: first for name in sample.keywords} or tuple(first for _ in sample.positional)
     program = torch.export.export(

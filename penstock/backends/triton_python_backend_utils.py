@@ -74,7 +74,7 @@ class PreferredMemory:
         self.preferred_device_id = preferred_device_id
 
 
-class Tensor:
+class PbTensor:
     """A named numpy array. `datatype` is set if numpy has no type for it (BF16 as bits)."""
 
     def __init__(self, name: str, array: Array, datatype: str = "") -> None:
@@ -90,12 +90,12 @@ class Tensor:
         return f"<Tensor {self._name} {self._array.dtype} {list(self._array.shape)}>"
 
     @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> Tensor:
+    def from_dlpack(name: str, tensor: Any) -> PbTensor:
         """Create from a DLPack capsule, or from an object with `__dlpack__`, such as a torch
         tensor."""
         source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         try:
-            return Tensor(name, np.from_dlpack(source))
+            return PbTensor(name, np.from_dlpack(source))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(
                 f"tensor '{name}': expected a DLPack tensor on the CPU: {error}"
@@ -129,6 +129,10 @@ class Tensor:
         return True
 
 
+# The name that models of Triton use.
+Tensor = PbTensor
+
+
 class InferenceRequest:
     """One request. The server creates those that `execute` gets; a model creates others only to
     call another model, which is not supported yet."""
@@ -137,7 +141,7 @@ class InferenceRequest:
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
+        inputs: Sequence[PbTensor] = (),
         requested_output_names: Sequence[str] = (),
         model_name: str | bytes = "",
         model_version: int = -1,
@@ -161,7 +165,7 @@ class InferenceRequest:
     def __repr__(self) -> str:
         return f"<InferenceRequest {self._id!r} {self._inputs}>"
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> list[PbTensor]:
         return self._inputs
 
     def request_id(self) -> str:
@@ -213,12 +217,12 @@ class InferenceRequest:
 class InferenceResponse:
     def __init__(
         self,
-        output_tensors: Sequence[Tensor] = (),
+        output_tensors: Sequence[PbTensor] = (),
         error: TritonError | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         for tensor in output_tensors:
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, PbTensor):
                 raise TritonModelException(
                     f"output_tensors: expected Tensor objects, got {type(tensor).__name__}"
                 )
@@ -229,7 +233,7 @@ class InferenceResponse:
         self._tensors = list(output_tensors)
         self._error = error
 
-    def output_tensors(self) -> list[Tensor]:
+    def output_tensors(self) -> list[PbTensor]:
         return self._tensors
 
     def has_error(self) -> bool:
@@ -322,11 +326,11 @@ def v2_datatype(data_type: str) -> str:
     return name
 
 
-def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> PbTensor | None:
     return _by_name(inference_request.inputs(), name)
 
 
-def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> PbTensor | None:
     return _by_name(inference_response.output_tensors(), name)
 
 
@@ -350,7 +354,7 @@ def triton_string_to_numpy(triton_type_string: str) -> type[np.generic]:
 
 
 def triton_to_np_type(data_type: int) -> type[np.generic]:
-    """Convert a number from `Tensor.triton_dtype` to a numpy type."""
+    """Convert a number from `PbTensor.triton_dtype` to a numpy type."""
     name = next((name for name, number in TYPE_NUMBERS.items() if number == data_type), "")
     return _numpy_type(name, data_type)
 
@@ -395,7 +399,7 @@ class _Capsule:
         return DLPACK_CPU
 
 
-def _by_name(tensors: Sequence[Tensor], name: str) -> Tensor | None:
+def _by_name(tensors: Sequence[PbTensor], name: str) -> PbTensor | None:
     return next((tensor for tensor in tensors if tensor.name() == name), None)
 
 

@@ -71,7 +71,7 @@ def bench(ctx: click.Context, source: str, options: BenchOptions, outputs: Table
 
 def _measure(plans: Sequence[BenchPlan], outputs: TableOutputs) -> list[BenchRun]:
     from penstock.api import bench as api
-    from penstock.report.live import Live
+    from penstock.report.live import BenchDisplay
 
     def keep(run: BenchRun) -> None:
         """Save the run so far, so that it survives a crash. A full disk does not stop the
@@ -80,7 +80,7 @@ def _measure(plans: Sequence[BenchPlan], outputs: TableOutputs) -> list[BenchRun
             if len(plans) == 1 and outputs.json not in ("", STDOUT):
                 api.write_json([run], Path(outputs.json))
 
-    with contextlib.nullcontext() if outputs.quiet else Live() as live:
+    with contextlib.nullcontext() if outputs.quiet else BenchDisplay() as live:
         watch = (lambda progress: None) if live is None else live.update
         return api.measure(plans, watch, keep)
 

@@ -20,7 +20,7 @@ from penstock.data.example_sets import (
 from penstock.data.files import (
     ARRAY_SUFFIXES,
     ROW_SUFFIXES,
-    Rows,
+    FileRows,
     digest,
     read_arrays,
     read_rows,
@@ -38,7 +38,7 @@ LABEL_NAMES = ("label", "labels", "y")
 
 
 @dataclass(slots=True)
-class Account:
+class DatasetSummary:
     """A data set in the report: its files, and how they were processed."""
 
     files: Sequence[Path]
@@ -49,7 +49,7 @@ class Account:
 def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int, int]) -> Source:
     """Open data for process i of n (`place`); ConfigError when the data does not fit."""
     path = existing(spec)
-    account = Account([path])
+    account = DatasetSummary([path])
     if form.kind == "tensors":
         columns = _columns(spec, form, path, account)
         check_batches(columns, spec.batch_size, path.name)
@@ -76,7 +76,7 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
 def read_columns(spec: InputSpec, form: RequestForm) -> Columns:
     """Return all examples of a data set in its own order; ConfigError when it does not fit."""
     path = existing(spec)
-    return _columns(spec, form, path, Account([path]))
+    return _columns(spec, form, path, DatasetSummary([path]))
 
 
 def existing(spec: InputSpec) -> Path:
@@ -92,7 +92,7 @@ def existing(spec: InputSpec) -> Path:
     return path
 
 
-def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Columns:
+def _columns(spec: InputSpec, form: RequestForm, path: Path, account: DatasetSummary) -> Columns:
     required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
     if path.is_dir():
         name = one_name(spec, required, [tensor.name for tensor in form.inputs])
@@ -117,14 +117,14 @@ def label_name(form: RequestForm, names: Set[str]) -> str:
     return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
 
 
-def _without_labels(form: RequestForm, table: Rows) -> tuple[Rows, str]:
+def _without_labels(form: RequestForm, table: FileRows) -> tuple[FileRows, str]:
     """Return the rows without their labels, and the labels' name; empty without labels."""
     label = label_name(form, {key for row in table.rows for key in row})
     rows = [{key: value for key, value in row.items() if key != label} for row in table.rows]
-    return Rows(rows, table.numbers, table.word), label
+    return FileRows(rows, table.numbers, table.word), label
 
 
-def _rows(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Rows:
+def _rows(spec: InputSpec, form: RequestForm, path: Path, account: DatasetSummary) -> FileRows:
     if not path.is_dir() and path.suffix in ROW_SUFFIXES:
         return read_rows(path)
     if form.kind != "fields":
@@ -135,16 +135,16 @@ def _rows(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> R
         images = _images(path, TensorSpec(name, "BYTES", (1,)), spec.seed, account)
         texts = [base64.b64encode(array.item()).decode() for array in images.examples]
         account.notes.append("files as base64")
-        return Rows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
+        return FileRows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
     arrays = read_arrays(path)
     if "" in arrays:
         arrays = {one_name(spec, form.fields, form.fields): arrays[""]}
     columns = [array.tolist() for array in arrays.values()]
     rows = [dict(zip(arrays, values, strict=True)) for values in zip(*columns, strict=True)]
-    return Rows(rows, range(1, len(rows) + 1), "example")
+    return FileRows(rows, range(1, len(rows) + 1), "example")
 
 
-def _images(path: Path, tensor: TensorSpec, seed: int, account: Account) -> Images:
+def _images(path: Path, tensor: TensorSpec, seed: int, account: DatasetSummary) -> Images:
     images = read_images(path, tensor, seed)
     account.files = images.paths
     if images.treatment:
@@ -165,12 +165,12 @@ def one_name(spec: InputSpec, required: Sequence[str], names: Sequence[str]) -> 
     return required[0]
 
 
-def _note_left_out(account: Account, num_used: int, num_found: int, reason: str) -> None:
+def _note_left_out(account: DatasetSummary, num_used: int, num_found: int, reason: str) -> None:
     if num_used < num_found:
         account.notes.append(f"{num_used:,} of {num_found:,} are used: {reason}")
 
 
-def _origin(spec: InputSpec, num_examples: int, account: Account) -> Origin:
+def _origin(spec: InputSpec, num_examples: int, account: DatasetSummary) -> Origin:
     name = Path(spec.path).name
     if num_examples == 1:
         text = f"1 example of {name}, the same for every request"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.data.files import Rows
-from penstock.data.fitting import Misfit, example, examples
+from penstock.data.files import FileRows
+from penstock.data.fitting import DataMismatch, example, examples
 from penstock.data.non_finite import NonFinite, find_non_finite
 from penstock.data.samples import Origin, RequestForm, Sample
 from penstock.errors import ConfigError
@@ -38,7 +38,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _FilePlace:
     """How messages name a file and a place in it."""
 
     file: str
@@ -63,18 +63,20 @@ def from_arrays(
             continue
         try:
             columns[spec.name] = examples(spec, arrays[spec.name])
-        except Misfit as misfit:
+        except DataMismatch as misfit:
             problems.append(f"{label}: {misfit}")
     notes = _ignored(form, arrays)
-    return _columns(form, columns, problems, notes, _Reader(label, lambda index: f"row {index}"))
+    return _columns(form, columns, problems, notes, _FilePlace(label, lambda index: f"row {index}"))
 
 
-def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str] = ()) -> Columns:
+def from_rows(
+    form: RequestForm, rows: FileRows, label: str, others: Collection[str] = ()
+) -> Columns:
     """Fit rows to the inputs; problems name their place in the file."""
     names = list(dict.fromkeys(name for row in rows.rows for name in row))
     if given := _renamed(form, names):
         renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
-        rows = Rows(renamed, rows.numbers, rows.word)
+        rows = FileRows(renamed, rows.numbers, rows.word)
         names = [given.get(name, name) for name in names]
     missing = {name for name in _required(form) if name not in names}
     problems = _mismatch(form, names, others, label) if missing else []
@@ -89,7 +91,7 @@ def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str]
             problems.append(f"{label}: input '{spec.name}': {num_more:,} more such examples")
         if any(array is not None for array in column):
             columns[spec.name] = _joined(column)
-    return _columns(form, columns, problems, _ignored(form, names), _Reader(label, rows.place))
+    return _columns(form, columns, problems, _ignored(form, names), _FilePlace(label, rows.place))
 
 
 def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
@@ -97,7 +99,7 @@ def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str)
     problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
     column = _joined(list(arrays))
     return _columns(
-        form, {name: column}, problems, (), _Reader(label, lambda index: f"row {index}")
+        form, {name: column}, problems, (), _FilePlace(label, lambda index: f"row {index}")
     )
 
 
@@ -234,7 +236,7 @@ def _ignored(form: RequestForm, names: Collection[str]) -> tuple[str, ...]:
     return (f"ignored: {listed(unknown)}",) if unknown else ()
 
 
-def _fitted(spec: TensorSpec, rows: Rows) -> tuple[list[Array | None], list[str]]:
+def _fitted(spec: TensorSpec, rows: FileRows) -> tuple[list[Array | None], list[str]]:
     column: list[Array | None] = []
     misfits: list[str] = []
     for position, row in enumerate(rows.rows):
@@ -242,7 +244,7 @@ def _fitted(spec: TensorSpec, rows: Rows) -> tuple[list[Array | None], list[str]
         if row.get(spec.name) is not None:
             try:
                 array = example(spec, row[spec.name])
-            except Misfit as misfit:
+            except DataMismatch as misfit:
                 misfits.append(f"{rows.place(position)}: {misfit}")
         elif not spec.is_optional:
             misfits.append(f"{rows.place(position)}: input '{spec.name}' is missing")
@@ -262,7 +264,7 @@ def _columns(
     columns: dict[str, Column],
     problems: list[str],
     notes: tuple[str, ...],
-    reader: _Reader,
+    reader: _FilePlace,
 ) -> Columns:
     if not columns and not problems:
         problems.append("the model takes no inputs, and data was given")

@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FileRows:
     """Rows of a file and their places: `word` and a number, "line 3"."""
 
     rows: Sequence[Row]
@@ -100,7 +100,7 @@ def _loaded(path: Path) -> dict[str, Array]:
         return {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
 
 
-def read_rows(path: Path, as_arrays: bool = False) -> Rows:
+def read_rows(path: Path, as_arrays: bool = False) -> FileRows:
     """Read all rows. `as_arrays`: lists of numbers may come as arrays where that is cheaper."""
     try:
         if path.suffix == ".jsonl":
@@ -120,17 +120,19 @@ def read_rows(path: Path, as_arrays: bool = False) -> Rows:
     return rows
 
 
-def _text_lines(path: Path) -> Rows:
+def _text_lines(path: Path) -> FileRows:
     """Read one prompt per line; empty lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8: {error.reason}"]) from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    return Rows([{"prompt": text} for _, text in found], [number for number, _ in found], "line")
+    return FileRows(
+        [{"prompt": text} for _, text in found], [number for number, _ in found], "line"
+    )
 
 
-def _csv(path: Path) -> Rows:
+def _csv(path: Path) -> FileRows:
     """Read a table whose first line names the columns. A column of numbers becomes numbers."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -146,7 +148,7 @@ def _csv(path: Path) -> Rows:
     names = list(found[0][1]) if found else []
     columns = {name: _numeric([row[name] for _, row in found]) for name in names}
     rows = [{name: columns[name][n] for name in names} for n in range(len(found))]
-    return Rows(rows, [number for number, _ in found], "line")
+    return FileRows(rows, [number for number, _ in found], "line")
 
 
 def _numeric(texts: Sequence[str]) -> Sequence[Any]:
@@ -169,7 +171,7 @@ def _explained(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _json_lines(path: Path) -> Rows:
+def _json_lines(path: Path) -> FileRows:
     rows: list[Row] = []
     numbers: list[int] = []
     problems: list[str] = []
@@ -187,10 +189,10 @@ def _json_lines(path: Path) -> Rows:
                     break
     if problems:
         raise ConfigError(problems)
-    return Rows(rows, numbers, "line")
+    return FileRows(rows, numbers, "line")
 
 
-def _json(path: Path) -> Rows:
+def _json(path: Path) -> FileRows:
     """Read a list of objects, or perf_analyzer's {"data": list of objects}."""
     try:
         document = msgspec.json.decode(path.read_bytes())
@@ -206,7 +208,7 @@ def _json(path: Path) -> Rows:
     ]
     if problems:
         raise ConfigError(problems[:MAX_PROBLEMS])
-    return Rows([_payload(row) for row in rows], range(1, len(rows) + 1), "example")
+    return FileRows([_payload(row) for row in rows], range(1, len(rows) + 1), "example")
 
 
 def _no_row(row: object) -> str:
@@ -223,7 +225,7 @@ def _payload(row: Row) -> Row:
     return row
 
 
-def _parquet(path: Path, as_arrays: bool) -> Rows:
+def _parquet(path: Path, as_arrays: bool) -> FileRows:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -245,7 +247,7 @@ def _parquet(path: Path, as_arrays: bool) -> Rows:
         {name: value for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
     ]
-    return Rows(rows, range(1, len(rows) + 1), "row")
+    return FileRows(rows, range(1, len(rows) + 1), "row")
 
 
 def _values(column: Any) -> Sequence[Any]:

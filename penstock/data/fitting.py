@@ -21,7 +21,7 @@ CASTS = {"f": "fiub", "i": "iub", "u": "iub", "b": "biu"}
 KINDS = {"f": "floats", "i": "integers", "u": "integers", "b": "booleans", "U": "strings"}
 
 
-class Misfit(Exception):
+class DataMismatch(Exception):
     """Values that do not fit; the text begins with the input's name."""
 
     def __init__(self, spec: TensorSpec, problem: str) -> None:
@@ -44,7 +44,7 @@ def examples(spec: TensorSpec, array: Array) -> Array:
     if array.ndim == 1 and spec.shape in ((1,), (-1,)):
         array = array[:, None]
     if not fits(array.shape[1:], spec.shape):
-        raise Misfit(spec, f"shape {list(array.shape[1:])} does not fit {list(spec.shape)}")
+        raise DataMismatch(spec, f"shape {list(array.shape[1:])} does not fit {list(spec.shape)}")
     if spec.datatype == "BYTES":
         return _strings(spec, array)
     if spec.datatype == "BF16":
@@ -65,11 +65,11 @@ def _numbers(spec: TensorSpec, array: Array) -> Array:
         return np.ascontiguousarray(array, dtype=dtype)
     if array.dtype.kind not in CASTS[dtype.kind]:
         given = KINDS.get(array.dtype.kind, str(array.dtype))
-        raise Misfit(spec, f"{given} cannot be cast to {spec.datatype}")
+        raise DataMismatch(spec, f"{given} cannot be cast to {spec.datatype}")
     with np.errstate(over="ignore"):
         cast: Array = np.ascontiguousarray(array, dtype=dtype)
     if not _holds(array, dtype, cast):
-        raise Misfit(spec, f"a value does not fit {spec.datatype}")
+        raise DataMismatch(spec, f"a value does not fit {spec.datatype}")
     return cast
 
 
@@ -88,7 +88,7 @@ def _holds(array: Array, dtype: np.dtype[Any], cast: Array) -> bool:
 def _strings(spec: TensorSpec, array: Array) -> Array:
     if array.dtype.kind not in "OUS" and array.size:
         given = KINDS.get(array.dtype.kind, str(array.dtype))
-        raise Misfit(spec, f"{given} cannot be cast to BYTES; expected strings")
+        raise DataMismatch(spec, f"{given} cannot be cast to BYTES; expected strings")
     strings = np.empty(array.size, np.object_)
     for position, element in enumerate(array.ravel().tolist()):
         if isinstance(element, str):
@@ -96,7 +96,7 @@ def _strings(spec: TensorSpec, array: Array) -> Array:
         elif isinstance(element, bytes):
             strings[position] = element
         else:
-            raise Misfit(spec, f"expected strings, got {type(element).__name__}")
+            raise DataMismatch(spec, f"expected strings, got {type(element).__name__}")
     return strings.reshape(array.shape)
 
 
@@ -104,7 +104,7 @@ def _utf8(spec: TensorSpec, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise Misfit(spec, "a string is not valid Unicode") from None
+        raise DataMismatch(spec, "a string is not valid Unicode") from None
 
 
 def _array(spec: TensorSpec, value: object) -> Array:
@@ -122,13 +122,15 @@ def _array(spec: TensorSpec, value: object) -> Array:
                 return exact.astype(np.uint64)
         return array
     except (ValueError, OverflowError):
-        raise Misfit(spec, "lists of different lengths beside each other are no tensor") from None
+        raise DataMismatch(
+            spec, "lists of different lengths beside each other are no tensor"
+        ) from None
 
 
 def _described(spec: TensorSpec, value: dict[str, object]) -> Array:
     unknown = value.keys() - {"content", "shape", "b64"}
     if unknown or not value.keys() & {"content", "b64"}:
-        raise Misfit(spec, 'an object must have "content", with or without "shape", or "b64"')
+        raise DataMismatch(spec, 'an object must have "content", with or without "shape", or "b64"')
     content = value.get("content", value)
     if isinstance(content, dict):
         array = _decoded(spec, content.get("b64"))
@@ -142,13 +144,15 @@ def _decoded(spec: TensorSpec, text: object) -> Array:
     try:
         data = base64.b64decode(text if isinstance(text, str) else "?", validate=True)
     except (binascii.Error, ValueError):
-        raise Misfit(spec, '"b64" is not base64') from None
+        raise DataMismatch(spec, '"b64" is not base64') from None
     try:
         if spec.datatype == "BYTES":
             return np.array(split_bytes(data), np.object_)
         array = np.frombuffer(data, DATATYPES[spec.datatype].numpy)
     except ValueError as error:
-        raise Misfit(spec, f'"b64" of {len(data)} bytes is no {spec.datatype}: {error}') from None
+        raise DataMismatch(
+            spec, f'"b64" of {len(data)} bytes is no {spec.datatype}: {error}'
+        ) from None
     if spec.datatype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array
@@ -156,7 +160,9 @@ def _decoded(spec: TensorSpec, text: object) -> Array:
 
 def _reshaped(spec: TensorSpec, array: Array, shape: object) -> Array:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise Misfit(spec, '"shape" must be a list of whole numbers')
+        raise DataMismatch(spec, '"shape" must be a list of whole numbers')
     if num_elements(shape) != array.size:
-        raise Misfit(spec, f"shape {shape} needs {num_elements(shape)} elements, got {array.size}")
+        raise DataMismatch(
+            spec, f"shape {shape} needs {num_elements(shape)} elements, got {array.size}"
+        )
     return array.reshape(shape)

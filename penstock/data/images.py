@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.fitting import Misfit, example
+from penstock.data.fitting import DataMismatch, example
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
@@ -38,7 +38,7 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ImageLayout:
     """Height, width and channels of the tensor. None: as in the image."""
 
     height: int | None
@@ -81,7 +81,7 @@ def _read(
         path = paths[position]
         try:
             array = read(path)
-        except Misfit as misfit:
+        except DataMismatch as misfit:
             raise ConfigError([str(misfit)]) from None
         # Pillow raises SyntaxError for broken PNG files.
         except (OSError, ValueError, SyntaxError) as error:
@@ -99,12 +99,12 @@ def _read(
     return Images([found[path] for path in chosen], chosen, len(paths), "")
 
 
-def _layout(spec: TensorSpec) -> Layout:
+def _layout(spec: TensorSpec) -> ImageLayout:
     match spec.shape:
         case (1 | 3 as channels, height, width):
-            layout = Layout(_size(height), _size(width), channels, True)
+            layout = ImageLayout(_size(height), _size(width), channels, True)
         case (height, width, 1 | 3 as channels):
-            layout = Layout(_size(height), _size(width), channels, False)
+            layout = ImageLayout(_size(height), _size(width), channels, False)
         case _:
             raise ConfigError(
                 [
@@ -132,7 +132,7 @@ def _pillow(folder: Path) -> Any:
     return Image
 
 
-def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: Layout) -> Array:
+def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: ImageLayout) -> Array:
     with warnings.catch_warnings():
         # Refuse a suspiciously large image instead of warning.
         warnings.simplefilter("error", pillow.DecompressionBombWarning)
@@ -146,7 +146,7 @@ def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: Layout) -> Array
     return example(spec, pixels.astype(np.float32) / 255)
 
 
-def _pixels(image: Any, layout: Layout) -> Array:
+def _pixels(image: Any, layout: ImageLayout) -> Array:
     if layout.height and layout.width:
         # Lets the JPEG decoder skip detail that resizing would discard.
         image.draft(None, (layout.width, layout.height))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.files import Row, Rows
+from penstock.data.files import FileRows, Row
 from penstock.data.lengths import Sizes
 from penstock.data.samples import Origin, RequestForm, Sample
 from penstock.data.words import WORDS
@@ -85,7 +85,7 @@ def as_messages(text: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def samples_from_rows(form: RequestForm, rows: Rows, label: str) -> list[Sample]:
+def samples_from_rows(form: RequestForm, rows: FileRows, label: str) -> list[Sample]:
     """Return a sample for each row; ConfigError lists every invalid row. Conversations without a
     human turn are skipped: public collections contain many."""
     samples: list[Sample] = []

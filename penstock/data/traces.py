@@ -46,7 +46,7 @@ class Trace(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class Record(msgspec.Struct):
+class TraceLine(msgspec.Struct):
     """One line: its number and its cells by meaning, as text or numbers."""
 
     line: int
@@ -71,8 +71,8 @@ def read_trace(path: str | Path) -> Trace:
     return _trace(path, unit, records)
 
 
-def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Record]]:
-    records: list[Record] = []
+def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[TraceLine]]:
+    records: list[TraceLine] = []
     problems: list[str] = []
     unit = ""
     decoder = msgspec.json.Decoder(dict[str, object])
@@ -87,13 +87,13 @@ def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Reco
             if not unit and {"timestamp", "input_length"} <= row.keys():
                 unit = "ms"
         meanings = {name: _meaning(name) for name in row}
-        records.append(Record(number, {m: row[name] for name, m in meanings.items() if m}))
+        records.append(TraceLine(number, {m: row[name] for name, m in meanings.items() if m}))
     if problems:
         raise ConfigError(problems[:MAX_PROBLEMS])
     return unit, records
 
 
-def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Record]]:
+def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[TraceLine]]:
     numbers = [number for number, _ in lines]
     try:
         # Line by line: a stray quotation mark must not swallow the lines after it.
@@ -114,7 +114,7 @@ def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Recor
             expected = "expected one named time, timestamp or arrival"
             raise ConfigError([f"{path}: no column has times: it has {listed}; {expected}"])
     records = [
-        Record(number, {m: cell.strip() for m, cell in zip(meanings, row, strict=False) if m})
+        TraceLine(number, {m: cell.strip() for m, cell in zip(meanings, row, strict=False) if m})
         for number, row in zip(numbers, rows, strict=True)
     ]
     return unit, records
@@ -178,7 +178,7 @@ def _tokens(value: object) -> int:
     return max(1, int(number))
 
 
-def _trace(path: Path, unit: str, records: list[Record]) -> Trace:
+def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
     problems: list[str] = []
     moments = list(_read(path, records, "time", problems))
     columns = {
@@ -205,7 +205,7 @@ def _trace(path: Path, unit: str, records: list[Record]) -> Trace:
     )
 
 
-def _read(path: Path, records: list[Record], meaning: str, problems: list[str]) -> Iterator[Any]:
+def _read(path: Path, records: list[TraceLine], meaning: str, problems: list[str]) -> Iterator[Any]:
     for record in records:
         value = record.cells.get(meaning)
         try:

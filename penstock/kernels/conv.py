@@ -52,7 +52,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ConvWindow:
     """Window of a convolution or pooling; pairs are (height, width)."""
 
     size: tuple[int, int]
@@ -306,7 +306,7 @@ def _large_tiles(out_channels: int, depth: int) -> list[Tile]:
 def convolve(
     x: torch.Tensor,
     weight: torch.Tensor,
-    window: Window,
+    window: ConvWindow,
     epilogue: Epilogue,
     tile: Tile,
     workspace: Workspace,
@@ -390,7 +390,7 @@ def packed_tile(num_rows: int, out_channels: int, width: int) -> Tile:
 def convolve_packed(
     x: torch.Tensor,
     packed: torch.Tensor,
-    window: Window,
+    window: ConvWindow,
     epilogue: Epilogue,
     tile: Tile,
     workspace: Workspace,
@@ -431,7 +431,7 @@ def convolve_packed(
     return y
 
 
-def max_pool(x: torch.Tensor, window: Window) -> torch.Tensor:
+def max_pool(x: torch.Tensor, window: ConvWindow) -> torch.Tensor:
     """Max-pool channels-last images without indices, which torch's operator also writes."""
     batch, channels, height, width = x.shape
     out_h, out_w = window.out(height, width)

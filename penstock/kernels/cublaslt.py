@@ -53,7 +53,7 @@ class Unavailable(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GemmForm:
     """Everything that the choice of an algorithm depends on."""
 
     num_rows: int
@@ -121,17 +121,17 @@ class Products:
         self._calls = calls
         self.device = torch.device(device)
         self.version = int(calls.cublasLtGetVersion())
-        self._plans: dict[Form, _Plan] = {}
+        self._plans: dict[GemmForm, _Plan] = {}
         self._handle = self._made("cublasLtCreate")
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # Not at interpreter exit: CUDA may be gone by then.
         weakref.finalize(self, calls.cublasLtDestroy, self._handle).atexit = False
 
-    def num_algorithms(self, form: Form, operands: Operands) -> int:
+    def num_algorithms(self, form: GemmForm, operands: Operands) -> int:
         """Return the number of algorithms; 0 if cuBLASLt has none."""
         return len(self._plan(form, operands).algorithms)
 
-    def multiply(self, form: Form, operands: Operands, number: int) -> torch.Tensor:
+    def multiply(self, form: GemmForm, operands: Operands, number: int) -> torch.Tensor:
         """Multiply with one of the algorithms, on the current stream."""
         assert operands.are_aligned
         plan = self._plan(form, operands)
@@ -164,7 +164,7 @@ class Products:
         _check("cublasLtMatmul", status)
         return out
 
-    def _plan(self, form: Form, operands: Operands) -> _Plan:
+    def _plan(self, form: GemmForm, operands: Operands) -> _Plan:
         if form not in self._plans:
             description = self._description(form, operands)
             layouts = self._layouts(form)
@@ -172,7 +172,7 @@ class Products:
             self._plans[form] = _Plan(description, layouts, found)
         return self._plans[form]
 
-    def _description(self, form: Form, operands: Operands) -> ctypes.c_void_p:
+    def _description(self, form: GemmForm, operands: Operands) -> ctypes.c_void_p:
         description = self._made("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
         epilogue = WITH_GELU_AND_BIAS if form.has_gelu else WITH_BIAS
         self._set(description, TRANSPOSE_A, ctypes.c_int32(1))
@@ -186,7 +186,7 @@ class Products:
         self._point(description, form, operands)
         return description
 
-    def _point(self, description: ctypes.c_void_p, form: Form, operands: Operands) -> None:
+    def _point(self, description: ctypes.c_void_p, form: GemmForm, operands: Operands) -> None:
         """Set the pointers to the bias and scales of this GEMM."""
         self._set(description, BIAS_POINTER, _address(operands.bias))
         if form.scaling:
@@ -195,7 +195,7 @@ class Products:
                 if each is not None:
                     self._set(description, attribute, _address(each))
 
-    def _layouts(self, form: Form) -> tuple[ctypes.c_void_p, ...]:
+    def _layouts(self, form: GemmForm) -> tuple[ctypes.c_void_p, ...]:
         added = torch.bfloat16 if form.out == E4M3 else form.out
         sizes = (
             (form.dtype, form.depth, form.width),

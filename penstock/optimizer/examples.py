@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.data.datasets import existing, label_name, one_name
 from penstock.data.example_sets import Columns, from_arrays, from_list, from_rows
-from penstock.data.files import ROW_SUFFIXES, Rows, digest, read_arrays, read_rows
+from penstock.data.files import ROW_SUFFIXES, FileRows, digest, read_arrays, read_rows
 from penstock.data.images import Images, read_images
 from penstock.data.lengths import Lengths, Sizes, drawn
 from penstock.data.non_finite import NonFinite, is_finite
@@ -192,7 +192,7 @@ def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
     if name:
         labels = _label_column(path, name, table)
         rest = [{key: row[key] for key in row if key != name} for row in table.rows]
-        table = Rows(rest, table.numbers, table.word)
+        table = FileRows(rest, table.numbers, table.word)
     columns = from_rows(form, table, path.name, [name] if name else [])
     return _Opened(
         path.name,
@@ -204,7 +204,7 @@ def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
     )
 
 
-def _label_column(path: Path, name: str, table: Rows) -> Array:
+def _label_column(path: Path, name: str, table: FileRows) -> Array:
     missing = [table.place(i) for i, row in enumerate(table.rows) if row.get(name) is None]
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.backends.pytorch import TORCH_TYPES, Loaded, by_name
+from penstock.backends.pytorch import TORCH_TYPES, LoadedModule, by_name
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.repository import onnx_file
@@ -27,7 +27,7 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
     """Takes inputs by position and returns outputs as a tuple, both in the order of the
     configuration."""
 
-    def __init__(self, loaded: Loaded, config: ModelConfig) -> None:
+    def __init__(self, loaded: LoadedModule, config: ModelConfig) -> None:
         super().__init__()
         self.module = loaded.module
         self._loaded = loaded
@@ -73,7 +73,7 @@ def free_axes(spec: TensorSpec, config: ModelConfig) -> dict[int, str]:
     return axes
 
 
-def to_onnx(loaded: Loaded, config: ModelConfig, path: Path) -> str:
+def to_onnx(loaded: LoadedModule, config: ModelConfig, path: Path) -> str:
     """Write the model, by tracing or else by torch.export; return the name of the method."""
     if hasattr(loaded.module, "set_attn_implementation"):
         # Plain attention operators, which fusions recognise.
@@ -148,7 +148,7 @@ def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
             )
 
 
-def to_package(loaded: Loaded, config: ModelConfig, path: Path) -> None:
+def to_package(loaded: LoadedModule, config: ModelConfig, path: Path) -> None:
     """Compile to an AOTInductor package; slow, and needs a C++ compiler."""
     free = torch.export.Dim.DYNAMIC
     axes: Sequence[Any] = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]

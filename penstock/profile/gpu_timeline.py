@@ -37,13 +37,13 @@ FAMILIES: Sequence[tuple[str, str]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class GpuTrace:
     spans: Sequence[GpuSpan]
     # Start and end of each run.
     runs: Sequence[tuple[float, float]]
 
 
-def read(trace: Mapping[str, Any]) -> Trace:
+def read(trace: Mapping[str, Any]) -> GpuTrace:
     """Read a Chrome trace; times are in seconds from the first span or run."""
     whole = [each for each in trace.get("traceEvents", ()) if each.get("ph") == "X"]
     device = [each for each in whole if each.get("cat") in (KERNEL, COPY, SET)]
@@ -52,7 +52,7 @@ def read(trace: Mapping[str, Any]) -> Trace:
     spans = [_span(each, start_us) for each in device]
     spans.sort(key=lambda span: span.start_s)
     ends = [((each["ts"] - start_us) / 1e6, each["dur"] / 1e6) for each in runs]
-    return Trace(spans, sorted((begin, begin + seconds) for begin, seconds in ends))
+    return GpuTrace(spans, sorted((begin, begin + seconds) for begin, seconds in ends))
 
 
 def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
@@ -71,7 +71,9 @@ def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
     )
 
 
-def summary(alone: Trace, together: Trace | None = None, num_slots: int = 1) -> GpuTime | None:
+def summary(
+    alone: GpuTrace, together: GpuTrace | None = None, num_slots: int = 1
+) -> GpuTime | None:
     """Summarise sequential runs (`alone`), and concurrent ones with one batch per instance
     (`together`); None if the trace has no kernel."""
     runs = [_inside(alone.spans, *run) for run in alone.runs]

@@ -79,7 +79,7 @@ def _digest(device: str, num_threads: int, is_torch: bool) -> str:
 
 
 @dataclass(slots=True)
-class Try:
+class PeakProbe:
     """Something that does `amount` per run. The shortest time counts, because other load on the
     machine can only slow it down."""
 
@@ -102,7 +102,7 @@ class Try:
         return not self.rounds_s or max(self.rounds_s) <= STEADY * min(self.rounds_s)
 
 
-def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float]:
+def rates(tries: Mapping[str, PeakProbe], round_s: float = ROUND_S) -> dict[str, float]:
     """Return the best rate of each; those that fail are left out."""
     left = dict(tries)
     for _ in range(NUM_ROUNDS):
@@ -120,15 +120,15 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
     small = cache_bytes() // 4
     with ThreadPoolExecutor(num_threads) as pool:
         tries = {
-            "fp32": Try(_session("MatMul", "fp32", num_threads), operations),
-            "int8": Try(_session("MatMulInteger", "int8", num_threads), operations),
+            "fp32": PeakProbe(_session("MatMul", "fp32", num_threads), operations),
+            "int8": PeakProbe(_session("MatMulInteger", "int8", num_threads), operations),
             "memory": _copy(pool, num_threads, COPY_BYTES),
             "cache": _copy(pool, num_threads, small * num_threads, num_repeats=64),
-            "launch": Try(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
+            "launch": PeakProbe(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
         }
         bf16 = _torch_product(GEMM_SIZE, num_threads)
         if bf16 is not None:
-            tries["bf16"] = Try(bf16, operations)
+            tries["bf16"] = PeakProbe(bf16, operations)
         found = rates(tries)
     peaks = Peaks(
         device=system.environment("").host_cpu,
@@ -151,7 +151,7 @@ def cache_bytes() -> int:
 
 def _copy(
     pool: ThreadPoolExecutor, num_threads: int, total_bytes: int, num_repeats: int = 1
-) -> Try:
+) -> PeakProbe:
     """Copy in `num_threads` threads at once; the amount is bytes read and written."""
     share = total_bytes // num_threads
     pairs = [(np.ones(share, np.uint8), np.empty(share, np.uint8)) for _ in range(num_threads)]
@@ -161,7 +161,7 @@ def _copy(
             np.copyto(pair[1], pair[0])
 
     amount = 2.0 * share * num_threads * num_repeats
-    return Try(lambda: list(pool.map(copy, pairs)), amount)
+    return PeakProbe(lambda: list(pool.map(copy, pairs)), amount)
 
 
 def _session(kind: str, datatype: str, num_threads: int) -> Callable[[], object]:
@@ -316,8 +316,8 @@ def _measure_cuda(device: str) -> tuple[Peaks, bool]:
         torch.cuda.synchronize(device)
 
     tries = {
-        "memory": Try(copy, 2.0 * source.numel()),
-        "launch": Try(chain, CHAIN_LENGTH),
+        "memory": PeakProbe(copy, 2.0 * source.numel()),
+        "launch": PeakProbe(chain, CHAIN_LENGTH),
     }
     host = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -325,11 +325,11 @@ def _measure_cuda(device: str) -> tuple[Peaks, bool]:
         target[:HOST_COPY_BYTES].copy_(host, non_blocking=True)
         torch.cuda.synchronize(device)
 
-    tries["host"] = Try(copy_in, float(HOST_COPY_BYTES))
+    tries["host"] = PeakProbe(copy_in, float(HOST_COPY_BYTES))
     for datatype in DATATYPES:
         run = cuda_product(device, datatype, CUDA_GEMM_SIZE)
         if run is not None:
-            tries[datatype] = Try(run, 2.0 * CUDA_GEMM_SIZE**3)
+            tries[datatype] = PeakProbe(run, 2.0 * CUDA_GEMM_SIZE**3)
     found = rates(tries)
     peaks = Peaks(
         device=torch.cuda.get_device_name(device),

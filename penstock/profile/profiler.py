@@ -34,7 +34,7 @@ class Packed(msgspec.Struct):
     data: bytes
 
 
-class Job(msgspec.Struct):
+class ProfileJob(msgspec.Struct):
     """The child's job. Its output files are given by path."""
 
     folder: str
@@ -48,14 +48,14 @@ class Job(msgspec.Struct):
     trace_path: str
 
 
-class Failed(msgspec.Struct):
+class ProfileFailed(msgspec.Struct):
     """The child's answer if it failed."""
 
     problems: list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProfileSettings:
     # Runs per measurement; they are repeated under the profiler.
     num_runs: int = 20
     # Path of the Chrome trace to write.
@@ -64,16 +64,16 @@ class Settings:
 
 
 def profile_build(
-    folder: Path, rows: Sequence[Mapping[str, Array]], settings: Settings | None = None
+    folder: Path, rows: Sequence[Mapping[str, Array]], settings: ProfileSettings | None = None
 ) -> Profile:
     """Profile the model in `folder`. `rows` are examples without a batch dimension; those that
     share the most common shapes run as one batch. ConfigError if the model or the rows do not fit,
     BackendFailed if the child crashes."""
-    settings = settings or Settings()
+    settings = settings or ProfileSettings()
     config = read_config(folder)
     tensors, num_rows, text = make_batch(config, fitted(rows, config))
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
-        job = Job(
+        job = ProfileJob(
             folder=str(folder),
             tensors=tensors,
             num_rows=num_rows,
@@ -140,7 +140,7 @@ def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) ->
     return f"{rows} of {', '.join(shapes)}" if config.max_batch_size else ", ".join(shapes)
 
 
-def _run(job: Job, made: Path) -> Profile:
+def _run(job: ProfileJob, made: Path) -> Profile:
     path = made / "job"
     path.write_bytes(msgspec.msgpack.encode(job))
     result = Path(job.profile_path)
@@ -152,5 +152,5 @@ def _run(job: Job, made: Path) -> Profile:
         if status == 0 and result.is_file():
             return msgspec.json.decode(result.read_bytes(), type=Profile)
         if result.is_file():
-            raise ConfigError(msgspec.json.decode(result.read_bytes(), type=Failed).problems)
+            raise ConfigError(msgspec.json.decode(result.read_bytes(), type=ProfileFailed).problems)
         raise BackendFailed(f"the profiler {process.describe_end()}")

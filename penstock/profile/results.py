@@ -89,7 +89,7 @@ class GpuTime(msgspec.Struct):
         return self.copy_in_s + self.copy_out_s
 
 
-class Bucket(msgspec.Struct):
+class RequestPhase(msgspec.Struct):
     """A part of a request's time: decode, queue, copy in or preprocess, compute, copy out or
     postprocess, encode."""
 
@@ -116,7 +116,7 @@ class Profile(msgspec.Struct):
     profiled_s: float  # with it
     operators: list[Operator]
     peaks: Peaks
-    buckets: list[Bucket]
+    buckets: list[RequestPhase]
     bound: Bound
     # For example: 41 % of the time is MatMul, compute-bound at 62 % of the peak.
     findings: list[str]

@@ -49,7 +49,7 @@ class Shaped:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperatorWork:
     """Operations and bytes; None: unknown. `datatype` is that of the multiplications and selects
     the peak."""
 
@@ -103,20 +103,20 @@ PER_INPUT: Mapping[str, float] = {
 }
 
 
-def work_of(kind: str, inputs: Tensors, outputs: Tensors) -> Work:
+def work_of(kind: str, inputs: Tensors, outputs: Tensors) -> OperatorWork:
     """Return the operator's work. `inputs` are in the order of its definition, weights included;
     omitted or unknown ones are skipped. Without shapes the work is unknown."""
     datatype = compute_type(kind, inputs)
     if kind in VIEWS:
-        return Work(0.0, 0.0, datatype)
+        return OperatorWork(0.0, 0.0, datatype)
     if not inputs or not outputs:
-        return Work(None, None, datatype)
+        return OperatorWork(None, None, datatype)
     num_bytes = sum(tensor.num_bytes for tensor in outputs)
     if kind in LOOKUPS:
         indices = sum(each.num_bytes for each in inputs if each.datatype not in FLOATS)
-        return Work(_flops(kind, inputs, outputs), 2 * num_bytes + indices, datatype)
+        return OperatorWork(_flops(kind, inputs, outputs), 2 * num_bytes + indices, datatype)
     num_bytes += sum(tensor.num_bytes for tensor in inputs)
-    return Work(_flops(kind, inputs, outputs), num_bytes, datatype)
+    return OperatorWork(_flops(kind, inputs, outputs), num_bytes, datatype)
 
 
 def compute_type(kind: str, inputs: Tensors) -> str:

@@ -33,7 +33,7 @@ class FormattedValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BeforeAfterRow:
     name: str
     before: FormattedValue
     after: FormattedValue
@@ -43,7 +43,7 @@ class Row:
     is_better: bool | None
 
 
-def rows(optimization: Optimization) -> list[Row]:
+def rows(optimization: Optimization) -> list[BeforeAfterRow]:
     """Return the rows that have a figure on at least one side."""
     before, after = optimization.before, optimization.after
     measured = list(_measured_rows(before, after))
@@ -76,7 +76,7 @@ def keeps_up(served: Served) -> bool:
     return not reached < KEPT_UP * asked
 
 
-def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Row]:
+def _measured_rows(before: Served | None, after: Served | None) -> Iterator[BeforeAfterRow]:
     both = before, after
     rates = [None if each is None else each.max_rate for each in both]
     yield _row("highest rate", *map(_highest, rates))
@@ -94,7 +94,7 @@ def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Row]
 
 def _stream_rows(
     before: Served | None, after: Served | None, *, is_overloaded: bool
-) -> Iterator[Row]:
+) -> Iterator[BeforeAfterRow]:
     """Yield the rows of streamed answers."""
     both = [None if each is None else each.streams for each in (before, after)]
     for name, metric in (("p99 first token", "ttft"), ("p99 per token", "tpot")):
@@ -109,7 +109,7 @@ def _tokens(per_s: float) -> _Valued:
     return _Valued(FormattedValue(wording.rate(per_s)), _exactly(per_s))
 
 
-def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
+def _accuracy_rows(optimization: Optimization) -> Iterator[BeforeAfterRow]:
     found = optimization.held_out
     if found is None:
         return
@@ -118,7 +118,7 @@ def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
         for each in (found.original, found.candidate)
     )
     change = wording.bound(found, optimization.accuracy_budget) if found.is_passed else ""
-    yield Row(f"{found.metric} ({found.part})", before, after, change, None)
+    yield BeforeAfterRow(f"{found.metric} ({found.part})", before, after, change, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ def _row(
     *,
     is_lower_better: bool = False,
     has_change: bool = True,
-) -> Row:
+) -> BeforeAfterRow:
     change, is_better = "", None
     if has_change:
         change, is_better = _change(before.measured, after.measured, is_lower_better)
-    return Row(name, before.figure, after.figure, change, is_better)
+    return BeforeAfterRow(name, before.figure, after.figure, change, is_better)
 
 
 def _change(before: Interval, after: Interval, is_lower_better: bool) -> tuple[str, bool | None]:

@@ -19,7 +19,7 @@ PHASE_STYLES = {"warm-up": "yellow", "measuring": "green", "draining": "dim"}
 BAR_WIDTH = 20
 
 
-class Live:
+class BenchDisplay:
     """Progress on stderr, so that stdout holds only the report."""
 
     def __init__(self, console: Console | None = None) -> None:

@@ -9,12 +9,12 @@ from penstock import units
 from penstock.optimizer import first_line, outcomes, wording
 from penstock.optimizer.results import Optimization
 from penstock.report import before_after, optimize_figures, profile_figures, reproduce, tried
-from penstock.report.before_after import Row
+from penstock.report.before_after import BeforeAfterRow
 from penstock.report.page import Card, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment
 from penstock.report.plots import Plot
 from penstock.report.tables import Cell
-from penstock.report.tried import Told
+from penstock.report.tried import StepOutcome
 
 OUTCOME_STYLES = {
     "kept": "kept",
@@ -253,7 +253,7 @@ def _faster(optimization: Optimization) -> Card | None:
     return None
 
 
-def _cells(row: Row, has_after: bool) -> list[Cell]:
+def _cells(row: BeforeAfterRow, has_after: bool) -> list[Cell]:
     cells = [Cell(row.name), Cell(row.before.text, row.before.range)]
     if not has_after:
         return cells
@@ -261,7 +261,7 @@ def _cells(row: Row, has_after: bool) -> list[Cell]:
     return [*cells, Cell(row.after.text, row.after.range), Cell(row.change, style=style)]
 
 
-def _outcome_style(told: Told) -> str:
+def _outcome_style(told: StepOutcome) -> str:
     """Return the style of the chip with a try's outcome."""
     if told.is_chosen:
         return "chosen"

@@ -21,7 +21,7 @@ REFRESH_PER_S = 2
 RESUME = "run the same command again to resume"
 
 
-class Live:
+class OptimizeDisplay:
     """Progress display. Call `update` at any rate. All output goes to stderr: stdout is for the
     report. In a terminal a thread redraws the lines, so that the clock runs during long steps."""
 

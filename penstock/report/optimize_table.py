@@ -15,7 +15,7 @@ from penstock.optimizer import first_line, wording
 from penstock.optimizer.results import Optimization, Phase
 from penstock.report import before_after, tried
 from penstock.report.tables import figure_table
-from penstock.report.tried import Told
+from penstock.report.tried import StepOutcome
 
 HEADLINE_STYLES = {
     "kept": "bold green",
@@ -103,7 +103,7 @@ def _tried(optimization: Optimization) -> Table | None:
     return table
 
 
-def _with_stage_once(lost: Sequence[tuple[str, Told]]) -> Iterator[tuple[str, list[Text]]]:
+def _with_stage_once(lost: Sequence[tuple[str, StepOutcome]]) -> Iterator[tuple[str, list[Text]]]:
     """Yield the rows, with the stage only in the first row of its group."""
     last = ""
     for stage, told in lost:

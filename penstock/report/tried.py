@@ -22,7 +22,7 @@ MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepOutcome:
     """One try in text form."""
 
     # The step it adds to its parent, and the whole candidate.
@@ -40,7 +40,7 @@ class Told:
     attempt: Try
 
 
-def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
+def by_stage(optimization: Optimization) -> list[tuple[Stage, list[StepOutcome]]]:
     """Return the tries by stage, in search order; stages without a try are left out."""
     chosen = chosen_try(optimization)
     counts = Counter(wording.last_step(each.candidate) for each in optimization.tries)
@@ -58,9 +58,9 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
     return [(stage, found) for stage, found in groups if found]
 
 
-def _told(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> Told:
+def _told(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> StepOutcome:
     last = wording.last_step(attempt.candidate)
-    return Told(
+    return StepOutcome(
         # If several candidates end with the same step, show all steps.
         step=last if counts[last] == 1 else str(attempt.candidate),
         candidate=str(attempt.candidate),

@@ -47,7 +47,7 @@ FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"
 
 
 @dataclass(slots=True)
-class Found:
+class RepositoryScan:
     """The contents of a repository: loadable versions; problems and folders by model."""
 
     configs: list[ModelConfig] = field(default_factory=list)
@@ -93,7 +93,7 @@ def holds_models(root: Path) -> bool:
     return any(map(_is_model, _folders(root)))
 
 
-def read(path: str | os.PathLike[str]) -> Found:
+def read(path: str | os.PathLike[str]) -> RepositoryScan:
     """Read every model of a repository, or the one model or version if `path` is its folder, or the
     language model if it is a GGUF file."""
     root = Path(os.path.abspath(path))
@@ -120,8 +120,8 @@ def read(path: str | os.PathLike[str]) -> Found:
     return _read_all(folders, root)
 
 
-def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Found:
-    found = Found()
+def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> RepositoryScan:
+    found = RepositoryScan()
     for folder in folders:
         name = _name(folder)
         if name in found.folders:
@@ -146,7 +146,7 @@ def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Found:
     return found
 
 
-def refuse_hard_links(found: Found) -> Found:
+def refuse_hard_links(found: RepositoryScan) -> RepositoryScan:
     """Refuse models whose external ONNX weights, labels, configurations, manifests, warm-up files
     or Python modules have several hard links: such a file may be any file of the file system under
     a harmless name."""
@@ -160,7 +160,7 @@ def refuse_hard_links(found: Found) -> Found:
             known = problems.setdefault(config.name, [])
             known += [problem for problem in linked if problem not in known]
     configs = [config for config in found.configs if config.name not in problems]
-    return Found(configs, problems, found.folders)
+    return RepositoryScan(configs, problems, found.folders)
 
 
 def has_version_folder(folder: Path, config: ModelConfig) -> bool:
@@ -202,7 +202,7 @@ def _hard_link(name: str) -> str:
     )
 
 
-def read_made_up(path: str | os.PathLike[str]) -> Found:
+def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
     """Make a language model with the sizes in a config.json and random weights: for speed tests."""
     file = Path(os.path.abspath(path))
     if file.is_dir():
@@ -214,14 +214,14 @@ def read_made_up(path: str | os.PathLike[str]) -> Found:
     message.backend = LLM
     message.parameters[RANDOM].string_value = "true"
     config = pbtxt.resolve(message, name, file.parent, file)
-    return Found([replace(config, version="1")], folders={name: file.parent})
+    return RepositoryScan([replace(config, version="1")], folders={name: file.parent})
 
 
-def read_hugging_face(folder: Path) -> Found:
+def read_hugging_face(folder: Path) -> RepositoryScan:
     """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
     in Hugging Face's cache."""
     name = folder.name
-    found = Found(folders={name: folder})
+    found = RepositoryScan(folders={name: folder})
     try:
         if not pretrained.is_model(folder):
             expected = " or ".join((WEIGHTS[0], pretrained.ONNX[-1]))
@@ -264,12 +264,12 @@ def architectures(folder: Path) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _read_text_model(path: Path) -> Found:
+def _read_text_model(path: Path) -> RepositoryScan:
     """Read a language model from a GGUF file or a folder by itself."""
     is_file = _is_gguf(path)
     folder = path.parent if is_file else path
     name = path.stem if is_file else path.name
-    found = Found(folders={name: folder})
+    found = RepositoryScan(folders={name: folder})
     try:
         if is_file and not _starts_as_gguf(path):
             raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
@@ -315,7 +315,7 @@ def names(path: str | os.PathLike[str]) -> list[str]:
     return [_name(root)]
 
 
-def read_one(path: str | os.PathLike[str], name: str) -> Found:
+def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
     """Read one model of a repository. The name is compared, never used as a path."""
     root = Path(os.path.abspath(path))
     there = names(root)

@@ -58,7 +58,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _FormatNumber:
     format: int
 
 
@@ -84,7 +84,7 @@ def read(folder: Path) -> Manifest | None:
         raise ConfigError([f"{where}: not a file"])
     try:
         data = path.read_bytes()
-        found = msgspec.json.decode(data, type=_Head).format
+        found = msgspec.json.decode(data, type=_FormatNumber).format
         if found != FORMAT:
             raise ConfigError([f"{where}: format {found}; this version of Penstock reads {FORMAT}"])
         manifest = msgspec.json.decode(data, type=Manifest)

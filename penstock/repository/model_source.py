@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.errors import ConfigError, NotFound
 from penstock.repository import layout, model_code, model_hints, pbtxt
-from penstock.repository.layout import Found, ModelKind
+from penstock.repository.layout import ModelKind, RepositoryScan
 
 FORMS = (
     "model.onnx, model.pt2, model.xml, model.gguf, model.py, a Hugging Face folder, a model's "
@@ -75,7 +75,7 @@ class ModelSource:
         is_one = self.kind in BACKENDS or self.kind is ModelKind.FACTORY
         return [self.name] if is_one else layout.names(self.path)
 
-    def read(self) -> Found:
+    def read(self) -> RepositoryScan:
         """Read the configurations of what can be served; ConfigError if that is nothing."""
         self._check_served()
         if self.kind in BACKENDS:
@@ -94,7 +94,7 @@ class ModelSource:
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
             raise ConfigError([problem]) from None
 
-    def read_one(self, name: str) -> Found:
+    def read_one(self, name: str) -> RepositoryScan:
         """Read one of `names()`; NotFound for others. Names are compared, never used as paths."""
         if self.kind not in BACKENDS and self.kind is not ModelKind.FACTORY:
             self._check_served()
@@ -110,10 +110,10 @@ class ModelSource:
             problem = "is a running server, which serves its models already"
             raise ConfigError([f"{self.location}: {problem}; use penstock bench {self.location}"])
 
-    def _read_file(self) -> Found:
+    def _read_file(self) -> RepositoryScan:
         """Read a file as version 1 of a model, configured by what the file says."""
         path = self.path
-        found = Found(folders={self.name: path.parent})
+        found = RepositoryScan(folders={self.name: path.parent})
         message = pbtxt.parse("")
         message.backend = BACKENDS[self.kind]
         try:

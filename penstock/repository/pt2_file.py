@@ -137,12 +137,12 @@ class _Call(msgspec.Struct):
     signature: _CallSignature | None = None
 
 
-class _Graph(msgspec.Struct):
+class _ExportedGraph(msgspec.Struct):
     tensor_values: dict[str, _Meta]
 
 
 class _GraphModule(msgspec.Struct):
-    graph: _Graph
+    graph: _ExportedGraph
     signature: _Tensors
     module_call_graph: list[_Call]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
 from penstock.processes.life import ProcessLife
-from penstock.repository.layout import Found, listed
+from penstock.repository.layout import RepositoryScan, listed
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
 from penstock.serving.metrics import GpuMemory, Pending
@@ -110,11 +110,11 @@ class Catalog:
                 self.find(name, version).refused(error, received)
             raise
 
-    def announce(self, found: Found) -> None:
+    def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
         self._awaited.update(config.name for config in found.configs)
 
-    async def load(self, found: Found) -> None:
+    async def load(self, found: RepositoryScan) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
         self.announce(found)
         now_ns = time.time_ns()
@@ -124,7 +124,7 @@ class Catalog:
         finally:
             self._awaited.difference_update(config.name for config in found.configs)
 
-    async def _load(self, found: Found) -> None:
+    async def _load(self, found: RepositoryScan) -> None:
         arranged = await self._arrange(found.configs)
         for name, problems in (found.problems | arranged.problems).items():
             self._fail(name, tuple(problems))

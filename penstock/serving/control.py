@@ -49,7 +49,7 @@ class Control:
             text = f"failed to load '{name}': {'; '.join(failure.problems)}"
             raise StorageFull(text) if staging.says_full(text) else InvalidRequest(text)
 
-    def _read(self, name: str) -> layout.Found:
+    def _read(self, name: str) -> layout.RepositoryScan:
         found = model_source.resolve(self._path).read_one(name)
         return found if self._allows_hard_links else layout.refuse_hard_links(found)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotReady, PenstockError
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
@@ -168,7 +168,7 @@ def placed(config: ModelConfig) -> ModelConfig:
     return place(config, devices.read_gpus()) if config.uses_gpu else config
 
 
-def choose(found: Found, where: object, version: str = "") -> ModelConfig:
+def choose(found: RepositoryScan, where: object, version: str = "") -> ModelConfig:
     """Return the one model that was found, placed on its devices; ConfigError if there are several
     or none of this version."""
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]

@@ -88,7 +88,7 @@ class _Output(msgspec.Struct, omit_defaults=True):
     data: Any = None
 
 
-class _Answer(msgspec.Struct):
+class _InferAnswer(msgspec.Struct):
     """Without the id, which is prepended."""
 
     model_name: str
@@ -130,7 +130,7 @@ _flat_lists: Mapping[str, Callable[[Buffer], list[Any]]] = {
 _element_types: Mapping[str, type] = {"b": bool, "i": int, "u": int, "f": float, "O": str}
 
 
-class Form:
+class InferTemplate:
     """The common part of requests that differ only in their id and tensor values.
 
     Clients send the same JSON again and again; its parse is cached under the bytes around the id
@@ -187,7 +187,7 @@ class Form:
         return self.fill(id, packed, sink, received)
 
 
-class Template:
+class AnswerTemplate:
     """The JSON of answers that differ only in their id and tensor values: literal pieces, with the
     data of the non-binary outputs between them."""
 
@@ -205,7 +205,7 @@ class Template:
             else _Output(t.name, t.datatype, t.shape, None, _HOLE)
             for t, wants_binary in zip(response.outputs, self._wants_binary, strict=True)
         ]
-        answer = _Answer(response.model_name, response.model_version, outputs)
+        answer = _InferAnswer(response.model_name, response.model_version, outputs)
         if response.parameters is not None:
             answer.parameters = response.parameters
         self._pieces = _encode(answer)[1:].split(bytes(_HOLE))
@@ -230,8 +230,8 @@ class Codec:
     """Decodes requests and encodes answers; caches forms and templates, within bounds."""
 
     def __init__(self) -> None:
-        self._forms: dict[bytes, Form] = {}
-        self._templates: dict[object, Template] = {}
+        self._forms: dict[bytes, InferTemplate] = {}
+        self._templates: dict[object, AnswerTemplate] = {}
 
     def decode_infer(
         self, body: Buffer, json_bytes: int | None, sink: ReplySink, received: float
@@ -275,7 +275,7 @@ class Codec:
             return
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()
-        self._forms[key] = request.form = Form(request)
+        self._forms[key] = request.form = InferTemplate(request)
 
     def encode_answer(
         self, request: Request, response: Response, specs: Sequence[TensorSpec] | None = ()
@@ -292,7 +292,7 @@ class Codec:
                 return encode_answer(request, classified(request, response, specs))
             if not has_form:
                 return encode_answer(request, response)
-            template = Template(request, response)
+            template = AnswerTemplate(request, response)
             if len(self._templates) >= MAX_FORMS:
                 self._templates.clear()
             self._templates[response.form] = template
@@ -303,7 +303,7 @@ class Codec:
 def encode_answer(request: Request, response: Response) -> tuple[bytes, list[Buffer]]:
     """Encode as `Codec.encode_answer` does, without caching."""
     start = b'{"id":' + _encode(request.id) + b"," if request.id else b"{"
-    return Template(request, response).fill(start, response)
+    return AnswerTemplate(request, response).fill(start, response)
 
 
 def classified(request: Request, response: Response, specs: Sequence[TensorSpec]) -> Response:

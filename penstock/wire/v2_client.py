@@ -31,15 +31,15 @@ class _Parameters(msgspec.Struct):
     binary_data_size: int
 
 
-class _Output(msgspec.Struct):
+class _BinaryOutput(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
     parameters: _Parameters
 
 
-class _Answer(msgspec.Struct):
-    outputs: list[_Output]
+class _BinaryAnswer(msgspec.Struct):
+    outputs: list[_BinaryOutput]
 
 
 def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
@@ -60,7 +60,7 @@ def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
 def decode_answer(head_length: int, body: bytes) -> dict[str, Array]:
     """Return outputs by name from an answer whose tensors are all binary."""
     try:
-        answer = msgspec.json.decode(body[:head_length], type=_Answer)
+        answer = msgspec.json.decode(body[:head_length], type=_BinaryAnswer)
     except msgspec.DecodeError as error:
         raise BackendFailed(f"the server's answer cannot be read: {error}") from None
     found = {}

@@ -28,10 +28,10 @@ from packable import answer, texts, write  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
 from penstock.backends.packed_encoder import (  # noqa: E402
-    Fp8Product,
-    Product,
+    LinearInput,
+    PackedFp8Linear,
+    PackedLinear,
     Scaling,
-    Taken,
     lay_out,
     taken_of,
     to_fp8,
@@ -472,9 +472,9 @@ class TestFp8:
         weight = torch.randn(64, 48)
         weight[7] *= 30_000
         x = torch.randn(40, 48)
-        product = Fp8Product(Product(weight, torch.randn(64)), float(x.abs().max()))
+        product = PackedFp8Linear(PackedLinear(weight, torch.randn(64)), float(x.abs().max()))
         layout = lay_out(torch.ones(1, 40), 40)
-        found = product(Taken(to_fp8(x, product.inverse)), layout)
+        found = product(LinearInput(to_fp8(x, product.inverse)), layout)
         wanted = x @ weight.t() + product.bias
         gaps = (found - wanted).norm(dim=0) / wanted.norm(dim=0)
         assert float(gaps.max()) < 0.06
@@ -497,14 +497,14 @@ class TestFp8:
         torch.manual_seed(1)
         x = torch.randn(40, 48) * torch.logspace(-4, 4, 40)[:, None]
         x[3] = 0
-        product = Fp8Product(Product(torch.randn(64, 48), torch.zeros(64)), None)
+        product = PackedFp8Linear(PackedLinear(torch.randn(64, 48), torch.zeros(64)), None)
         assert product.scaling == Scaling(None)
         layout = lay_out(torch.ones(1, 40), 40)
         found = product(taken_of(x, product.scaling), layout)
         wanted = torch.zeros(40, 64)
         for row in range(40):
             largest = float(x[row].abs().max())
-            one = Fp8Product(Product(torch.randn(64, 48), torch.zeros(64)), largest)
+            one = PackedFp8Linear(PackedLinear(torch.randn(64, 48), torch.zeros(64)), largest)
             one.weight, one.scales = product.weight, product.scales * max(largest, 1e-6) / 448
             alone = lay_out(torch.ones(1, 1), 1)
             wanted[row] = one(taken_of(x[row : row + 1], one.scaling), alone)[0]
@@ -527,7 +527,7 @@ class TestGelu:
     def test_in_bf16_rounding_costs_more_than_the_form(self, tmp_path: Path, monkeypatch) -> None:
         packing, loaded = packed_module(write(tmp_path))
         loaded.module.bfloat16()
-        monkeypatch.setattr(Product, "gelu", sums_in_fp32)
+        monkeypatch.setattr(PackedLinear, "gelu", sums_in_fp32)
         torch_packing.choose_gelu(packing)
         assert all(layer.has_fast_gelu for layer in packing.stack.layers)
         gap = packing.stack.gelu_gap
@@ -538,7 +538,7 @@ class TestGelu:
         packing, loaded = packed_module(write(tmp_path))
         loaded.module.bfloat16()
         coarse = lambda self, taken: sums_in_fp32(self, taken) * 1.01  # noqa: E731
-        monkeypatch.setattr(Product, "gelu", coarse)
+        monkeypatch.setattr(PackedLinear, "gelu", coarse)
         torch_packing.choose_gelu(packing)
         assert not any(layer.has_fast_gelu for layer in packing.stack.layers)
         assert "gelu" not in packing.facts()
@@ -700,7 +700,7 @@ class TestProducts:
         assert packing.facts()["products"] == "by torch: 'cpu' is no NVIDIA GPU"
 
 
-def sums_in_fp32(product: Product, taken: Taken):
+def sums_in_fp32(product: PackedLinear, taken: LinearInput):
     """As GPUs compute it: rounded once, at the end."""
     x = taken.values
     sums = x.float() @ product.weight.float().t() + product.bias.float()

@@ -15,12 +15,12 @@ from fake_cublaslt import FakeCublasLt  # noqa: E402
 
 from penstock.backends.torch_convolution import remembered  # noqa: E402
 from penstock.backends.torch_products import (  # noqa: E402
+    Gemm,
     Multiplier,
-    Product,
     Unavailable,
     open_multiplier,
 )
-from penstock.kernels.cublaslt import E4M3, Form, Operands, Products  # noqa: E402
+from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Products  # noqa: E402
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -63,8 +63,8 @@ def a_multiplier(told=None, times=None, **library):
 def a_product(num_rows=8, seed=0):
     torch.manual_seed(seed)
     x, weight, bias = (torch.randn(each, dtype=HALF) for each in ((num_rows, 16), (24, 16), (24,)))
-    form = Form(num_rows, 16, 24, HALF, HALF)
-    return Product(form, Operands(x, weight, bias), lambda x: torch.addmm(bias, x, weight.t()))
+    form = GemmForm(num_rows, 16, 24, HALF, HALF)
+    return Gemm(form, Operands(x, weight, bias), lambda x: torch.addmm(bias, x, weight.t()))
 
 
 def choices(multiplier) -> dict[str, str]:
@@ -216,7 +216,7 @@ def test_one_product_may_be_part_of_torchs_way_to_another():
         part = replace(inner, operands=replace(inner.operands, x=x))
         return torch.nn.functional.gelu(multiplier.run(part), approximate="tanh")
 
-    outer = Product(form, inner.operands, by_torch)
+    outer = Gemm(form, inner.operands, by_torch)
     wanted = multiplier.run(outer)
     multiplier.tune()
     assert len(choices(multiplier)) == 2
@@ -239,8 +239,8 @@ def test_what_gives_nan_beyond_the_range_of_e4m3_is_dropped(saturates):
         bent = torch.nn.functional.gelu(sums, approximate="tanh") * factor
         return bent.clamp(-448, 448).to(E4M3)
 
-    form = Form(64, 16, 32, E4M3, E4M3, True, "one")
-    product = Product(form, Operands(x, weight, bias, scale, scale, factor), by_torch)
+    form = GemmForm(64, 16, 32, E4M3, E4M3, True, "one")
+    product = Gemm(form, Operands(x, weight, bias, scale, scale, factor), by_torch)
     multiplier.run(product)
     multiplier.tune()
     assert list(choices(multiplier).values()) == ["cublaslt 1" if saturates else "torch"]

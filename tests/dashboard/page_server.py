@@ -17,7 +17,7 @@ from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.local import ThreadLife
 from penstock.types import TensorSpec
@@ -81,7 +81,7 @@ def page_server(
 
     async def serve() -> None:
         catalog = Catalog(start_life=ThreadLife)
-        await catalog.load(Found(list(configs), dict(problems or {})))
+        await catalog.load(RepositoryScan(list(configs), dict(problems or {})))
         routes = V2Routes(catalog, "", is_explicit=False)
         routes.is_loading = False
         checked = gate or Gate()

@@ -16,7 +16,7 @@ from penstock.data.example_sets import (
     from_rows,
     rename,
 )
-from penstock.data.files import Row, Rows
+from penstock.data.files import FileRows, Row
 from penstock.data.non_finite import NonFinite
 from penstock.data.samples import Origin, RequestForm, Sample
 from penstock.errors import ConfigError
@@ -35,8 +35,8 @@ TWO = RequestForm(
 ONE = RequestForm("tensors", (TensorSpec("a", "FP32", (2,)),), has_batch=True)
 
 
-def rows(*rows: Row) -> Rows:
-    return Rows(rows, range(1, len(rows) + 1), "line")
+def rows(*rows: Row) -> FileRows:
+    return FileRows(rows, range(1, len(rows) + 1), "line")
 
 
 def source(columns: Columns, batch_size: int = 1, has_batch: bool = True) -> TensorExamples:

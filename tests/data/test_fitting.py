@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from penstock.data.fitting import Misfit, example, examples
+from penstock.data.fitting import DataMismatch, example, examples
 from penstock.types import Array, TensorSpec, pack_bytes
 
 
@@ -65,7 +65,7 @@ def test_what_loses_nothing_is_cast(datatype: str, value: object, expected: Arra
     ],
 )
 def test_what_does_not_fit_is_named(datatype: str, value: object, problem: str) -> None:
-    with pytest.raises(Misfit) as caught:
+    with pytest.raises(DataMismatch) as caught:
         example(spec(datatype, 2), value)
     assert str(caught.value).startswith("input 'x': ")
     assert problem in str(caught.value)
@@ -80,7 +80,7 @@ def test_a_flat_list_fills_a_fixed_shape_row_by_row() -> None:
 
 
 def test_a_flat_list_says_nothing_about_a_variable_shape() -> None:
-    with pytest.raises(Misfit, match=r"shape \[4\] does not fit \[-1, 2\]"):
+    with pytest.raises(DataMismatch, match=r"shape \[4\] does not fit \[-1, 2\]"):
         example(spec("INT32", -1, 2), [1, 2, 3, 4])
 
 
@@ -125,7 +125,9 @@ def test_many_examples_are_fitted_at_once() -> None:
 
 
 def test_many_examples_name_the_shape_of_one() -> None:
-    with pytest.raises(Misfit, match=r"^input 'x': shape \[3, 224\] does not fit \[3, 224, 224\]$"):
+    with pytest.raises(
+        DataMismatch, match=r"^input 'x': shape \[3, 224\] does not fit \[3, 224, 224\]$"
+    ):
         examples(spec("FP32", 3, 224, 224), np.zeros((5, 3, 224)))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.data.files import Rows
+from penstock.data.files import FileRows
 from penstock.data.lengths import Sizes
 from penstock.data.prompts import (
     DEFAULT_TOKENS,
@@ -30,7 +30,7 @@ def texts(source: RandomPrompts, number: int) -> list[list[str]]:
 
 
 def asked(form: RequestForm, *rows: dict[str, Any]) -> list[Any]:
-    return samples_from_rows(form, Rows(rows, range(1, len(rows) + 1), "line"), "f.jsonl")
+    return samples_from_rows(form, FileRows(rows, range(1, len(rows) + 1), "line"), "f.jsonl")
 
 
 def test_the_vocabulary_has_different_plain_words() -> None:

@@ -25,9 +25,9 @@ from torch.nn import functional as F  # noqa: E402
 from penstock.backends import torch_packing  # noqa: E402
 from penstock.backends.packed_encoder import (  # noqa: E402
     BLOCK,
-    Fp8Product,
-    Product,
-    Taken,
+    LinearInput,
+    PackedFp8Linear,
+    PackedLinear,
     lay_out,
     plain_layout,
     taken_of,
@@ -138,8 +138,8 @@ def test_a_product_in_fp8_with_outlier_channels():
     weight[7] *= 1000
     bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(333, 256, device="cuda")
-    product = Fp8Product(Product(weight, bias), float(x.abs().max()))
-    found = product(Taken(to_fp8(x, product.inverse)), a_layout((333,), 333))
+    product = PackedFp8Linear(PackedLinear(weight, bias), float(x.abs().max()))
+    found = product(LinearInput(to_fp8(x, product.inverse)), a_layout((333,), 333))
     wanted = x @ weight.t() + bias
     gaps = (found.float() - wanted).norm(dim=0) / wanted.norm(dim=0)
     assert float(gaps.max()) < 0.06
@@ -178,7 +178,7 @@ def test_a_product_in_fp8_by_row():
     bias = torch.zeros(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(333, 256, device="cuda", dtype=torch.bfloat16)
     x *= torch.logspace(-3, 3, 333, device="cuda")[:, None]
-    product = Fp8Product(Product(weight, bias), None)
+    product = PackedFp8Linear(PackedLinear(weight, bias), None)
     found = product(taken_of(x, product.scaling), a_layout((333,), 333))
     wanted = x.float() @ weight.t()
     gaps = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)

@@ -17,9 +17,9 @@ from packable import answer, texts, write  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends import backend  # noqa: E402
-from penstock.backends.torch_products import Product, open_multiplier  # noqa: E402
+from penstock.backends.torch_products import Gemm, open_multiplier  # noqa: E402
 from penstock.kernels import cublaslt  # noqa: E402
-from penstock.kernels.cublaslt import E4M3, Form, Operands  # noqa: E402
+from penstock.kernels.cublaslt import E4M3, GemmForm, Operands  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (9, 0), reason="scales by row need a Hopper"
@@ -49,7 +49,7 @@ def operands(num_rows, depth, width, dtype):
 @pytest.mark.parametrize("num_rows", [1, 100, 4224])
 def test_every_algorithm_gives_what_fp32_gives(products, dtype, has_gelu, num_rows):
     given = operands(num_rows, 256, 512, dtype)
-    form = Form(num_rows, 256, 512, dtype, dtype, has_gelu)
+    form = GemmForm(num_rows, 256, 512, dtype, dtype, has_gelu)
     wanted = given.x.float() @ given.weight.float().t() + given.bias.float()
     wanted = F.gelu(wanted) if has_gelu else wanted
     num = products.num_algorithms(form, given)
@@ -59,7 +59,7 @@ def test_every_algorithm_gives_what_fp32_gives(products, dtype, has_gelu, num_ro
 
 
 def test_a_form_that_it_does_not_have_has_no_algorithm(products):
-    form = Form(8, 15, 16, torch.bfloat16, torch.bfloat16)
+    form = GemmForm(8, 15, 16, torch.bfloat16, torch.bfloat16)
     given = operands(8, 15, 16, torch.bfloat16)
     for number in range(products.num_algorithms(form, given)):
         wanted = given.x.float() @ given.weight.float().t() + given.bias.float()
@@ -78,7 +78,7 @@ def test_e4m3_is_scaled(products, scaling):
     counts = (272, 512) if scaling == "rows" else (1, 1)
     scales = [(torch.rand(count, device="cuda") + 0.5) / 20 for count in counts]
     given = Operands(x, weight, bias, *scales)
-    form = Form(272, 256, 512, E4M3, torch.bfloat16, scaling=scaling)
+    form = GemmForm(272, 256, 512, E4M3, torch.bfloat16, scaling=scaling)
     wanted = x.float() @ weight.float().t() * scales[0][:, None] * scales[1][None, :] + bias.float()
     num = products.num_algorithms(form, given)
     assert num > 0
@@ -91,7 +91,7 @@ def test_gelu_to_e4m3(products):
     x, weight, bias = small(operands(272, 256, 512, torch.bfloat16))
     scale, factor = torch.full((1,), 0.01, device="cuda"), torch.full((1,), 30.0, device="cuda")
     given = Operands(x, weight, bias, scale, scale, factor)
-    form = Form(272, 256, 512, E4M3, E4M3, True, "one")
+    form = GemmForm(272, 256, 512, E4M3, E4M3, True, "one")
     wanted = F.gelu(x.float() @ weight.float().t() * 1e-4 + bias.float())
     num = products.num_algorithms(form, given)
     assert num > 0
@@ -105,14 +105,14 @@ def test_what_is_too_large_for_e4m3_becomes_the_largest(products):
     x, weight, bias = small(operands(272, 256, 512, torch.bfloat16))
     one, factor = torch.ones(1, device="cuda"), torch.full((1,), 1e4, device="cuda")
     given = Operands(x, weight, bias, one, one, factor)
-    form = Form(272, 256, 512, E4M3, E4M3, True, "one")
+    form = GemmForm(272, 256, 512, E4M3, E4M3, True, "one")
     found = products.multiply(form, given, 0).float()
     assert not found.isnan().any() and float(found.max()) == 448
 
 
 def test_a_graph_holds_it(products):
     given = operands(100, 256, 512, torch.bfloat16)
-    form = Form(100, 256, 512, torch.bfloat16, torch.bfloat16)
+    form = GemmForm(100, 256, 512, torch.bfloat16, torch.bfloat16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         products.multiply(form, given, 0)
@@ -131,8 +131,8 @@ def test_a_graph_holds_it(products):
 
 def test_a_multiplier_chooses_once(tmp_path):
     given = operands(4224, 256, 512, torch.bfloat16)
-    form = Form(4224, 256, 512, torch.bfloat16, torch.bfloat16)
-    asked = Product(form, given, lambda x: torch.addmm(given.bias, x, given.weight.t()))
+    form = GemmForm(4224, 256, 512, torch.bfloat16, torch.bfloat16)
+    asked = Gemm(form, given, lambda x: torch.addmm(given.bias, x, given.weight.t()))
     first = open_multiplier(torch.device("cuda:0"), tmp_path)
     wanted = first.run(asked)
     first.tune()

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends.torch_cuda import Pipeline  # noqa: E402
 from penstock.kernels import cublaslt  # noqa: E402
-from penstock.kernels.cublaslt import E4M3, Form, Operands, Products, Unavailable  # noqa: E402
+from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Products, Unavailable  # noqa: E402
 
 
 def aligned(tensor):
@@ -35,7 +35,7 @@ def operands(num_rows=5, depth=16, width=24, dtype=torch.float16):
 def test_product_with_bias_and_gelu(has_gelu, dtype):
     products = Products(FakeCublasLt(), "cpu")
     given = operands(dtype=dtype)
-    form = Form(5, 16, 24, dtype, dtype, has_gelu)
+    form = GemmForm(5, 16, 24, dtype, dtype, has_gelu)
     assert products.num_algorithms(form, given) == 3
     wanted = given.x.float() @ given.weight.float().t() + given.bias.float()
     wanted = F.gelu(wanted, approximate="tanh") if has_gelu else wanted
@@ -52,7 +52,7 @@ def test_e4m3_is_scaled(scaling):
     scales = [torch.rand(count) + 0.5 for count in counts]
     x, weight = (aligned(each.to(E4M3)) for each in (given.x, given.weight))
     given = Operands(x, weight, given.bias, *scales)
-    found = products.multiply(Form(5, 16, 24, E4M3, torch.float16, scaling=scaling), given, 0)
+    found = products.multiply(GemmForm(5, 16, 24, E4M3, torch.float16, scaling=scaling), given, 0)
     wanted = x.float() @ weight.float().t() * scales[0][:, None] * scales[1][None, :]
     assert torch.allclose(found.float(), wanted + given.bias.float(), rtol=1e-2, atol=2e-2)
 
@@ -63,7 +63,7 @@ def test_gelu_to_e4m3_is_multiplied_before_it_is_rounded():
     x, weight = (aligned(each.to(E4M3)) for each in (given.x, given.weight))
     one, factor = torch.ones(1), torch.full((1,), 20.0)
     given = Operands(x, weight, given.bias, one, one, factor)
-    found = products.multiply(Form(5, 16, 24, E4M3, E4M3, True, "one"), given, 0)
+    found = products.multiply(GemmForm(5, 16, 24, E4M3, E4M3, True, "one"), given, 0)
     wanted = F.gelu(x.float() @ weight.float().t() + given.bias.float(), approximate="tanh")
     assert found.dtype == E4M3
     assert torch.allclose(found.float() / 20, wanted, rtol=0.07, atol=1e-3)
@@ -71,7 +71,7 @@ def test_gelu_to_e4m3_is_multiplied_before_it_is_rounded():
 
 def test_each_product_has_its_own_bias():
     products = Products(FakeCublasLt(), "cpu")
-    one, form = operands(), Form(5, 16, 24, torch.float16, torch.float16)
+    one, form = operands(), GemmForm(5, 16, 24, torch.float16, torch.float16)
     before = products.multiply(form, one, 0)
     other = Operands(one.x, one.weight, aligned(one.bias + 1))
     assert torch.allclose(products.multiply(form, other, 0), before + 1, atol=2e-2)
@@ -80,7 +80,7 @@ def test_each_product_has_its_own_bias():
 
 def test_what_it_does_not_have_is_no_algorithm():
     products = Products(FakeCublasLt(), "cpu")
-    form = Form(5, 13, 24, torch.float16, torch.float16)
+    form = GemmForm(5, 13, 24, torch.float16, torch.float16)
     given = operands(depth=13)
     assert products.num_algorithms(form, given) == 0
     with pytest.raises(Unavailable, match="no algorithm 0 among 0"):
@@ -103,7 +103,7 @@ def test_an_error_is_told():
 
     products = Products(Failing(), "cpu")
     with pytest.raises(Unavailable, match="cublasLtMatmul gives status 13 .CUBLAS_STATUS_EXEC"):
-        products.multiply(Form(5, 16, 24, torch.float16, torch.float16), operands(), 0)
+        products.multiply(GemmForm(5, 16, 24, torch.float16, torch.float16), operands(), 0)
 
 
 def test_what_finds_no_memory_is_tried_once_more():
@@ -116,7 +116,7 @@ def test_what_finds_no_memory_is_tried_once_more():
             return self.statuses.pop() if self.statuses else super().cublasLtMatmul(*arguments)
 
     products, given, gpu = Products(Full(), "cpu"), operands(), FakeGpu()
-    form = Form(5, 16, 24, torch.float16, torch.float16)
+    form = GemmForm(5, 16, 24, torch.float16, torch.float16)
     pipeline = Pipeline(gpu, lambda _: {"y": products.multiply(form, given, 0)}, 1, False)
     (found,) = pipeline.start({"x": torch.zeros(5, 1)}, 5, 5).wait()
     wanted = given.x.float() @ given.weight.float().t() + given.bias.float()

@@ -23,11 +23,11 @@ from penstock.optimizer.results import (
 from penstock.optimizer.simulate import TimeTable
 from penstock.profile.results import (
     Bound,
-    Bucket,
     NextStep,
     Operator,
     Peaks,
     Profile,
+    RequestPhase,
 )
 
 MIB = 2**20
@@ -257,7 +257,7 @@ def profile() -> Profile:
         profiled_s=0.0031,
         operators=operators,
         peaks=Peaks("Example CPU 9000", 1, {"fp32": 9e10, "int8": 2.9e11}, 1.2e10, 3e-6),
-        buckets=[Bucket("queue", 0.003), Bucket("compute", 0.0027)],
+        buckets=[RequestPhase("queue", 0.003), RequestPhase("compute", 0.0027)],
         bound="compute",
         findings=["87 % of the time is MatMul, compute-bound at 56 % of the peak"],
         recommendation="Compute-bound: 87 % of the time. Next: INT8 MatMul: at most 2.4x",

@@ -44,7 +44,7 @@ def one_batch(start_us: float) -> list[dict]:
     ]
 
 
-def trace(*events: dict) -> gpu_timeline.Trace:
+def trace(*events: dict) -> gpu_timeline.GpuTrace:
     host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": HALF_WAY - 50, "dur": 9}
     named = {"ph": "M", "name": "process_name", "args": {"name": "python"}}
     shadow = event("gpu_user_annotation", RUN, 0, 1)

@@ -30,7 +30,7 @@ from penstock.protocols.fronts import PING_S, Desk, Front, Silence, grpc_trade
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.remote import Remote
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.slab import Segment
@@ -137,7 +137,7 @@ async def serving(
     http: Callable[[Exchange], None] | None = None,
 ) -> AsyncIterator[Served]:
     catalog = Catalog(ThreadLife)
-    await catalog.load(Found(list(configs) or [model("echo")]))
+    await catalog.load(RepositoryScan(list(configs) or [model("echo")]))
     lives: list[FrontLife] = []
 
     def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> FrontLife:

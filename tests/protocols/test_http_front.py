@@ -21,7 +21,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import TensorSpec
@@ -123,7 +123,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """With `handler` for what the front does not answer, instead of the core's own."""
     catalog = Catalog(ThreadLife)
-    await catalog.load(Found(list(configs) or [model("echo")]))
+    await catalog.load(RepositoryScan(list(configs) or [model("echo")]))
     routes = V2Routes(catalog, ".", is_explicit=True)
     routes.is_loading = False
     limits = limits or HttpLimits()

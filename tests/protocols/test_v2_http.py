@@ -45,7 +45,7 @@ from penstock.protocols.http_errors import STATUS
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import layout
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
@@ -152,7 +152,7 @@ async def run_until(
     stop: threading.Event, started: threading.Event, box: list[int], has_front: bool
 ) -> None:
     catalog = Catalog(start_life=ThreadLife)
-    await catalog.load(Found([*MODELS, *layout.read(EXAMPLES).configs]))
+    await catalog.load(RepositoryScan([*MODELS, *layout.read(EXAMPLES).configs]))
     assert not catalog.failures
     v2, routes = v2_of(catalog)
     routes.is_loading = False
@@ -463,7 +463,7 @@ async def test_one_bad_request_does_not_take_others_with_it(serve: Any) -> None:
     config = null_model("strings", {"s": ("BYTES", (-1,))})
     config = replace(config, memory=MemoryPolicy(spill_bytes=1 << 16))
     catalog = Catalog(start_life=ThreadLife)
-    await catalog.load(Found([config]))
+    await catalog.load(RepositoryScan([config]))
     v2, routes = v2_of(catalog)
     good = {"inputs": [tensor("s", "BYTES", [1, 1], ["x" * 10_000])]}
     bad = {**good, "parameters": {"free": 2**70}}
@@ -1016,7 +1016,7 @@ async def test_a_full_queue_is_refused_with_tritons_words_while_others_are_serve
         config, batching=BatchPolicy(1, True, policies=(QueuePolicy(max_queue_size=1),))
     )
     catalog = Catalog(start_life=ThreadLife)
-    await catalog.load(Found([config]))
+    await catalog.load(RepositoryScan([config]))
     v2, routes = v2_of(catalog)
     async with serve(v2.handle) as served:
         message = infer_bytes(path="/v2/models/busy/infer")
@@ -1082,7 +1082,7 @@ async def test_a_server_that_loads_is_live_and_not_ready(serve: Any) -> None:
 async def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(serve: Any) -> None:
     catalog = Catalog(start_life=ThreadLife)
     broken = null_model("broken", {"x": ("INT32", (4,))}, a_ms="not a number")
-    await catalog.load(Found([broken, MODELS[0]]))
+    await catalog.load(RepositoryScan([broken, MODELS[0]]))
     v2, routes = v2_of(catalog)
     routes.is_loading = False
     async with serve(v2.handle) as served:

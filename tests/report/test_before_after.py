@@ -8,14 +8,14 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.results import Optimization
 from penstock.report.before_after import (
-    Row,
+    BeforeAfterRow,
     has_after,
     keeps_up,
     rows,
 )
 
 
-def by_name(optimization: Optimization) -> dict[str, Row]:
+def by_name(optimization: Optimization) -> dict[str, BeforeAfterRow]:
     return {row.name: row for row in rows(optimization)}
 
 

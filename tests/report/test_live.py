@@ -8,8 +8,8 @@ from rich.console import Console
 
 from penstock.benchmark.stats import Interval
 from penstock.report.live import (
+    BenchDisplay,
     LevelProgress,
-    Live,
 )
 
 NOW = LevelProgress(
@@ -29,7 +29,7 @@ NOW = LevelProgress(
 
 def test_a_file_gets_one_line_for_each_level() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=200)) as live:
+    with BenchDisplay(Console(file=out, width=200)) as live:
         for elapsed_s in (1.0, 2.0, 4.0):
             live.update(replace(NOW, elapsed_s=elapsed_s))
         assert out.getvalue() == ""
@@ -42,14 +42,14 @@ def test_a_file_gets_one_line_for_each_level() -> None:
 
 def test_a_level_that_is_over_has_the_rate_of_its_whole_time() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=200)) as live:
+    with BenchDisplay(Console(file=out, width=200)) as live:
         live.update(replace(NOW, rate=99.0, num_requests=3800, num_failed=200))
     assert " 3800 requests in 4.00 s, 900/s, " in out.getvalue()
 
 
 def test_a_warm_up_alone_is_no_result() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=200)) as live:
+    with BenchDisplay(Console(file=out, width=200)) as live:
         live.update(replace(NOW, phase="warm-up", level="11/s poisson"))
         live.update(replace(NOW, level="trace conv.csv"))
     (line,) = out.getvalue().splitlines()
@@ -58,7 +58,7 @@ def test_a_warm_up_alone_is_no_result() -> None:
 
 def test_the_same_load_twice_is_two_levels() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=200)) as live:
+    with BenchDisplay(Console(file=out, width=200)) as live:
         live.update(replace(NOW, num_levels=None))
         live.update(replace(NOW, num_levels=None, index=5))
     assert [line.split(":")[0] for line in out.getvalue().splitlines()] == [
@@ -70,7 +70,7 @@ def test_the_same_load_twice_is_two_levels() -> None:
 def in_terminal(progress: LevelProgress, width: int = 80) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    with Live(console) as live:
+    with BenchDisplay(console) as live:
         live.update(progress)
         return out.getvalue()
 
@@ -95,7 +95,7 @@ def test_names_are_not_obeyed_as_markup() -> None:
 
 def test_nothing_is_said_of_no_level() -> None:
     out = io.StringIO()
-    with Live(Console(file=out)):
+    with BenchDisplay(Console(file=out)):
         pass
     assert out.getvalue() == ""
 
@@ -103,7 +103,7 @@ def test_nothing_is_said_of_no_level() -> None:
 def test_the_last_level_is_told_also_when_the_run_fails() -> None:
     out = io.StringIO()
     try:
-        with Live(Console(file=out, width=200)) as live:
+        with BenchDisplay(Console(file=out, width=200)) as live:
             live.update(NOW)
             raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from penstock.optimizer.progress import Progress
 from penstock.report.optimize_live import (
-    Live,
+    OptimizeDisplay,
     sequence,
     stopping_text,
 )
@@ -28,7 +28,7 @@ NOW = Progress(
 
 def test_a_file_gets_one_line_for_each_thing_that_begins() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=200)) as live:
+    with OptimizeDisplay(Console(file=out, width=200)) as live:
         for elapsed_s in (80.0, 81.0, 82.0):
             live.update(replace(NOW, elapsed_s=elapsed_s))
         for far in ("", ", 1 s", ", 2 s, p99 3 ms"):
@@ -48,7 +48,7 @@ def test_a_file_gets_one_line_for_each_thing_that_begins() -> None:
 def in_terminal(progress: Progress, width: int = 100) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    with Live(console) as live:
+    with OptimizeDisplay(console) as live:
         live.update(progress)
         return out.getvalue()
 
@@ -88,7 +88,7 @@ def test_an_error_ends_the_view() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     try:
-        with Live(console) as live:
+        with OptimizeDisplay(console) as live:
             live.update(NOW)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -97,7 +97,7 @@ def test_an_error_ends_the_view() -> None:
     assert out.getvalue().count("\x1b[?25h") == 1
 
 
-def drawn(live: Live) -> str:
+def drawn(live: OptimizeDisplay) -> str:
     out = io.StringIO()
     Console(file=out, width=100).print(live.render())
     return out.getvalue()
@@ -105,7 +105,7 @@ def drawn(live: Live) -> str:
 
 def test_the_time_goes_on_inside_a_long_step() -> None:
     now = [1000.0]
-    live = Live(Console(file=io.StringIO()), clock=lambda: now[0])
+    live = OptimizeDisplay(Console(file=io.StringIO()), clock=lambda: now[0])
     assert drawn(live).strip() == ""
     live.update(NOW)
     assert "1 min 20 s, at most 8 min 40 s left" in drawn(live)
@@ -124,7 +124,7 @@ def test_a_terminal_is_drawn_again_without_an_update() -> None:
         return now[0]
 
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
-    with Live(console, clock) as live:
+    with OptimizeDisplay(console, clock) as live:
         live.update(NOW)
         now[0] += 45.0
         assert seen.wait(60), "nobody looked at the clock"
@@ -146,7 +146,7 @@ def test_ctrl_c_says_what_is_dropped_what_follows_and_how_to_stop_now() -> None:
 
 def test_ctrl_c_is_a_plain_line_in_a_file_and_stays_in_a_terminal() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=80)) as live:
+    with OptimizeDisplay(Console(file=out, width=80)) as live:
         live.update(NOW)
         live.acknowledge(1)
         live.acknowledge(2)
@@ -154,7 +154,9 @@ def test_ctrl_c_is_a_plain_line_in_a_file_and_stays_in_a_terminal() -> None:
     assert first == stopping_text(NOW)
     assert second == "stopping now without saving; run the same command again to resume"
     out = io.StringIO()
-    with Live(Console(file=out, width=100, force_terminal=True, color_system=None)) as live:
+    with OptimizeDisplay(
+        Console(file=out, width=100, force_terminal=True, color_system=None)
+    ) as live:
         live.update(NOW)
         live.acknowledge(1)
     assert "press Ctrl-C again" in out.getvalue()
@@ -162,7 +164,7 @@ def test_ctrl_c_is_a_plain_line_in_a_file_and_stays_in_a_terminal() -> None:
 
 def test_a_note_stays_to_be_read() -> None:
     out = io.StringIO()
-    with Live(Console(file=out, width=200)) as live:
+    with OptimizeDisplay(Console(file=out, width=200)) as live:
         live.update(replace(NOW, best="", note="budget 1 min: about 14 s for steps, no rates"))
         live.update(replace(NOW, best=""))
     assert out.getvalue().splitlines()[0] == "budget 1 min: about 14 s for steps, no rates"

@@ -5,7 +5,7 @@ from optimizer import made_optimizations as made
 
 from penstock.optimizer.facts import Facts
 from penstock.report.tried import (
-    Told,
+    StepOutcome,
     accuracy_text,
     by_stage,
     numerics_text,
@@ -15,7 +15,7 @@ from penstock.report.tried import (
 )
 
 
-def told(stage: str, index: int = 0) -> Told:
+def told(stage: str, index: int = 0) -> StepOutcome:
     return dict(by_stage(made.kept()))[stage][index]  # type: ignore[index]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import NotFound, NotReady, QuotaExceeded
-from penstock.repository.layout import Found
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quota
@@ -68,7 +68,7 @@ class Stage:
         await task
 
     async def load(self, *configs: ModelConfig, **problems: list[str]) -> None:
-        await self.act(self.catalog.load(Found(list(configs), problems)))
+        await self.act(self.catalog.load(RepositoryScan(list(configs), problems)))
 
 
 def run(scenario) -> None:
@@ -197,9 +197,9 @@ def test_loads_and_unloads_of_one_model_do_not_race():
         changes = []
         for number in range(1, 6):
             config = replace(CONFIG, version=str(number))
-            changes.append(stage.catalog.load(Found([config])))
+            changes.append(stage.catalog.load(RepositoryScan([config])))
             changes.append(stage.catalog.unload("echo"))
-        changes.append(stage.catalog.load(Found([replace(CONFIG, version="6")])))
+        changes.append(stage.catalog.load(RepositoryScan([replace(CONFIG, version="6")])))
         await stage.act(asyncio.gather(*changes))
         assert stage.catalog.versions("echo") == ["6"]
         assert stage.catalog.find("echo").is_ready
@@ -347,7 +347,9 @@ def test_loads_at_the_same_time_do_not_get_the_same_memory():
     async def scenario(stage):
         stage.taken_bytes = 4 * GIB
         names = ["a", "b", "c"]
-        loads = [stage.catalog.load(Found([on_gpus(4, "cuda:0", name=name)])) for name in names]
+        loads = [
+            stage.catalog.load(RepositoryScan([on_gpus(4, "cuda:0", name=name)])) for name in names
+        ]
         await stage.act(asyncio.gather(*loads))
         assert len(list(stage.catalog)) == 2
         assert len(stage.catalog.failures) == 1
@@ -363,7 +365,9 @@ def test_what_is_loading_counts_once_whether_promised_or_taken():
     async def scenario(stage):
         stage.taken_bytes = 5 * GIB
         names = ["a", "b"]
-        loads = [stage.catalog.load(Found([on_gpus(5, "cuda:0", name=name)])) for name in names]
+        loads = [
+            stage.catalog.load(RepositoryScan([on_gpus(5, "cuda:0", name=name)])) for name in names
+        ]
         await stage.act(asyncio.gather(*loads))
         assert [model.config.name for model in stage.catalog] == names
 
@@ -374,12 +378,14 @@ def test_a_model_that_is_ready_has_its_memory_though_others_of_its_load_have_not
     async def scenario(stage):
         stage.taken_bytes = 4 * GIB
         first, slow = on_gpus(4, "cuda:0", name="a"), on_gpus(2, "cuda:0", name="slow")
-        loading = asyncio.ensure_future(stage.catalog.load(Found([first, slow])))
+        loading = asyncio.ensure_future(stage.catalog.load(RepositoryScan([first, slow])))
         await until(lambda: len(stage.puppets.alive) == 2)
         stage.gpus.used_bytes[0] = 4 * GIB
         quick = stage.puppets.alive[0]
         await until(lambda: step(quick) and [model.config.name for model in stage.catalog] == ["a"])
-        later = asyncio.ensure_future(stage.catalog.load(Found([on_gpus(4, "cuda:0", name="b")])))
+        later = asyncio.ensure_future(
+            stage.catalog.load(RepositoryScan([on_gpus(4, "cuda:0", name="b")]))
+        )
         await until(lambda: len(stage.puppets.alive) == 3)
         assert not loading.done()
         await stage.act(asyncio.gather(loading, later))
@@ -417,7 +423,7 @@ def test_cycles_of_unload_and_load_leave_nothing_behind(config):
         models: list[weakref.ref] = []
         counts = []
         for _ in range(6):
-            await catalog.load(Found([config]))
+            await catalog.load(RepositoryScan([config]))
             models += [weakref.ref(model) for model in catalog]
             await catalog.unload("echo")
             while asyncio.all_tasks() - {asyncio.current_task()}:
@@ -455,12 +461,12 @@ def test_requests_count_whether_or_not_there_is_such_a_model(caplog):
 
 def test_a_model_that_loads_is_not_ready_instead_of_unknown():
     async def scenario(stage):
-        stage.catalog.announce(Found([CONFIG]))
+        stage.catalog.announce(RepositoryScan([CONFIG]))
         with pytest.raises(NotReady, match="model 'echo' is loading"):
             stage.catalog.find("echo")
         with pytest.raises(NotFound, match="loaded: none"):
             stage.catalog.find("other")
-        loading = asyncio.ensure_future(stage.catalog.load(Found([CONFIG])))
+        loading = asyncio.ensure_future(stage.catalog.load(RepositoryScan([CONFIG])))
         await settle()
         with pytest.raises(NotReady, match="model 'echo' is loading"):
             stage.catalog.find("echo", "1")

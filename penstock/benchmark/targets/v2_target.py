@@ -36,7 +36,7 @@ MAX_FORMS = 1024
 MAX_MODELS_TOLD = 20
 
 
-class _Tensor(msgspec.Struct):
+class _InputMetadata(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
@@ -44,7 +44,7 @@ class _Tensor(msgspec.Struct):
 
 class _Metadata(msgspec.Struct):
     name: str
-    inputs: list[_Tensor]
+    inputs: list[_InputMetadata]
     versions: list[str] | None = None
     platform: str = ""
 
