@@ -184,7 +184,7 @@ def test_what_needs_the_server_is_not_supported_yet(use: Callable[[], object]) -
 
 def test_logger_goes_to_python_logging(caplog: pytest.LogCaptureFixture) -> None:
     logger = pb_utils.Logger
-    with caplog.at_level(logging.DEBUG, logger="penstock.repository.model_code"):
+    with caplog.at_level(logging.DEBUG, logger="penstock.model_code"):
         logger.log("100 %s")
         logger.log("w", logger.WARNING)
         logger.log_info("i")
