@@ -30,7 +30,9 @@ class Deadlines:
         return self._slo_s if asked is None else min(asked, self._slo_s)
 
     def at(self, request: Request) -> float:
-        return request.timings.queued + self.allowed_s(request)
+        asked = request.timeout_s  # As `allowed_s`, without the call.
+        queued = request.timings.queued
+        return queued + (self._slo_s if asked is None else min(asked, self._slo_s))
 
     def add(self, request: Request) -> None:
         """Add a request that has just arrived."""

@@ -92,13 +92,14 @@ class SloBatcher:
 
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded if it would be late."""
-        if now >= self._paces.refresh_at:
-            self._paces.refresh(now)
+        paces = self._paces
+        if now >= paces.refresh_at:
+            paces.refresh(now)
         self._lanes.admit(request)
-        pace = self._paces.get(geometry)
+        pace = paces.get(geometry)
         pace.arrived(self._size(request), now)
         # An idle model takes anything: a wrong prediction must not refuse all requests for ever.
-        if self._lanes.num_waiting or len(self._running) >= self._paces.num_executors:
+        if self._lanes.num_waiting or len(self._running) >= paces.num_executors:
             self._check(request, geometry, pace, now)
         self._lanes.append(request, geometry)
         self._work_s += pace.work_s(self._size(request))
@@ -175,22 +176,23 @@ class SloBatcher:
 
     def _check(self, request: Request, geometry: object, pace: Pace, now: float) -> None:
         """Refuse a request that is predicted to be late."""
+        paces = self._paces
         lane, size = self._lanes.get(geometry), self._size(request)
-        ahead = sum(self._paces.sizes(lane)[: request.priority + 1]) if lane is not None else 0
-        target, target_s = self._paces.full_batch(lane, pace)
+        ahead = sum(paces.sizes(lane)[: request.priority + 1]) if lane is not None else 0
+        target, target_s = paces.full_batch(lane, pace)
         num_batches, in_mine = divmod(ahead, target)
         if in_mine and in_mine + size > target:
             num_batches, in_mine = num_batches + 1, 0
-        rounds, turn = divmod(num_batches, self._paces.num_executors)
+        rounds, turn = divmod(num_batches, paces.num_executors)
         start = self._free_at(turn, now) + rounds * target_s
         if len(self._lanes) > (lane is not None):
-            others_s = self._work_s - (self._paces.waiting_s(lane) if lane is not None else 0.0)
-            start += max(0.0, others_s) / self._paces.num_executors
+            others_s = self._work_s - (paces.waiting_s(lane) if lane is not None else 0.0)
+            start += max(0.0, others_s) / paces.num_executors
         # Others will join its batch before it starts.
         joining = in_mine + size + pace.arrivals_per_s * (start - now)
         own_s = pace.times.mean_s(max(size, min(joining, target)))
         finish = start + own_s
-        kept_s = self._paces.margin_s(own_s) + self._paces.lag_s
+        kept_s = paces.margin_s(own_s) + paces.lag_s
         if finish > self._deadlines.at(request) - kept_s:
             raise Overloaded(
                 f"would be answered in {(finish - now) * 1e3:.1f} ms; "
@@ -277,6 +279,7 @@ class SloBatcher:
         batch: list[Request] = []
         late: list[Request] = []
         num_rows, size, deadline = 0, 0, math.inf
+        paces, deadlines = self._paces, self._deadlines
         max_size = self._explored(lane, pace, now)
         self._limit = None
         for request in lane.walk():
@@ -288,13 +291,13 @@ class SloBatcher:
                 self._limit = "token budget" if max_size == self._max_size else "trial"
                 break
             batch_s = pace.times.mean_s(next_size)
-            finish = now + batch_s + self._paces.spread_s(batch_s)
-            its_deadline = self._deadlines.at(request)
+            finish = now + batch_s + paces.spread_s(batch_s)
+            its_deadline = deadlines.at(request)
             if finish > min(deadline, its_deadline):
                 if batch:
                     self._limit = "SLO deadline"
                     break
-                if finish - now <= self._deadlines.allowed_s(request):
+                if finish - now <= deadlines.allowed_s(request):
                     late.append(request)
                     continue
                 # Even an idle model would be late: it was admitted to test that prediction.

@@ -932,7 +932,7 @@ def test_queue_limits_and_timeouts_answer_in_tritons_words():
         assert isinstance(refused.sink.error, Overloaded)
         assert "Exceeds maximum queue size" in str(refused.sink.error)
         clock.advance(0.02)
-        model.tick()
+        model.readiness.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
@@ -979,7 +979,7 @@ def test_slo_mode_refuses_those_whose_time_is_up(clock):
         await settle()
         model.submit(waiting)
         clock.advance(0.1)
-        model.tick()
+        model.readiness.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
