@@ -45,7 +45,7 @@ from traps import (
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.numerics import cosines
-from penstock.optimizer.passes.int8_static import Int8Static, fall_back
+from penstock.optimizer.passes.int8_static import Int8Static
 from penstock.optimizer.results import Optimization, Try
 from penstock.optimizer.this_machine import read_machine
 from penstock.repository import layout
@@ -320,7 +320,7 @@ def test_a_convolution_that_int8_destroys_is_float_when_it_runs(draw, tmp_path):
         return float(cosines(wanted, trials.answers(made, rows)).min()) > 0.95
 
     assert not passes(step)
-    found = fall_back(parent, step, workshop(tmp_path, examples), passes)
+    found = Int8Static().fall_back(parent, step, workshop(tmp_path, examples), passes)
     assert found is not None
     assert [layer.name for layer in found[1]] == [f"layer.{destroyed}/Conv"]
 

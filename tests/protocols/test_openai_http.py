@@ -535,9 +535,9 @@ class TestAccessLog:
         found = [(each.status, each.error, getattr(each, "path", "")) for each in lines.records]
         assert found == [
             (404, "NotFound", "/v1/completions"),
-            (400, "Invalid", "/v1/chat/completions"),
-            (400, "Invalid", ""),
-            (400, "Invalid", f"/v2/models/{NAME}/generate"),
+            (400, "InvalidRequest", "/v1/chat/completions"),
+            (400, "InvalidRequest", ""),
+            (400, "InvalidRequest", f"/v2/models/{NAME}/generate"),
             (499, "Cancelled", ""),
         ]
         assert lines.records[-1].generation_tokens > 0

@@ -39,8 +39,7 @@ from penstock.errors import (
 )
 from penstock.processes import restarts
 from penstock.processes.channel import socket_pair
-from penstock.serving import model as serving_model
-from penstock.serving import quarantine, supervisor, worker
+from penstock.serving import quarantine, request_memory, supervisor, worker
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
@@ -1275,7 +1274,7 @@ def test_requests_wait_for_a_worker_as_long_as_one_may_be_loading(load_s, patien
         for seconds, is_refused in ((patience_s - 0.1, False), (0.2, True)):
             clock.advance(seconds)
             # As the supervisor does, twice a second.
-            model.hang_limit_s(model.instances[0])
+            model.readiness.hang_limit_s(model.instances[0])
             assert request.is_done is is_refused
             # Its successors die while they load; no request waits longer for that.
             for loading in puppets.alive:
@@ -1430,7 +1429,7 @@ def test_a_request_that_times_out_in_the_queue_is_counted_as_such():
         model.submit(second)
         await settle()
         clock.advance(0.002)
-        model.tick()
+        model.readiness.tick()
         assert second.is_done and not first.is_done, "the first one runs"
         await puppets.step_all()
         assert model.metrics.num_refused["queue_timeout"] == 1
@@ -1460,7 +1459,7 @@ class TestMaxWait:
                 life.step()
                 await settle()
             clock.advance(100.0)
-            model.tick()
+            model.readiness.tick()
             assert requests[0].sink.num_final == 1 and not requests[1].is_done, "it runs"
             error = requests[2].sink.error
             assert isinstance(error, Overloaded) and error.retry_after_s > 0
@@ -1479,7 +1478,7 @@ class TestMaxWait:
             life.kill()
             await settle()
             clock.advance(20.0)
-            model.tick()
+            model.readiness.tick()
             await puppets.step_all()
             assert [request.sink.num_final for request in requests] == [1] * 20
             assert not any(request.sink.error for request in requests)
@@ -1697,7 +1696,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
         hashed.append(args)
         return real(*args)
 
-    monkeypatch.setattr(serving_model, "fingerprint", count)
+    monkeypatch.setattr(request_memory, "fingerprint", count)
 
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:
@@ -1714,7 +1713,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
             await poisoned.run()
             assert two_rows.sink.error is None and len(hashed) == 3, "it has another size"
             poisoned.clock.advance(QUARANTINE_S)
-            poisoned.model.tick()
+            poisoned.model.readiness.tick()
             await poisoned.answer_some()
             assert len(hashed) == 3
 
