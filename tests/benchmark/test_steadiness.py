@@ -7,7 +7,7 @@ import pytest
 from simulated import poisson, queued, windows_of
 
 from penstock.benchmark.recorder import LENGTH_S
-from penstock.benchmark.stats import Histogram, Window
+from penstock.benchmark.stats import DurationHistogram, Window
 from penstock.benchmark.steadiness import steadiness, trend
 
 PATIENCE_S = 30.0
@@ -16,7 +16,7 @@ NUM_PER_WINDOW = 50
 
 def window(index, median_s, num=NUM_PER_WINDOW):
     """So many requests around a median; as many arrived."""
-    latency = Histogram()
+    latency = DurationHistogram()
     latency.add(median_s * np.linspace(0.9, 1.1, num))
     return Window(index * LENGTH_S, LENGTH_S, num, num, num, {}, {"latency": latency})
 

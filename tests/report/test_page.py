@@ -16,7 +16,7 @@ from optimizer import made_optimizations as made
 
 from penstock.benchmark.comparison import Named
 from penstock.benchmark.pacer import Closed
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.results import Optimization
 from penstock.profile.results import Profile
@@ -46,7 +46,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def large_run() -> Run:
+def large_run() -> BenchRun:
     """200,000 requests at 20 levels, with a long recording of the machine."""
     levels = [
         made_runs.level(Closed(number), Server(median_s=0.0005), span_s=4.0, seed=number)
@@ -86,11 +86,11 @@ def large_profile(profile: Profile) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
+def runs() -> dict[str, BenchRun]:
     return {"large": large_run()}
 
 
-def pages(profile: Profile, run: Run) -> dict[str, str]:
+def pages(profile: Profile, run: BenchRun) -> dict[str, str]:
     return {
         "bench": bench.page(run),
         "compare": compare.page([Named("a.json", run), Named("b.json", run)]),
