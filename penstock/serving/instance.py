@@ -34,7 +34,7 @@ class Instance:
         # It is to be replaced: it gets no more batches and stops after its last answer.
         self.is_leaving = False
         self.batches: list[RunningBatch] = []
-        self.ready: frames.Ready | None = None
+        self.ready: frames.WorkerReady | None = None
         self.ready_at = 0.0
         self.started_at = 0.0
         # When it last answered a batch, by the model's clock.

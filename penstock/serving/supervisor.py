@@ -260,7 +260,7 @@ class Supervisor:
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
-        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof, environment)
+        load = frames.LoadModel(frames.VERSION, config, spill_bytes, self.proof, environment)
         self._send_load(instance, frames.encode(load), (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
@@ -306,7 +306,7 @@ class Supervisor:
 
     def _handle(self, instance: Instance, frame: frames.FromWorker) -> None:
         match frame:
-            case frames.Ready():
+            case frames.WorkerReady():
                 instance.ready = frame
                 instance.is_ready = True
                 instance.ready_at = self._loop.time()
@@ -323,7 +323,7 @@ class Supervisor:
                 if not instance.is_spare:
                     self._listener.instance_ready(instance)
                 self._prepare_spares()
-            case frames.LoadFailed():
+            case frames.StartFailed():
                 instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)
