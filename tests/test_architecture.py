@@ -129,6 +129,14 @@ PURE = [
     "serving/slo_batcher.py",
     "serving/wait_limit.py",
 ]
+# The parts of a model that could run in another process than its supervisor.
+KNOW_NO_PROCESS = [
+    "serving/admission.py",
+    "serving/poison.py",
+    "serving/replies.py",
+    "serving/request_memory.py",
+    "serving/request_queue.py",
+]
 IMPURE_MODULES = {
     "asyncio",
     "multiprocessing",
@@ -394,6 +402,18 @@ def test_what_decides_knows_no_clock_thread_or_socket() -> None:
 
 
 @cache
+@pytest.mark.parametrize("name", KNOW_NO_PROCESS)
+def test_requests_are_admitted_placed_and_answered_without_processes(name: str) -> None:
+    seen, waiting = set(), [PACKAGE / name]
+    while waiting:
+        current = waiting.pop()
+        seen.add(current)
+        waiting.extend(own_imports(current) - seen - {PACKAGE / "__init__.py"})
+    names = set(map(short, seen))
+    assert not names & {"serving/supervisor.py", "serving/instance.py", "serving/catalog.py"}
+    assert not [each for each in names if each.startswith("processes/")]
+
+
 def added_by_importing(module: str) -> set[str]:
     """Top-level modules outside the standard library that an import brings."""
     script = (
