@@ -401,19 +401,17 @@ def test_what_decides_knows_no_clock_thread_or_socket() -> None:
     assert used == set()
 
 
+def test_requests_are_admitted_placed_and_answered_without_processes() -> None:
+    used = {
+        f"{name} gets {short(source)}"
+        for name in KNOW_NO_PROCESS
+        for source in needs(PACKAGE / name)
+        if source.parent.name == "processes" or source.name in ("supervisor.py", "instance.py")
+    }
+    assert used == set()
+
+
 @cache
-@pytest.mark.parametrize("name", KNOW_NO_PROCESS)
-def test_requests_are_admitted_placed_and_answered_without_processes(name: str) -> None:
-    seen, waiting = set(), [PACKAGE / name]
-    while waiting:
-        current = waiting.pop()
-        seen.add(current)
-        waiting.extend(own_imports(current) - seen - {PACKAGE / "__init__.py"})
-    names = set(map(short, seen))
-    assert not names & {"serving/supervisor.py", "serving/instance.py", "serving/catalog.py"}
-    assert not [each for each in names if each.startswith("processes/")]
-
-
 def added_by_importing(module: str) -> set[str]:
     """Top-level modules outside the standard library that an import brings."""
     script = (

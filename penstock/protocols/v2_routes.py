@@ -25,7 +25,7 @@ from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.metrics import FrontUse, expose
 from penstock.serving.served import Served
-from penstock.serving.usage import Member, Usage, cpu_s
+from penstock.serving.usage import Member, ProcessUsage, cpu_s
 from penstock.wire import json_errors
 from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody, encode_metadata
 
@@ -75,7 +75,7 @@ class V2Routes:
     ) -> None:
         self._catalog = catalog
         self.control = Control(catalog, path, is_explicit, allows_hard_links)
-        self.usage = Usage()
+        self.usage = ProcessUsage()
         self.fronts: Sequence[FrontProcess] = ()
         # Handlers of the server's own pages.
         self.pages: Mapping[str, RouteHandler] = {}

@@ -18,7 +18,7 @@ from penstock.errors import (
 )
 from penstock.serving.batcher import Sequencer
 from penstock.serving.context import ModelContext
-from penstock.serving.history import History, Record
+from penstock.serving.history import BatchRecord, History
 from penstock.serving.metrics import Waits
 from penstock.serving.refusals import Refusals
 from penstock.serving.request_memory import RequestMemory
@@ -122,7 +122,7 @@ class Replies:
         self, batch: RunningBatch, ended: float, waits: Waits, compute_s: float, outcome: str
     ) -> None:
         batch_wait_s, instance_wait_s = waits
-        record = Record(
+        record = BatchRecord(
             ended,
             batch.num_rows,
             len(batch.requests),
