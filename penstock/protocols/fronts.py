@@ -15,8 +15,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -35,10 +35,8 @@ from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.http import Exchange, Handler, Head
 from penstock.protocols.http_errors import status_of
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
-from penstock.protocols.v2_routes import describe_server
-from penstock.repository import pbtxt
-from penstock.serving.catalog import Catalog
-from penstock.serving.control import Control
+from penstock.protocols.route_table import ROUTES
+from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
@@ -50,7 +48,7 @@ from penstock.serving.supervisor import (
 )
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
-from penstock.wire.v2 import classified, encode_metadata
+from penstock.wire.v2 import classified
 
 log = logging.getLogger("penstock.fronts")
 
@@ -72,12 +70,7 @@ STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
 # Time for a front to start listening.
 START_S = 60.0
-# Administrative questions, and their names in HTTP and the audit log.
-ADMIN_ACTIONS: Mapping[frames.AskKind, str] = {
-    "repository_index": "index",
-    "model_load": "load",
-    "model_unload": "unload",
-}
+ADMIN_ACTIONS = frozenset(route.handler for route in ROUTES if route.scope == "admin")
 # Characters of an error over gRPC; it may quote names of any length from the client.
 MAX_TEXT = 2000
 # The same over HTTP, which has no limit of its own: small enough for a frame.
@@ -154,92 +147,28 @@ def http_opening(
     )
 
 
-class Desk:
-    """Answers the fronts' questions, everything but inference; raises to refuse. `http` handles
-    messages of HTTP fronts."""
+@dataclass(frozen=True, slots=True)
+class CoreApi:
+    """What the core does for its fronts. `http` handles messages of HTTP fronts; `gate` resolves
+    the names of callers."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        control: Control,
-        is_serving: Callable[[], bool],
-        logs_requests: bool = False,
-        http: Handler | None = None,
-    ) -> None:
-        self.http = http
-        self.catalog = catalog
-        self._control = control
-        self.logs_requests = logs_requests
-        self._is_serving = is_serving
-        self.is_draining = False
-        self.server_id = "penstock"
-        # Resolves the names of callers.
-        self.gate = Gate()
-        self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
-            "server_ready": self._server_ready,
-            "server_metadata": self._server_metadata,
-            "model_ready": self._model_ready,
-            "model_metadata": self._model_metadata,
-            "model_config": self._model_config,
-            "model_statistics": self._model_statistics,
-            "repository_index": self._index,
-            "model_load": self._load,
-            "model_unload": self._unload,
-            "count_request": self._count_request,
-        }
+    management: ManagementApi
+    http: Handler | None = None
+    gate: Gate = field(default_factory=Gate)
+    logs_requests: bool = False
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        action = ADMIN_ACTIONS.get(ask.kind)
-        if action is None:
-            return await self._answers[ask.kind](ask)
-        call = AdminCall("grpc", self.gate.name_of(ask.key), action, ask.model_name)
-        return await audit_log.recorded(call, self._answers[ask.kind](ask), "OK", status_name)
-
-    async def _server_ready(self, ask: frames.Ask) -> bytes:
-        is_ready = self._is_serving() and self.catalog.is_ready
-        return _json({"ready": is_ready and not self.is_draining})
-
-    async def _server_metadata(self, ask: frames.Ask) -> bytes:
-        return describe_server(self.server_id)
-
-    async def _model_ready(self, ask: frames.Ask) -> bytes:
-        model = self.catalog.find(ask.model_name, ask.model_version)
-        return _json({"ready": model.is_ready and not self.is_draining})
-
-    async def _model_config(self, ask: frames.Ask) -> bytes:
-        config = self.catalog.find(ask.model_name, ask.model_version).config
-        return bytes(pbtxt.to_served(config).SerializeToString())
-
-    async def _model_statistics(self, ask: frames.Ask) -> bytes:
-        models = self.catalog.find_all(ask.model_name, ask.model_version)
-        return _json({"model_stats": [model.metrics.statistics() for model in models]})
-
-    async def _count_request(self, ask: frames.Ask) -> bytes:
-        """Count an inference request that the front could not decode."""
-        self.catalog.count_request(ask.key, time.monotonic(), ask.model_name, ask.model_version)
-        return b""
-
-    async def _index(self, ask: frames.Ask) -> bytes:
-        return _json({"models": await self._control.index(ask.parameters.get("ready", False))})
-
-    async def _load(self, ask: frames.Ask) -> bytes:
-        await self._control.load(ask.model_name, ask.parameters)
-        return b""
-
-    async def _unload(self, ask: frames.Ask) -> bytes:
-        await self._control.unload(ask.model_name)
-        return b""
-
-    async def _model_metadata(self, ask: frames.Ask) -> bytes:
-        config = self.catalog.find(ask.model_name, ask.model_version).config
-        return encode_metadata(
-            config.name,
-            self.catalog.versions(config.name),
-            config.platform,
-            config.inputs,
-            config.outputs,
-            config.max_batch_size > 0,
-        )
+        """Answer a question; raises to refuse."""
+        name, version = ask.model_name, ask.model_version
+        if ask.kind == "count_request":
+            self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
+            return b""
+        asked = ManagementCall(ask.kind, name, version, ask.parameters)
+        answer = self.management.answer(asked)
+        if ask.kind not in ADMIN_ACTIONS:
+            return await answer
+        call = AdminCall("grpc", self.gate.name_of(ask.key), ask.kind, name)
+        return await audit_log.recorded(call, answer, "OK", status_name)
 
 
 class Call:
@@ -317,7 +246,7 @@ class Relay:
         return 0
 
     def will_keep_alive(self, head: Head) -> bool:
-        return head.keep_alive and not self._session.is_draining
+        return head.keep_alive and not self._session.lifecycle.is_draining
 
     def write(self, data: bytes) -> None:
         self._session.pass_part(self._number, data)
@@ -334,13 +263,15 @@ class Session:
 
     def __init__(
         self,
-        desk: Desk,
+        core: CoreApi,
         trade: Trade,
         life: Life,
         segments: tuple[Segment, Segment],
         told: Callable[[frames.FromFront], None],
     ) -> None:
-        self._desk = desk
+        self._core = core
+        self._catalog = core.management.catalog
+        self.lifecycle = core.management.lifecycle
         self.trade = trade
         self._told = told
         self._requests, self._answers = segments
@@ -359,10 +290,6 @@ class Session:
         """Unanswered requests, messages and questions, and answers that wait for memory."""
         num_asked = len(self._calls) + len(self._relays) + len(self._questions)
         return num_asked + self._outbox.num_waiting
-
-    @property
-    def is_draining(self) -> bool:
-        return self._desk.is_draining
 
     def open(self, frame: frames.Open) -> None:
         fds = [self._requests.fd, self._answers.fd]
@@ -498,20 +425,20 @@ class Session:
                 self._told(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
-        catalog, name, version = self._desk.catalog, frame.model_name, frame.model_version
+        catalog, name, version = self._catalog, frame.model_name, frame.model_version
         try:
             catalog.count_request(frame.caller, frame.received, name, version)
             model = catalog.find(name, version)
-            if self._desk.is_draining:
+            if self.lifecycle.is_draining:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)
                 raise error
-            make = LoggedCall if self._desk.logs_requests else Call
+            make = LoggedCall if self._core.logs_requests else Call
             self._calls[frame.call] = call = make(self, frame, model)
             model.submit(call.request)
         except PenstockError as error:
             self.refuse(frame.call, error)
-            if self._desk.logs_requests:
+            if self._core.logs_requests:
                 what, trade = {"model": frame.model_name}, self.trade
                 kind = type(error).__name__
                 status = trade.status(error)
@@ -521,10 +448,10 @@ class Session:
             self.refuse(frame.call, BackendFailed("internal error"))
 
     def _forward(self, frame: frames.Forward) -> None:
-        assert self._desk.http is not None
+        assert self._core.http is not None
         relay = self._relays[frame.call] = Relay(self, frame)
         try:
-            self._desk.http(relay.exchange)
+            self._core.http(relay.exchange)
         except Exception:  # The protocol edge.
             log.exception("while handling %r", relay.exchange.head.path)
             relay.exchange.reply_error(500, "internal error")
@@ -545,7 +472,7 @@ class Session:
 
     async def _answer(self, ask: frames.Ask) -> None:
         try:
-            self._post(ask.call, await self._desk.answer(ask))
+            self._post(ask.call, await self._core.answer(ask))
         except PenstockError as error:
             kind, text = type(error).__name__, str(error)[: self.trade.max_text]
             self._line.send(frames.Answer(ask.call, b"", kind, text))
@@ -591,8 +518,8 @@ class Silence:
 class Front:
     """Keeps one front running. `port` is where it listens, and stays the same after a restart."""
 
-    def __init__(self, desk: Desk, trade: Trade) -> None:
-        self._desk = desk
+    def __init__(self, core: CoreApi, trade: Trade) -> None:
+        self._core = core
         self._trade = trade
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
@@ -653,7 +580,7 @@ class Front:
             answers = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
             life = self._trade.start_life(self._loop, self._died)
             undo.pop_all()
-        return Session(self._desk, self._trade, life, (requests, answers), self._told)
+        return Session(self._core, self._trade, life, (requests, answers), self._told)
 
     async def listening(self) -> None:
         """Wait until the front listens; ConfigError if it cannot."""
@@ -669,8 +596,7 @@ class Front:
             self._session.set_keys(keys)
 
     def drain(self) -> None:
-        """Refuse new inferences; accepted ones finish."""
-        self._desk.is_draining = True
+        """Tell the front that the server is draining."""
         if self._session is not None and self._listening_at is not None:
             self._session.drain()
 
@@ -703,7 +629,7 @@ class Front:
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
-                if self._desk.is_draining and self._session is not None:
+                if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.drain()
                 log.info(
                     "%s listens on port %d (pid %d)",
@@ -779,7 +705,3 @@ def _requested(name: str, classes: Mapping[str, int]) -> RequestedOutput:
     if name in classes:
         return RequestedOutput(name, {"classification": classes[name]})
     return RequestedOutput(name)
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.encode(value)

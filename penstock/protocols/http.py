@@ -25,6 +25,7 @@ import httptools
 
 from penstock.config import HttpLimits
 from penstock.protocols.gate import CREDENTIALS
+from penstock.serving.lifecycle import Lifecycle
 from penstock.types import Buffer
 from penstock.wire.v2 import encode_error
 
@@ -257,6 +258,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._limits = server.limits
+        self._lifecycle = server.lifecycle
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._running: Exchange | None = None
@@ -527,7 +529,7 @@ class Connection(asyncio.Protocol):
     # Exchanges.
 
     def will_keep_alive(self, head: Head) -> bool:
-        return head.keep_alive and not self._server.is_draining
+        return head.keep_alive and not self._lifecycle.is_draining
 
     @property
     def num_unsent(self) -> int:
@@ -671,13 +673,19 @@ class HttpServer:
     """Listens, owns the connections, and drains them."""
 
     def __init__(
-        self, handler: Handler, limits: HttpLimits, screen: Screen = lambda head: True
+        self,
+        handler: Handler,
+        limits: HttpLimits,
+        screen: Screen = lambda head: True,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
-        """`screen` decides whether a long body is read; if not, the handler gets the head alone."""
+        """`screen` decides whether a long body is read; if not, the handler gets the head alone.
+        While draining, each connection closes after its next answer; idle ones stay open until
+        then."""
         self.handler = handler
         self.screen = screen
         self.limits = limits
-        self.is_draining = False
+        self.lifecycle = lifecycle or Lifecycle()
         self.known_heads: dict[bytes, Head] = {}
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
@@ -739,10 +747,6 @@ class HttpServer:
     @property
     def listeners(self) -> list[socket.socket]:
         return [each for listener in self._listeners for each in listener.sockets]
-
-    def drain(self) -> None:
-        """Close each connection after its next answer; idle ones stay open until then."""
-        self.is_draining = True
 
     async def close(self) -> None:
         if self._sweeper is not None:

@@ -182,7 +182,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         remote.send(frames.LoadFailed((f"cannot listen on {where} for HTTP: {reason}",)))
         remote.close()
         return
-    remote.on_drain = http.drain
+    remote.on_drain = http.lifecycle.drain
     remote.count_connections = lambda: http.num_connections
     # Freeze what exists now, so that full collections do not scan it.
     gc.collect()
@@ -201,7 +201,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
 
 async def _finish(http: HttpServer) -> None:
     """Wait for answers that the core has sent but that are not written yet."""
-    http.drain()
+    http.lifecycle.drain()
     try:
         async with asyncio.timeout(STOP_GRACE_S):
             while http.num_running:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from penstock.errors import Unsupported
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
 from penstock.wire import openai_v1 as openai
@@ -277,7 +278,7 @@ ROUTES: tuple[Route, ...] = (
     *_of_shared_memory("cuda"),
     *_of_openai(),
 )
-RPC_SCOPES: Mapping[str, Scope] = {rpc: route.scope for route in ROUTES for rpc in route.rpcs}
+RPC_ROUTES: Mapping[str, Route] = {rpc: route for route in ROUTES for rpc in route.rpcs}
 
 
 def _by_num_segments() -> dict[int, list[Route]]:
@@ -290,6 +291,11 @@ def _by_num_segments() -> dict[int, list[Route]]:
 
 _BY_NUM_SEGMENTS = _by_num_segments()
 _TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
+
+
+def unsupported(handler: str) -> Unsupported:
+    """Return the answer of a feature that Penstock does not have."""
+    return Unsupported(f"{MISSING[handler]} not supported by this server")
 
 
 def find(path: bytes) -> Match | None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
-from tritonclient.grpc import model_config_pb2, service_pb2
+from tritonclient.grpc import service_pb2
 
 from penstock.errors import (
     ConfigError,
@@ -39,23 +38,16 @@ from penstock.protocols.gate import Gate, Keys, headers_of
 from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
-from penstock.protocols.route_table import RPC_SCOPES
+from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
-from penstock.types import Request, Response
+from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
 
-# Refused methods of the service, by the prefix of their names.
-MISSING = {
-    "SystemSharedMemory": "system shared memory regions are",
-    "CudaSharedMemory": "CUDA shared memory regions are",
-    "TraceSetting": "trace settings are",
-    "LogSettings": "log settings are",
-}
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MODEL_READY = f"/{SERVICE.full_name}/ModelReady"
@@ -73,8 +65,10 @@ WATCH_S = 0.5
 # Time for clients to read their last answers.
 STOP_GRACE_S = 2.0
 
-# Called with the parsed message and, for administrative calls, the digest of the API key; for
-# inference, with the bytes of the message and the digest.
+# Fields of answers that hold the core's JSON; in other answers it is the whole message.
+FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
+
+# Called with the message, parsed or for inference as bytes, and the caller.
 Answer = Callable[..., Awaitable[Any]]
 
 
@@ -106,7 +100,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
-            if RPC_SCOPES[call.method] == "admin":
+            if RPC_ROUTES[call.method].scope == "admin":
                 caller = self._gate.rpc_caller_name(call.invocation_metadata)
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, status_name(error), str(error))
@@ -125,21 +119,11 @@ class Service:
         self._readers: set[asyncio.Task[None]] = set()
 
     def handler(self) -> Gated:
-        answers: dict[str, Answer] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "ModelStatistics": self._model_statistics,
-            "RepositoryIndex": self._repository_index,
-            "RepositoryModelLoad": self._repository_load,
-            "RepositoryModelUnload": self._repository_unload,
-        }
         methods = {
             f"/{SERVICE.full_name}/{method.name}": _unary(
-                method, answers.get(method.name) or _missing(method.name), self._gate
+                method,
+                self._live if method.name == "ServerLive" else self._asking(method),
+                self._gate,
             )
             for method in SERVICE.methods
         }
@@ -213,59 +197,31 @@ class Service:
         if stream.refusal is not None:
             await _abort(context, stream.refusal)
 
-    # Questions.
+    # Management.
 
-    async def _server_live(self, message: Any) -> Any:
+    async def _live(self, message: Any, caller: bytes) -> Any:
         return service_pb2.ServerLiveResponse(live=True)
 
-    async def _server_ready(self, message: Any) -> Any:
-        body = await self._remote.ask("server_ready")
-        return json_format.Parse(body, service_pb2.ServerReadyResponse())
+    def _asking(self, method: Any) -> Answer:
+        """Return an answer of the core's management API."""
+        handler = RPC_ROUTES[f"/{SERVICE.full_name}/{method.name}"].handler
+        answer_type = GetMessageClass(method.output_type)
 
-    async def _server_metadata(self, message: Any) -> Any:
-        body = await self._remote.ask("server_metadata")
-        return json_format.Parse(body, service_pb2.ServerMetadataResponse())
+        async def ask(message: Any, caller: bytes) -> Any:
+            if handler in MISSING:
+                raise unsupported(handler)
+            action = cast(frames.AskKind, handler)
+            try:
+                body = await self._remote.ask(action, *_arguments(message), caller)
+            except (NotFound, NotReady):
+                if action not in ("ready", "model_ready"):
+                    raise
+                return answer_type(ready=False)
+            if (name := FIELDS.get(method.name)) is not None:
+                body = b'{"%b":%b}' % (name, body)
+            return json_format.Parse(body or b"{}", answer_type(), ignore_unknown_fields=True)
 
-    async def _model_ready(self, message: Any) -> Any:
-        try:
-            body = await self._remote.ask("model_ready", message.name, message.version)
-        except (NotFound, NotReady):
-            return service_pb2.ModelReadyResponse(ready=False)
-        return json_format.Parse(body, service_pb2.ModelReadyResponse())
-
-    async def _model_metadata(self, message: Any) -> Any:
-        body = await self._remote.ask("model_metadata", message.name, message.version)
-        return json_format.Parse(body, service_pb2.ModelMetadataResponse())
-
-    async def _model_config(self, message: Any) -> Any:
-        body = await self._remote.ask("model_config", message.name, message.version)
-        config = model_config_pb2.ModelConfig.FromString(body)
-        return service_pb2.ModelConfigResponse(config=config)
-
-    async def _model_statistics(self, message: Any) -> Any:
-        body = await self._remote.ask("model_statistics", message.name, message.version)
-        answer = service_pb2.ModelStatisticsResponse()
-        return json_format.Parse(body, answer, ignore_unknown_fields=True)
-
-    # The repository.
-
-    async def _repository_index(self, message: Any, key: bytes) -> Any:
-        _check_repository(message)
-        asked = {"ready": message.ready}
-        body = await self._remote.ask("repository_index", parameters=asked, key=key)
-        return json_format.Parse(body, service_pb2.RepositoryIndexResponse())
-
-    async def _repository_load(self, message: Any, key: bytes) -> Any:
-        _check_repository(message)
-        # Only the names: values may be whole files, and are not used.
-        given = dict.fromkeys(message.parameters, True)
-        await self._remote.ask("model_load", message.model_name, parameters=given, key=key)
-        return service_pb2.RepositoryModelLoadResponse()
-
-    async def _repository_unload(self, message: Any, key: bytes) -> Any:
-        _check_repository(message)
-        await self._remote.ask("model_unload", message.model_name, key=key)
-        return service_pb2.RepositoryModelUnloadResponse()
+        return ask
 
     # Health.
 
@@ -302,17 +258,15 @@ class Service:
         """Return the status of the server, or of the named model, which requires a key."""
         try:
             if service in ("", SERVICE.full_name):
-                body = await self._remote.ask("server_ready")
+                await self._remote.ask("ready")
             else:
                 self._gate.check_rpc(MODEL_READY, context.invocation_metadata())
-                body = await self._remote.ask("model_ready", service)
+                await self._remote.ask("model_ready", service)
         except NotFound:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         except NotReady:
             return health_pb2.HealthCheckResponse.NOT_SERVING
-        if json.loads(body)["ready"]:
-            return health_pb2.HealthCheckResponse.SERVING
-        return health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse.SERVING
 
 
 class Stream:
@@ -391,12 +345,10 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
 def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     """Return a handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
-    is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
     async def call(data: bytes, context: Any) -> Any:
         caller = _caller(gate, context)
-        message = parse(request_type, data)
-        return await (answer(message, caller) if is_admin else answer(message))
+        return await answer(parse(request_type, data), caller)
 
     return grpc.unary_unary_rpc_method_handler(
         _guarded(method.name, call),
@@ -424,18 +376,19 @@ def _caller(gate: Gate, context: Any) -> bytes:
     return gate.caller(headers_of(context.invocation_metadata() or ()))
 
 
-def _missing(name: str) -> Answer:
-    what = next((text for start, text in MISSING.items() if name.startswith(start)), f"{name} is")
-
-    async def refuse(message: Any, key: bytes = b"") -> Any:
-        raise Unsupported(f"{what} not supported by this server")
-
-    return refuse
-
-
-def _check_repository(message: Any) -> None:
-    if message.repository_name:
+def _arguments(message: Any) -> tuple[str, str, dict[str, Parameter]]:
+    """Return the model, the version and the parameters that a message names."""
+    if getattr(message, "repository_name", ""):
         raise Unsupported("'repository_name' is not supported: this server has one repository")
+    match message:
+        case service_pb2.RepositoryIndexRequest():
+            return "", "", {"ready": message.ready}
+        case service_pb2.RepositoryModelLoadRequest():
+            # Only the names: values may be whole files, and are not used.
+            return message.model_name, "", dict.fromkeys(message.parameters, True)
+        case service_pb2.RepositoryModelUnloadRequest():
+            return message.model_name, "", {}
+    return getattr(message, "name", ""), getattr(message, "version", ""), {}
 
 
 def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from penstock.config import HttpLimits
 from penstock.errors import (
@@ -27,14 +27,12 @@ from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, Rou
 from penstock.protocols.http import Exchange, Handler, Head
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
 from penstock.protocols.route_table import Match
-from penstock.serving.catalog import Catalog
+from penstock.protocols.v2_routes import make_handlers
+from penstock.serving.management import ManagementApi
 from penstock.serving.served import Served
 from penstock.types import Request, Response, Servable, TensorSpec
 from penstock.wire import compression
 from penstock.wire.v2 import Codec, decode_raw
-
-if TYPE_CHECKING:
-    from penstock.protocols.v2_routes import V2Routes
 
 log = logging.getLogger("penstock.http")
 
@@ -153,21 +151,21 @@ class Models:
 
     def __init__(
         self,
-        catalog: Catalog,
-        routes: V2Routes,
+        management: ManagementApi,
         logs_requests: bool = False,
         handle_openai: Handler | None = None,
         handle_generate: Handler | None = None,
         gate: Gate | None = None,
+        pages: Mapping[str, RouteHandler] | None = None,
     ) -> None:
-        """`gate` resolves the names of callers."""
+        """`gate` resolves the names of callers; `pages` are the handlers of the server's pages."""
         self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
-        self._catalog = catalog
-        self._routes = routes
+        self._catalog = management.catalog
+        self._lifecycle = management.lifecycle
         self._codec = Codec()
         self._tasks = HandlerTasks(reply_error)
-        self._handlers = routes.handlers()
+        self._handlers = {**make_handlers(management), **(pages or {})}
         self._direct = {
             "openai": handle_openai,
             "generate": handle_generate,
@@ -207,7 +205,7 @@ class Models:
         model = self._catalog.find(call.model_name, call.model_version)
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
-            if self._routes.is_draining:
+            if self._lifecycle.is_draining:
                 raise NotReady("the server is shutting down")
             if call.json_bytes == 0:
                 request = decode_raw(exchange.body, model.config, sink, exchange.received)

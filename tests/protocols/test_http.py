@@ -1142,7 +1142,7 @@ async def test_drain_lets_requests_finish_and_then_closes(serve: Any) -> None:
     async with serve(hold) as served, served.connect() as busy, served.connect() as idle:
         await busy.send(get())
         exchange = await hold.arrived.get()
-        served.http.drain()
+        served.http.lifecycle.drain()
         assert served.http.num_running == 1
         exchange.reply(200, b"", (b"done",))
         answer = await busy.answer()
@@ -1159,7 +1159,7 @@ async def test_drain_lets_requests_finish_and_then_closes(serve: Any) -> None:
 async def test_nothing_runs_behind_the_last_answer_of_a_drained_connection(serve: Any) -> None:
     echo = Echo()
     async with serve(echo) as served:
-        served.http.drain()
+        served.http.lifecycle.drain()
         answer, rest = await served.last_words(get("/1") + get("/2") + get("/3"))
     assert (answer.body, rest) == (b"/1 ", b"")
     assert [path for path, _ in echo.seen] == [b"/1"]

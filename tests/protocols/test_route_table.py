@@ -28,11 +28,13 @@ from penstock.protocols.http import (
     normalize_path,
 )
 from penstock.protocols.metrics_http import MetricsHttp
-from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_SCOPES, Match, find
+from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, Match, find
 from penstock.protocols.v2_grpc import Gated
 from penstock.protocols.v2_http import InferCall, V2Http
-from penstock.protocols.v2_routes import V2Routes
+from penstock.protocols.v2_routes import make_handlers
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.management import ManagementApi
 
 # What each route needs. A new route must be entered here, with thought.
 SCOPES = {
@@ -137,14 +139,19 @@ def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():
     there = {f"/{each.full_name}/{m.name}" for each in services for m in each.methods}
     assert RPCS.keys() == there
     scopes = {method: find(path.encode()).route.scope for method, path in RPCS.items()}
-    assert scopes == dict(RPC_SCOPES)
+    assert scopes == {rpc: route.scope for rpc, route in RPC_ROUTES.items()}
+
+
+def make_management() -> ManagementApi:
+    catalog = Catalog()
+    return ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
 
 
 async def test_every_handler_of_the_table_exists():
     direct = {"infer", "openai", "generate", "generate_stream"}
-    routes = V2Routes(Catalog(), ".", is_explicit=True)
-    routes.pages = Pages(Catalog(), routes, Gate()).handlers()
-    assert {route.handler for route in ROUTES} == direct | routes.handlers().keys()
+    management = make_management()
+    pages = Pages(management, Gate()).handlers()
+    assert {route.handler for route in ROUTES} == {*direct, *make_handlers(management), *pages}
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
@@ -399,8 +406,7 @@ def matches(pattern: str, segments: list[str]) -> bool:
 
 
 async def test_the_metrics_port_has_nothing_but_scrapes_and_health() -> None:
-    routes = V2Routes(Catalog(), ".", is_explicit=True)
-    handler = MetricsHttp(Gate(), routes)
+    handler = MetricsHttp(Gate(), make_management())
     server = Server(handler=handler.handle)
     tricks = [trick for name, trick in TRICKS.items() if not name.endswith("/health/live")]
     for route in ROUTES:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from example_counts import at_most
-from google.protobuf import text_format
+from google.protobuf import json_format, text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
@@ -180,6 +180,8 @@ def test_what_is_written_reads_back_to_an_equal_configuration(config: ModelConfi
         again = read_back(text, root)
         assert again == config
         assert pbtxt.write(again) == text
+        shown = json_format.ParseDict(pbtxt.to_json(again), model_config_pb2.ModelConfig())
+        assert shown == pbtxt.to_served(again), "gRPC answers with the JSON of /config"
 
 
 def test_the_file_chooses_no_version() -> None:
