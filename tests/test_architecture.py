@@ -209,6 +209,7 @@ WITHOUT_OWN_TEST = {
     "llm/models/__init__.py": "empty",
     "protocols/grpc_errors.py": "tests/protocols/test_v2_grpc.py meets each of them",
     "protocols/http_errors.py": "tests/protocols/test_v2_http.py meets each of them",
+    "protocols/http_reader.py": "tests/protocols/test_http.py reads messages with it",
     "protocols/openai_errors.py": "tests/protocols/test_openai_http.py meets each of them",
     "serving/served.py": "a protocol; whatever the catalog has is one",
     "repository/onnx_file.py": "tests/repository/test_repository_layout.py reads files through it",

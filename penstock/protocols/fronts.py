@@ -32,8 +32,9 @@ from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_errors import status_name
-from penstock.protocols.http import Exchange, Handler, Head
+from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import status_of
+from penstock.protocols.http_reader import Head
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall

@@ -24,8 +24,9 @@ from penstock.protocols import access_log, audit_log, route_table
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
-from penstock.protocols.http import Exchange, Handler, Head
+from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
+from penstock.protocols.http_reader import Head
 from penstock.protocols.route_table import Match
 from penstock.protocols.v2_routes import make_handlers
 from penstock.serving.management import ManagementApi

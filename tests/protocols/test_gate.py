@@ -15,7 +15,7 @@ from penstock.protocols.gate import (
     read_keys,
     secret_of,
 )
-from penstock.protocols.http import Head
+from penstock.protocols.http_reader import Head
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.protocols.v2_http import V2Http
