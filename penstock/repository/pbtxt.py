@@ -7,35 +7,23 @@ ModelConfig; fields that a ModelConfig does not hold are kept from the edited me
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
-from penstock import backends, slo
+from penstock import backends
 from penstock.config import (
     CLASSIFIER,
     CPU,
-    DEFAULT_HANG_S,
-    DEFAULT_LOAD_TIMEOUT_S,
     EACH_GPU,
-    HEADS,
     LLM,
     MAX_INSTANCES,
-    SLO_OFF,
     STAGES,
     BatchPolicy,
-    MemoryPolicy,
     ModelConfig,
-    PadAxis,
-    Padding,
-    Postprocess,
-    Preprocess,
     QueuePolicy,
     Warmup,
 )
@@ -43,14 +31,23 @@ from penstock.errors import ConfigError
 from penstock.repository import (
     onnx_file,
     openvino_file,
+    parameters,
     pbtxt_fields,
     pbtxt_warmup,
     pretrained,
     pt2_file,
     python_file,
 )
+from penstock.repository.parameters import (
+    FOLLOW_LINKS,
+    MAX_TOKENS,
+    MAX_WAIT,
+    SLO,
+    ParameterReader,
+    check_names,
+)
 from penstock.system import devices
-from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
+from penstock.types import Signature, TensorSpec, TimeoutAction
 
 # Files that each backend loads; of several, the first that exists.
 FILES = {
@@ -74,97 +71,6 @@ PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 PLATFORM_NAMES = {backend: platform for platform, backend in PLATFORMS.items()}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
-MAX_TOKENS = "penstock.max_tokens"
-LOAD_TIMEOUT, MEMORY, ENV = "penstock.load_timeout_s", "penstock.memory_bytes", "penstock.env"
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
-MAX_WAIT = "penstock.max_wait_ms"
-# Our keys under `parameters`, with their largest sensible values.
-NUMBERS = {
-    "penstock.hang_s": 1e9,
-    LOAD_TIMEOUT: 1e9,
-    MEMORY: 1 << 50,
-    "penstock.slab_bytes": 1 << 40,
-    "penstock.max_slabs": 4096,
-    "penstock.spill_bytes": 1 << 40,
-    "penstock.tolerance": 1.0,
-    "penstock.gpu_memory_bytes": 1 << 50,
-    MAX_TOKENS: 1 << 40,
-    MAX_WAIT: 1e12,
-}
-# Keys whose value may be 0.
-ZERO = (MAX_WAIT,)
-SLO = "penstock.slo"
-PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
-PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
-MAX_BUCKETS = 64
-PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
-POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
-FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
-MODEL_TENSOR = re.compile(
-    r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*"
-)
-WHOLE = (
-    "penstock.slab_bytes",
-    "penstock.max_slabs",
-    "penstock.spill_bytes",
-    "penstock.gpu_memory_bytes",
-    MEMORY,
-    MAX_TOKENS,
-)
-# Whether links among a language model's files may lead out of its folder.
-FOLLOW_LINKS = "penstock.follow_links"
-# Our keys that the backend interprets.
-BACKEND_OPTIONS = {
-    "pytorch": (
-        "penstock.factory",
-        "penstock.compile",
-        "penstock.dtype",
-        "penstock.memory_format",
-        "penstock.fuse",
-        "penstock.cuda_graphs",
-        "penstock.pack",
-        "penstock.fp8",
-    ),
-    LLM: (
-        "penstock.dtype",
-        "penstock.block_size",
-        "penstock.kv_cache_bytes",
-        "penstock.max_model_len",
-        "penstock.max_num_batched_tokens",
-        "penstock.max_num_seqs",
-        "penstock.max_waiting",
-        "penstock.random_weights",
-        "penstock.text_timeout_s",
-        "penstock.parse_special_tokens",
-        FOLLOW_LINKS,
-        "penstock.threads",
-        "penstock.tpot_ms",
-        "penstock.ttft_ms",
-    ),
-}
-# Our keys that become fields of ModelConfig; all others stay in its options.
-FIELDS = (
-    "penstock.hang_s",
-    LOAD_TIMEOUT,
-    MEMORY,
-    ENV,
-    "penstock.slab_bytes",
-    "penstock.max_slabs",
-    "penstock.spill_bytes",
-    "penstock.tolerance",
-    "penstock.gpu_memory_bytes",
-    MAX_TOKENS,
-    MAX_WAIT,
-    SLO,
-    PAD,
-    PAD_BUCKETS,
-    PREPROCESS,
-    MODEL_INPUTS,
-    POSTPROCESS,
-    MODEL_OUTPUTS,
-)
-# Those of them that are texts.
-TEXTS = (SLO, ENV, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
 # Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
 GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
 # Backends that use a GPU by default.
@@ -241,7 +147,7 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
     message.parameters.clear()
-    for key, value in {**config.options, **_own_parameters(config)}.items():
+    for key, value in {**config.options, **parameters.write(config)}.items():
         message.parameters[key].string_value = value
     return message
 
@@ -360,49 +266,6 @@ def _counts(config: ModelConfig) -> list[tuple[str, int]]:
     return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
 
 
-def _own_parameters(config: ModelConfig) -> dict[str, str]:
-    """Return the keys of FIELDS whose values differ from their defaults."""
-    memory, base = config.memory, MemoryPolicy()
-    values: dict[str, str] = {}
-    for key, value, default in (
-        ("penstock.hang_s", config.hang_s, DEFAULT_HANG_S),
-        (LOAD_TIMEOUT, config.load_timeout_s, DEFAULT_LOAD_TIMEOUT_S),
-        (MEMORY, config.memory_bytes, None),
-        ("penstock.slab_bytes", memory.slab_bytes, None),
-        ("penstock.max_slabs", memory.max_slabs, base.max_slabs),
-        ("penstock.spill_bytes", memory.spill_bytes, base.spill_bytes),
-        ("penstock.gpu_memory_bytes", config.gpu_memory_bytes, None),
-        ("penstock.tolerance", config.tolerance, None),
-        (MAX_TOKENS, config.batching.max_tokens, None),
-    ):
-        if value != default:
-            values[key] = repr(value)
-    if (max_wait_s := config.batching.max_wait_s) is not None:
-        values[MAX_WAIT] = f"{max_wait_s * 1e3:.12g}"
-    if config.slo:
-        values[SLO] = config.slo
-    if config.env:
-        values[ENV] = ", ".join(config.env)
-    if config.preprocess is not None:
-        values[PREPROCESS] = config.preprocess.function
-        values[MODEL_INPUTS] = _listed(config.preprocess.inputs)
-    if config.postprocess is not None:
-        values[POSTPROCESS] = config.postprocess.function
-        values[MODEL_OUTPUTS] = _listed(config.postprocess.outputs)
-    padding = config.model.padding
-    if padding is not None:
-        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in padding.axes)
-        values[PAD] = ", ".join(axes)
-        values[PAD_BUCKETS] = ",".join(map(str, padding.buckets))
-    return values
-
-
-def _listed(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(
-        f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
-    )
-
-
 def _describe_batching(message: Any, policy: BatchPolicy) -> None:
     message.ClearField("dynamic_batching")
     if not policy.is_dynamic:
@@ -451,23 +314,14 @@ class _Resolver:
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
         options = {key: value.string_value for key, value in message.parameters.items()}
-        numbers = self._numbers(options, BACKEND_OPTIONS.get(backend, ()))
-        promised = options.get(SLO)
-        preprocess = self._preprocess(options)
-        padding = self._padding(options, preprocess.inputs if preprocess else inputs)
-        batching = replace(
-            self._batching(max_batch),
-            slo_latency_s=self._slo_latency_s(promised),
-            max_tokens=_whole(numbers.get(MAX_TOKENS)),
-            max_wait_s=numbers[MAX_WAIT] / 1e3 if MAX_WAIT in numbers else None,
-        )
+        reader = ParameterReader(options, backend, self._folder, self._problem)
+        numbers = reader.numbers()
+        preprocess = reader.preprocess()
+        padding = reader.padding(preprocess.inputs if preprocess else inputs)
+        batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
         if not inputs:
             # Without inputs the number of rows of a batch is undefined.
             batching = replace(batching, is_dynamic=False)
-        # A stage tells how long rows are before the model's own queue.
-        is_known = preprocess is None or preprocess.function in STAGES
-        if problem := _tokens_problem(batching, padding, is_sent=is_known):
-            self._problem(f"parameters.{MAX_TOKENS}", problem)
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
@@ -477,21 +331,19 @@ class _Resolver:
             outputs=outputs,
             max_batch_size=max_batch,
             batching=batching,
-            memory=_memory(numbers),
-            hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
-            load_timeout_s=numbers.get(LOAD_TIMEOUT, DEFAULT_LOAD_TIMEOUT_S),
-            memory_bytes=_whole(numbers.get(MEMORY)),
-            env=self._env(options.get(ENV, ""), backend),
+            env=reader.env(),
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
-            postprocess=self._postprocess(options),
-            tolerance=numbers.get("penstock.tolerance"),
-            gpu_memory_bytes=_whole(numbers.get("penstock.gpu_memory_bytes")),
+            postprocess=reader.postprocess(),
             file=message.default_model_filename,
-            options={key: options[key] for key in options if key not in FIELDS},
-            slo="" if promised is None else promised.strip() or SLO_OFF,
+            options=parameters.options_of(options),
+            slo=reader.slo(),
         )
-        config = self._with_labels(config)
+        config = self._with_labels(parameters.with_numbers(config, numbers))
+        # A stage tells how long rows are before the model's own queue.
+        is_known = preprocess is None or preprocess.function in STAGES
+        if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
+            self._problem(f"parameters.{MAX_TOKENS}", problem)
         placed = self._instances(backend)
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
@@ -530,18 +382,6 @@ class _Resolver:
                 self._problem(f"metric_tags.{tag}", "every metric has this label already")
             elif LABEL.fullmatch(tag) is None or tag.startswith("__"):
                 self._problem(f"metric_tags.{tag}", "expected a name of letters, digits and _")
-
-    def _env(self, text: str, backend: str) -> tuple[str, ...]:
-        names = tuple(part.strip() for part in text.split(",") if part.strip())
-        wrong = [name for name in names if not ENV_NAME.fullmatch(name)]
-        if wrong:
-            self._problem(
-                f"parameters.{ENV}",
-                f"'{wrong[0]}' names no variable; expected e.g. 'MODEL_TOKEN, MY_PREFIX_*'",
-            )
-        if names and backend == LLM:
-            self._problem(f"parameters.{ENV}", "language models run no code of their own")
-        return names
 
     def _problem(self, path: str, text: str) -> None:
         self._problems.append(f"{path}: {text}")
@@ -593,7 +433,7 @@ class _Resolver:
         resolved: other files are found beside the link."""
         if backend != LLM or Path(file).name != file:
             return None
-        if follows_links(self._message):
+        if parameters.follows_links(self._message):
             return base / file
         return base / file if _inside(base, file, self._folder.parent.resolve()) else None
 
@@ -613,8 +453,8 @@ class _Resolver:
                 inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
             else:
                 self._problem("input, output", f"must be given for backend '{backend}', {EXAMPLE}")
-        self._check_names("input", inputs)
-        self._check_names("output", outputs)
+        check_names("input", inputs, self._problem)
+        check_names("output", outputs, self._problem)
         return inputs, outputs, max_batch
 
     def _complete(
@@ -692,11 +532,6 @@ class _Resolver:
             self._problem(path, f"'{file}' cannot be read: {error}")
             return ()
 
-    def _check_names(self, kind: str, specs: Sequence[TensorSpec]) -> None:
-        names = [spec.name for spec in specs]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            self._problem(kind, f"'{name}' is given {names.count(name)} times")
-
     def _batching(self, max_batch: int) -> BatchPolicy:
         message = self._message
         if not message.HasField("dynamic_batching"):
@@ -767,115 +602,6 @@ class _Resolver:
             return [CPU]
         return [device for group in groups for device in _devices(group, backend)]
 
-    def _slo_latency_s(self, promised: str | None) -> float | None:
-        if promised is None or promised.strip() in ("", SLO_OFF):
-            return None
-        try:
-            return slo.parse(promised).latency_s
-        except ConfigError as error:
-            for problem in error.problems:
-                self._problem(f"parameters.{SLO}", problem)
-            return None
-
-    def _padding(self, options: Mapping[str, str], inputs: Sequence[TensorSpec]) -> Padding | None:
-        """Parse `penstock.pad`: which axes of which inputs may be padded, and with what."""
-        buckets = self._buckets(options)
-        if PAD not in options:
-            if PAD_BUCKETS in options:
-                self._problem(f"parameters.{PAD_BUCKETS}", f"needs parameters.{PAD}")
-            return None
-        specs = {spec.name: spec for spec in inputs}
-        axes: list[PadAxis] = []
-        for item in options[PAD].split(","):
-            match = PAD_AXIS.fullmatch(item)
-            if match is None:
-                problem = f"'{item.strip()}' is not of the form input[axis]=value"
-            else:
-                axis = PadAxis(match["input"], int(match["axis"]), _float(match["value"] or "0"))
-                problem = _pad_problem(axis, specs)
-                axes.append(axis)
-            if problem:
-                self._problem(f"parameters.{PAD}", problem)
-        return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
-
-    def _preprocess(self, options: Mapping[str, str]) -> Preprocess | None:
-        """Parse `penstock.preprocess` and `penstock.model_inputs`: both or neither."""
-        if PREPROCESS not in options and MODEL_INPUTS not in options:
-            return None
-        expected = "expected what the model takes, such as input_ids:INT64[-1]"
-        inputs = self._model_tensors(MODEL_INPUTS, options.get(MODEL_INPUTS, ""), expected)
-        return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, ""), STAGES), inputs)
-
-    def _postprocess(self, options: Mapping[str, str]) -> Postprocess | None:
-        """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""
-        if POSTPROCESS not in options and MODEL_OUTPUTS not in options:
-            return None
-        expected = "expected what the model gives, such as logits:FP32[10]"
-        outputs = self._model_tensors(MODEL_OUTPUTS, options.get(MODEL_OUTPUTS, ""), expected)
-        return Postprocess(
-            self._function(POSTPROCESS, options.get(POSTPROCESS, ""), HEADS), outputs
-        )
-
-    def _function(self, key: str, function: str, built_in: Sequence[str]) -> str:
-        match = FUNCTION.fullmatch(function)
-        if function in built_in:
-            return function
-        if match is None:
-            steps = f"or one of {', '.join(built_in)} for a Hugging Face folder"
-            expected = f"expected FILE.py:FUNCTION, a file of the version folder, {steps}"
-            self._problem(f"parameters.{key}", f"'{function}': {expected}")
-        elif not (self._folder / match["file"]).is_file():
-            self._problem(f"{self._folder.name}/{match['file']}", "no such file")
-        return function
-
-    def _model_tensors(self, key: str, text: str, expected: str) -> tuple[TensorSpec, ...]:
-        specs: list[TensorSpec] = []
-        for item in re.split(r",(?![^\[]*\])", text):
-            found = MODEL_TENSOR.fullmatch(item)
-            sizes = [size.strip() for size in found["dims"].split(",")] if found else []
-            sizes = [size for size in sizes if size]
-            is_shape = all(re.fullmatch(r"-1|[1-9]\d{0,17}", size) for size in sizes)
-            if found is None or found["type"] not in DATATYPES or not is_shape:
-                self._problem(f"parameters.{key}", f"'{item.strip()}': {expected}")
-            else:
-                specs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
-        self._check_names(f"parameters.{key}", specs)
-        return tuple(specs)
-
-    def _buckets(self, options: Mapping[str, str]) -> tuple[int, ...]:
-        text = options.get(PAD_BUCKETS)
-        if text is None:
-            return ()
-        sizes = [_number(item.strip(), is_whole=True) for item in text.split(",")]
-        buckets = tuple(int(size) for size in sizes if size is not None and 0 < size < 1 << 31)
-        if len(buckets) < len(sizes) or list(buckets) != sorted(set(buckets)):
-            expected = "expected whole numbers, each larger than the one before, such as 16,32,64"
-            self._problem(f"parameters.{PAD_BUCKETS}", f"'{text}': {expected}")
-        elif len(buckets) > MAX_BUCKETS:
-            self._problem(f"parameters.{PAD_BUCKETS}", f"more than {MAX_BUCKETS} sizes")
-        return buckets
-
-    def _numbers(self, options: Mapping[str, str], texts: Sequence[str]) -> dict[str, float]:
-        """Parse and check our numeric parameters."""
-        numbers: dict[str, float] = {}
-        for key, text in options.items():
-            if not key.startswith("penstock.") or key in (*TEXTS, *texts):
-                continue
-            limit = NUMBERS.get(key)
-            if limit is None:
-                known = ", ".join((*NUMBERS, *TEXTS, *texts))
-                self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
-                continue
-            value = _number(text, is_whole=key in WHOLE)
-            least = "from 0" if key in ZERO else "above 0"
-            if value is None or not 0 <= value <= limit or (value == 0 and key not in ZERO):
-                kind = "whole number" if key in WHOLE else "number"
-                problem = f"'{text}' is not a {kind} {least} up to {limit:g}"
-                self._problem(f"parameters.{key}", problem)
-                continue
-            numbers[key] = value
-        return numbers
-
 
 def _ineffective(config: ModelConfig, message: Any) -> list[str]:
     """Return warnings about fields that have no effect combined with the rest of this file."""
@@ -918,12 +644,6 @@ def _is_set(message: Any, path: str) -> bool:
     return _is_set(getattr(message, head), rest) if rest else True
 
 
-def follows_links(message: Any) -> bool:
-    """Whether links of a language model may lead out of its folder."""
-    given = message.parameters
-    return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
-
-
 def _inside(base: Path, file: str, limit: Path) -> Path | None:
     """Resolve a path with links; None if it leaves `limit` or is invalid."""
     try:
@@ -963,76 +683,6 @@ def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
         what = f"asks for KIND_GPU, which is not supported for backend '{backend}'"
         found.append(("kind" if is_gpu else "gpus", what))
     return found
-
-
-def _whole(number: float | None) -> int | None:
-    return None if number is None else int(number)
-
-
-def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
-    base = MemoryPolicy()
-    return MemoryPolicy(
-        slab_bytes=_whole(numbers.get("penstock.slab_bytes")),
-        max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
-        spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
-    )
-
-
-def _tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: bool) -> str:
-    """Return what is wrong with a token budget, if there is one. `is_sent`: the padded tensors are
-    the user's inputs, not a function's results."""
-    if policy.max_tokens is None:
-        return ""
-    if not policy.is_dynamic:
-        return "needs dynamic_batching: each request runs by itself"
-    if padding is None:
-        return f"needs parameters.{PAD}, which says what axis is as long as there are tokens"
-    if not is_sent:
-        return f"how long rows are is known only behind parameters.{PREPROCESS}"
-    longest = padding.buckets[-1]
-    if policy.max_tokens < longest:
-        text = f"'{policy.max_tokens}' is less than one row of the largest bucket, {longest}"
-        return f"{text} (parameters.{PAD_BUCKETS})"
-    return ""
-
-
-def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
-    spec = specs.get(axis.input)
-    if spec is None:
-        return f"no input '{axis.input}'; there are {', '.join(specs)}"
-    place = f"'{axis.input}[{axis.axis}]'"
-    if spec.datatype == "BYTES":
-        return f"{place}: BYTES cannot be padded"
-    if axis.axis >= len(spec.shape) or spec.shape[axis.axis] != -1:
-        return f"{place}: not one of the axes of size -1 in dims {list(spec.shape)}"
-    dtype = DATATYPES[spec.datatype].numpy
-    is_float = dtype.kind == "f" or spec.datatype == "BF16"
-    if math.isnan(axis.value) or (not is_float and not _holds(dtype, axis.value)):
-        return f"{place}: the value is not one of {spec.datatype}"
-    return ""
-
-
-def _holds(dtype: Any, value: float) -> bool:
-    if dtype.kind == "b":
-        return value in (0, 1)
-    limits = np.iinfo(dtype)
-    return value.is_integer() and limits.min <= value <= limits.max
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _number(text: str, is_whole: bool) -> float | None:
-    if is_whole:
-        return int(text) if text.isascii() and text.isdigit() else None
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _queue_policy(message: Any) -> QueuePolicy:

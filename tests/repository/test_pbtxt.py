@@ -24,7 +24,7 @@ from penstock.config import (
     QueuePolicy,
 )
 from penstock.errors import ConfigError
-from penstock.repository import pbtxt
+from penstock.repository import parameters, pbtxt
 from penstock.types import DATATYPES, TensorSpec
 
 MODEL = ModelConfig(
@@ -195,8 +195,10 @@ def test_an_slo_of_the_evidence_is_described_and_not_written() -> None:
         is_slo_from_evidence=True,
         batching=replace(MODEL.batching, slo_latency_s=0.02),
     )
-    assert pbtxt.parse(pbtxt.describe(config)).parameters[pbtxt.SLO].string_value == "p99 < 20ms"
-    assert pbtxt.SLO not in pbtxt.parse(pbtxt.write(config)).parameters
+    assert (
+        pbtxt.parse(pbtxt.describe(config)).parameters[parameters.SLO].string_value == "p99 < 20ms"
+    )
+    assert parameters.SLO not in pbtxt.parse(pbtxt.write(config)).parameters
 
 
 # Everything here is read and not interpreted, or is interpreted and the same as in MODEL.
@@ -323,7 +325,7 @@ class TestServed:
         (folder / "model.onnx").write_bytes(b"")
         config = pbtxt.resolve(pbtxt.parse(self.text), "model", folder)
         config = replace(config, slo="p99 < 20ms", is_slo_from_evidence=True)
-        assert pbtxt.to_served(config).parameters[pbtxt.SLO].string_value == "p99 < 20ms"
+        assert pbtxt.to_served(config).parameters[parameters.SLO].string_value == "p99 < 20ms"
 
 
 @pytest.mark.parametrize("tag", ["model", "le", "my-team", "1st", "__name__", ""])
