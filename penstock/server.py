@@ -24,7 +24,7 @@ from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
-from penstock.protocols.fronts import CoreApi, Front, grpc_trade, http_opening, http_trade
+from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
@@ -61,8 +61,8 @@ METRICS_BODY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of loading."""
+class LoadProgress:
+    """LoadProgress of loading."""
 
     num_loaded: int
     num_models: int
@@ -167,11 +167,11 @@ class Server:
         self._reserved: socket.socket | None = None
         self.grpc: Front | None = None
         if config.grpc is not None:
-            trade = grpc_trade(config.host, config.grpc, gate, tls=config.tls)
-            self.grpc = Front(self._core, trade)
+            spec = grpc_spec(config.host, config.grpc, gate, tls=config.tls)
+            self.grpc = Front(self._core, spec)
             self._fronts.append(self.grpc)
 
-    async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+    async def start(self, found: Found, on_progress: Callable[[LoadProgress], None]) -> None:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
         self.catalog.announce(found)
@@ -282,7 +282,7 @@ class Server:
                     front.set_keys(self._gate)
                 log.info("API keys reloaded: %d", len(keys.scopes))
 
-    async def _tell(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+    async def _tell(self, found: Found, on_progress: Callable[[LoadProgress], None]) -> None:
         names = list(dict.fromkeys(config.name for config in found.configs))
         began = time.monotonic()
         while True:
@@ -293,7 +293,7 @@ class Server:
             elapsed_s = time.monotonic() - began
             if waiting:
                 num_loaded = len(names) - len(waiting)
-                on_progress(Progress(num_loaded, len(names), waiting, elapsed_s))
+                on_progress(LoadProgress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: Found) -> None:
         """Load the models while the fronts start; cancel loading if a front cannot listen."""
@@ -327,7 +327,7 @@ class Server:
             config.tls,
         )
         self._fronts += [
-            Front(self._core, http_trade(number, opening, config.limits))
+            Front(self._core, http_spec(number, opening, config.limits))
             for number in range(1, config.num_fronts + 1)
         ]
 
@@ -435,7 +435,7 @@ async def serve(
     found: Found,
     config: ServerConfig,
     on_start: Callable[[Server], None],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[LoadProgress], None],
 ) -> signal.Signals:
     """Run until SIGTERM, SIGQUIT or SIGINT, or SIGHUP from a terminal, and return the signal; a
     second signal exits at once."""

@@ -34,7 +34,7 @@ from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import status_of
-from penstock.protocols.http_reader import Head
+from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
@@ -79,7 +79,7 @@ MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
+class FrontSpec:
     """One kind of front: its `name` in the log, the mapping of errors to its protocol's `status`,
     and the `opening` frame sent first."""
 
@@ -95,13 +95,13 @@ class Trade:
     start_life: StartLife
 
 
-def grpc_trade(
+def grpc_spec(
     host: str,
     config: GrpcConfig,
     gate: Gate,
     start_life: StartLife = GRPC_FRONT,
     tls: TlsConfig | None = None,
-) -> Trade:
+) -> FrontSpec:
     opening = frames.Open(
         frames.VERSION,
         host,
@@ -113,15 +113,19 @@ def grpc_trade(
         tls=tls,
     )
     name = "gRPC front"
-    return Trade(name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life)
+    return FrontSpec(
+        name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life
+    )
 
 
-def http_trade(
+def http_spec(
     number: int, opening: frames.Open, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
-) -> Trade:
+) -> FrontSpec:
     hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
     name = f"HTTP front {number}"
-    return Trade(name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life)
+    return FrontSpec(
+        name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life
+    )
 
 
 def http_opening(
@@ -169,10 +173,10 @@ class CoreApi:
         if ask.kind not in ADMIN_ACTIONS:
             return await answer
         call = AdminCall("grpc", self.gate.name_of(ask.key), ask.kind, name)
-        return await audit_log.recorded(call, answer, "OK", status_name)
+        return await audit_log.record_answer(call, answer, "OK", status_name)
 
 
-class Call:
+class FrontCall:
     """A front's request, and the sink that answers it."""
 
     __slots__ = ("_number", "_session", "_wants_classes", "_wants_timings", "model", "request")
@@ -209,19 +213,19 @@ class Call:
             self._session.reply(self._number, answer, final, timings)
 
 
-class LoggedCall(Call):
+class LoggedCall(FrontCall):
     """A call that is also written to the access log."""
 
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        trade, config = self._session.trade, self.model.config
+        spec, config = self._session.spec, self.model.config
         if isinstance(answer, Response):
-            access_log.ended(trade.protocol, trade.status_ok, config, request, "")
+            access_log.ended(spec.protocol, spec.status_ok, config, request, "")
         else:
             kind = type(answer).__name__
-            access_log.ended(trade.protocol, trade.status(answer), config, request, kind)
+            access_log.ended(spec.protocol, spec.status(answer), config, request, kind)
 
 
 class Relay:
@@ -234,7 +238,7 @@ class Relay:
         self.received = frame.received
         self.writable = asyncio.Event()
         self.writable.set()
-        head = Head(frame.method, frame.target, frame.headers)
+        head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
         (body,) = session.unpack(frame.parcel)
@@ -246,7 +250,7 @@ class Relay:
         """Always 0: the front limits unsent bytes."""
         return 0
 
-    def will_keep_alive(self, head: Head) -> bool:
+    def will_keep_alive(self, head: MessageHead) -> bool:
         return head.keep_alive and not self._session.lifecycle.is_draining
 
     def write(self, data: bytes) -> None:
@@ -265,19 +269,19 @@ class Session:
     def __init__(
         self,
         core: CoreApi,
-        trade: Trade,
+        spec: FrontSpec,
         life: Life,
         segments: tuple[Segment, Segment],
-        told: Callable[[frames.FromFront], None],
+        notify: Callable[[frames.FromFront], None],
     ) -> None:
         self._core = core
         self._catalog = core.management.catalog
         self.lifecycle = core.management.lifecycle
-        self.trade = trade
-        self._told = told
+        self.spec = spec
+        self._notify = notify
         self._requests, self._answers = segments
         self._outbox = Outbox(self._answers)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, FrontCall] = {}
         self._relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
@@ -297,7 +301,7 @@ class Session:
         try:
             socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
         except OSError as error:
-            log.error("the %s cannot be given its memory: %s", self.trade.name, error)
+            log.error("the %s cannot be given its memory: %s", self.spec.name, error)
             self.life.kill()
 
     def ping(self) -> None:
@@ -340,7 +344,7 @@ class Session:
     def refuse(self, number: int, error: PenstockError) -> None:
         self._calls.pop(number, None)
         kind = type(error).__name__
-        text = str(error)[: self.trade.max_text]
+        text = str(error)[: self.spec.max_text]
         frame = frames.InferReply(number, frames.Parcel(), error_kind=kind, error=text)
         if isinstance(error, Overloaded):
             frame.retry_after_s = error.retry_after_s
@@ -361,7 +365,7 @@ class Session:
             )
             frame.is_final = is_final
             if timings is not None:
-                frame.timings = _told(timings)
+                frame.timings = _timing_values(timings)
             try:
                 self._line.send(frame)
             except PenstockError as error:
@@ -385,7 +389,7 @@ class Session:
         try:
             self._outbox.post(number, [Tensor("body", "UINT8", (len(data),), data)], send)
         except PenstockError:
-            log.error("an answer of %d bytes is too large for the %s", len(data), self.trade.name)
+            log.error("an answer of %d bytes is too large for the %s", len(data), self.spec.name)
             self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
 
     def pass_part(self, number: int, data: bytes) -> None:
@@ -423,7 +427,7 @@ class Session:
             case frames.Forward():
                 self._forward(frame)
             case _:
-                self._told(frame)
+                self._notify(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
         catalog, name, version = self._catalog, frame.model_name, frame.model_version
@@ -434,16 +438,16 @@ class Session:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)
                 raise error
-            make = LoggedCall if self._core.logs_requests else Call
+            make = LoggedCall if self._core.logs_requests else FrontCall
             self._calls[frame.call] = call = make(self, frame, model)
             model.submit(call.request)
         except PenstockError as error:
             self.refuse(frame.call, error)
             if self._core.logs_requests:
-                what, trade = {"model": frame.model_name}, self.trade
+                what, spec = {"model": frame.model_name}, self.spec
                 kind = type(error).__name__
-                status = trade.status(error)
-                access_log.refused(trade.protocol, status, what, frame.received, kind)
+                status = spec.status(error)
+                access_log.refused(spec.protocol, status, what, frame.received, kind)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
@@ -475,7 +479,7 @@ class Session:
         try:
             self._post(ask.call, await self._core.answer(ask))
         except PenstockError as error:
-            kind, text = type(error).__name__, str(error)[: self.trade.max_text]
+            kind, text = type(error).__name__, str(error)[: self.spec.max_text]
             self._line.send(frames.Answer(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
@@ -519,9 +523,9 @@ class Silence:
 class Front:
     """Keeps one front running. `port` is where it listens, and stays the same after a restart."""
 
-    def __init__(self, core: CoreApi, trade: Trade) -> None:
+    def __init__(self, core: CoreApi, spec: FrontSpec) -> None:
         self._core = core
-        self._trade = trade
+        self._spec = spec
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -536,19 +540,19 @@ class Front:
         self.num_restarts = 0
         # As of the front's last Pong.
         self.num_connections = 0
-        self.port = trade.opening.port
+        self.port = spec.opening.port
 
     @property
     def name(self) -> str:
-        return self._trade.name
+        return self._spec.name
 
     @property
     def protocol(self) -> str:
-        return self._trade.protocol
+        return self._spec.protocol
 
     @property
     def number(self) -> int:
-        return self._trade.number
+        return self._spec.number
 
     @property
     def pid(self) -> int:
@@ -570,18 +574,18 @@ class Front:
         except OSError as error:
             self._restart(f"could not be started ({error})")
             return
-        self._session.open(msgspec.structs.replace(self._trade.opening, port=self.port))
+        self._session.open(msgspec.structs.replace(self._spec.opening, port=self.port))
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
 
     def _launch(self) -> Session:
-        segment_bytes = self._trade.opening.segment_bytes
+        segment_bytes = self._spec.opening.segment_bytes
         with contextlib.ExitStack() as undo:
             requests = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
             answers = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
-            life = self._trade.start_life(self._loop, self._died)
+            life = self._spec.start_life(self._loop, self._died)
             undo.pop_all()
-        return Session(self._core, self._trade, life, (requests, answers), self._told)
+        return Session(self._core, self._spec, life, (requests, answers), self._receive)
 
     async def listening(self) -> None:
         """Wait until the front listens; ConfigError if it cannot."""
@@ -591,8 +595,8 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        opening = msgspec.structs.replace(self._trade.opening, keys=keys)
-        self._trade = replace(self._trade, opening=opening)
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
+        self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
             self._session.set_keys(keys)
 
@@ -619,13 +623,13 @@ class Front:
             session.life.kill()
             await self._dead.wait()
 
-    def _told(self, frame: frames.FromFront) -> None:
+    def _receive(self, frame: frames.FromFront) -> None:
         match frame:
             case frames.Pong():
                 self._silence.heard()
                 self.num_connections = frame.num_connections
             case frames.Listening():
-                self._silence = Silence(self._trade.hang_s, self._loop.time())
+                self._silence = Silence(self._spec.hang_s, self._loop.time())
                 self.port = frame.port
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
@@ -634,7 +638,7 @@ class Front:
                     self._session.drain()
                 log.info(
                     "%s listens on port %d (pid %d)",
-                    self._trade.name,
+                    self._spec.name,
                     frame.port,
                     self.pid,
                     extra={"front_pid": self.pid},
@@ -650,7 +654,7 @@ class Front:
             return
         session.read()  # The Pong may have arrived while this loop was busy.
         if self._silence.is_over(self._loop.time()):
-            log.error("the %s hangs; killing pid %d", self._trade.name, self.pid)
+            log.error("the %s hangs; killing pid %d", self._spec.name, self.pid)
             session.life.kill()
         else:
             session.ping()
@@ -673,14 +677,14 @@ class Front:
             self._problems or self._num_deaths >= MAX_LOAD_DEATHS
         ):
             problems = self._problems or (
-                f"the {self._trade.name} {reason} while starting, {MAX_LOAD_DEATHS} times",
+                f"the {self._spec.name} {reason} while starting, {MAX_LOAD_DEATHS} times",
             )
             self._first_listening.set_exception(ConfigError(problems))
             return
         delay_s = backoff_s(self._num_deaths)
         why = "; ".join(self._problems) or reason
         log.warning(
-            "the %s %s; restart in %.1f s", self._trade.name, why, delay_s, extra={"reason": why}
+            "the %s %s; restart in %.1f s", self._spec.name, why, delay_s, extra={"reason": why}
         )
         self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
@@ -692,7 +696,7 @@ def _keys(gate: Gate) -> dict[bytes, tuple[str, ...]] | None:
     return {digest: tuple(scopes) for digest, scopes in gate.keys.scopes.items()}
 
 
-def _told(timings: Timings) -> tuple[float, ...]:
+def _timing_values(timings: Timings) -> tuple[float, ...]:
     return (
         timings.queued,
         timings.dispatched,

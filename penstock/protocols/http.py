@@ -20,7 +20,7 @@ from http import HTTPStatus
 from typing import Protocol, cast
 
 from penstock.config import HttpLimits
-from penstock.protocols.http_reader import Head, Message, MessageReader, Rejection, Screen
+from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
 from penstock.serving.lifecycle import Lifecycle
 from penstock.types import Buffer
 from penstock.wire.v2 import encode_error
@@ -62,7 +62,7 @@ class Peer(Protocol):
     def num_unsent(self) -> int:
         """Bytes that the client has not read yet."""
 
-    def will_keep_alive(self, head: Head) -> bool: ...
+    def will_keep_alive(self, head: MessageHead) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -85,7 +85,7 @@ class Exchange:
         "waiter",
     )
 
-    def __init__(self, connection: Peer, head: Head, body: Buffer) -> None:
+    def __init__(self, connection: Peer, head: MessageHead, body: Buffer) -> None:
         self._connection = connection
         self.received = connection.received
         self.head = head
@@ -269,7 +269,7 @@ class Connection(asyncio.Protocol):
 
     # Exchanges.
 
-    def will_keep_alive(self, head: Head) -> bool:
+    def will_keep_alive(self, head: MessageHead) -> bool:
         return head.keep_alive and not self._lifecycle.is_draining
 
     @property
@@ -386,7 +386,7 @@ class Connection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    def _start(self, head: Head, body: Buffer) -> None:
+    def _start(self, head: MessageHead, body: Buffer) -> None:
         self._running = exchange = Exchange(self, head, body)
         try:
             self._server.handler(exchange)
@@ -426,7 +426,7 @@ class HttpServer:
         self.screen = screen
         self.limits = limits
         self.lifecycle = lifecycle or Lifecycle()
-        self.known_heads: dict[bytes, Head] = {}
+        self.known_heads: dict[bytes, MessageHead] = {}
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
         # Not the loop's clock: uvloop's has millisecond resolution.

@@ -89,7 +89,7 @@ class Forwarding:
 
 
 class Core:
-    """The `Door` of a front: everything goes to the core."""
+    """The `Router` of a front: everything goes to the core."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote

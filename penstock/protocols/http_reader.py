@@ -43,7 +43,7 @@ _CONTROL = re.compile(rb"%(?:[01][0-9A-F]|7F|C2%[89][0-9A-F])")
 _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.IGNORECASE)
 
 
-class Head:
+class MessageHead:
     """The parsed start of a message. Header names are lower case; a repeated header keeps its last
     value, except for headers that must not repeat. `path` is normalized: all percent-encodings of
     the same segments have one spelling."""
@@ -79,8 +79,8 @@ class Rejection(Exception):
         self.status = status
 
 
-Message = tuple[Head, Buffer]
-Screen = Callable[[Head], bool]
+Message = tuple[MessageHead, Buffer]
+Screen = Callable[[MessageHead], bool]
 
 
 class Receiver(Protocol):
@@ -113,7 +113,7 @@ class MessageReader:
         self._chunk_bytes = 0
         self._is_upgrade = False
         self._num_headers = 0
-        self._head: Head | None = None
+        self._head: MessageHead | None = None
         self._body = bytearray()
         self._first_part: bytes = b""
         self._num_complete = 0
@@ -181,7 +181,7 @@ class MessageReader:
                 return Rejection(400, "the chunks have more extensions than content")
         return None
 
-    def only_head(self, data: bytes, end: int) -> Head | None:
+    def only_head(self, data: bytes, end: int) -> MessageHead | None:
         """Return the head if `data`, just fed, was exactly one plain message whose head ends at
         `end`: then the same bytes may be taken for the same head."""
         head = self._head
@@ -246,7 +246,7 @@ class MessageReader:
             self._refuse(400, "the only Transfer-Encoding is chunked")
         if b"host" not in headers and version != "1.0":
             self._refuse(400, "the Host header is missing")
-        head = Head(self._parser.get_method(), self._path_and_query(), headers)
+        head = MessageHead(self._parser.get_method(), self._path_and_query(), headers)
         if b"%" in head.path and _CONTROL.search(head.path):
             self._refuse(400, "the path contains an encoded control character")
         head.is_http_1_0 = version == "1.0"
@@ -263,7 +263,7 @@ class MessageReader:
         self.has_head = True
         self._body = bytearray()
 
-    def _check_screen(self, head: Head) -> None:
+    def _check_screen(self, head: MessageHead) -> None:
         """Refuse a message by its head alone, before the body is read, if the body is long or the
         client expects 100 Continue."""
         expect = head.headers.get(b"expect", b"").lower()

@@ -299,7 +299,7 @@ def unsupported(handler: str) -> Unsupported:
 
 
 def find(path: bytes) -> Match | None:
-    """Return the row for a path in the form of `protocols.http.Head.path`, or None."""
+    """Return the row for a path in the form of `http_reader.MessageHead.path`, or None."""
     given = path.split(b"/")[1:]
     for route in _BY_NUM_SEGMENTS.get(len(given), ()):
         if (match := route.match(given)) is not None:

@@ -72,7 +72,7 @@ FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 Answer = Callable[..., Awaitable[Any]]
 
 
-class Waiter:
+class InferWaiter:
     """The sink of one request: `message` resolves to the encoded answer."""
 
     __slots__ = ("message",)
@@ -159,7 +159,7 @@ class Service:
     async def _infer(self, data: bytes, caller: bytes, answer: Any = None) -> Any:
         """Return the answer to a ModelInferRequest. The core counts all requests, also those that
         cannot be decoded. `answer.id` is set to the request's id as soon as it is known."""
-        waiter, name, version = Waiter(), "", ""
+        waiter, name, version = InferWaiter(), "", ""
         try:
             message = parse(service_pb2.ModelInferRequest, data)
             name, version = message.model_name, message.model_version
@@ -184,7 +184,7 @@ class Service:
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         caller = _caller(self._gate, context)
-        stream = Stream(self._infer, messages, context, caller)
+        stream = InferStream(self._infer, messages, context, caller)
         stream.check = lambda: self._gate.check_caller("infer", caller)
         try:
             async with asyncio.TaskGroup() as group:
@@ -269,7 +269,7 @@ class Service:
         return health_pb2.HealthCheckResponse.SERVING
 
 
-class Stream:
+class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
     def __init__(

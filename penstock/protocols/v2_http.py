@@ -2,7 +2,7 @@
 
 Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
 errors to statuses by one table. The core and the front processes share this code; they differ only
-in their `Door`.
+in their `Router`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
-from penstock.protocols.http_reader import Head
+from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.route_table import Match
 from penstock.protocols.v2_routes import make_handlers
 from penstock.serving.management import ManagementApi
@@ -46,8 +46,8 @@ _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-L
 
 
 class InferCall:
-    """An inference call as its message head describes it. Cached on the head (`Head.note`), which
-    is the same object for identical heads."""
+    """An inference call as its message head describes it. Cached on the head (`MessageHead.note`),
+    which is the same object for identical heads."""
 
     __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
 
@@ -128,7 +128,7 @@ class LoggedSink(InferSink):
         access_log.ended("http", status, config, request, error)
 
 
-class Door(Protocol):
+class Router(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
@@ -148,7 +148,7 @@ class Door(Protocol):
 
 
 class Models:
-    """The `Door` of the core: to its own models and routes. Refuses inference while draining."""
+    """The `Router` of the core: to its own models and routes. Refuses inference while draining."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Models:
         name = match.route.handler
         if (handler := self._handlers.get(name)) is not None:
             if match.route.scope == "admin":
-                handler = audited(handler, self._gate.caller_name(exchange.head.headers))
+                handler = with_audit(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct.get(name)) is not None:
             exchange.caller = self._gate.caller(exchange.head.headers)
@@ -227,16 +227,16 @@ class V2Http:
     """The handler of the HTTP server: reads heads, checks the gate, and inflates bodies."""
 
     def __init__(
-        self, door: Door, limits: HttpLimits, gate: Gate, logs_requests: bool = False
+        self, router: Router, limits: HttpLimits, gate: Gate, logs_requests: bool = False
     ) -> None:
         self._logs_requests = logs_requests
         self._limits = limits
         self._gate = gate
-        self._door = door
-        self._infer = door.infer
+        self._router = router
+        self._infer = router.infer
         self._inflating: set[asyncio.Task[None]] = set()
 
-    def screen(self, head: Head) -> bool:
+    def screen(self, head: MessageHead) -> bool:
         """Tell whether `admit` would accept the message, before its body is read."""
         try:
             check_head(head, find_route(head), self._gate)
@@ -251,16 +251,16 @@ class V2Http:
                 match = admit(exchange, self._gate)
                 if match.route.handler != "infer":
                     self._check_json_bytes(exchange, match)
-                    self._door.other(exchange, match)
+                    self._router.other(exchange, match)
                     return
                 call = InferCall(match, exchange.head.headers)
                 call.caller = self._gate.caller(exchange.head.headers)
-                self._door.count(call, exchange)
+                self._router.count(call, exchange)
                 if not self._look(call, exchange):
                     return
             else:
                 assert isinstance(call, InferCall)
-                self._door.count(call, exchange)
+                self._router.count(call, exchange)
             self._infer(call, exchange)
         except (PenstockError, WrongHead) as error:
             reply_error(exchange, error)
@@ -280,7 +280,7 @@ class V2Http:
         for task in self._inflating:
             task.cancel()
         await asyncio.gather(*self._inflating, return_exceptions=True)
-        await self._door.close()
+        await self._router.close()
 
     def _look(self, call: InferCall, exchange: Exchange) -> bool:
         """Check a head that was not seen before. False if the message was refused, or if its body
@@ -305,7 +305,7 @@ class V2Http:
         return True
 
     def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
-        if self._door.refuse(exchange, error):
+        if self._router.refuse(exchange, error):
             self._note_refusal(exchange, call, error)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
@@ -382,14 +382,14 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
         raise
 
 
-def find_route(head: Head, is_metrics_port: bool = False) -> Match | None:
+def find_route(head: MessageHead, is_metrics_port: bool = False) -> Match | None:
     match = route_table.find(head.path)
     if match is not None and is_metrics_port and not match.route.is_on_metrics_port:
         return None
     return match
 
 
-def check_head(head: Head, match: Match | None, gate: Gate) -> Match:
+def check_head(head: MessageHead, match: Match | None, gate: Gate) -> Match:
     """Return the route if the gate lets the message pass and the method fits; else as `admit`."""
     gate.check_host(head.headers)
     gate.check_keys(head.headers)
@@ -409,12 +409,12 @@ def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
         audit_log.record(_admin_call(match, caller), status_of(error), str(error))
 
 
-def audited(handler: RouteHandler, caller: str) -> RouteHandler:
+def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
         admin = _admin_call(call.match, caller)
-        return await audit_log.recorded(admin, handler(call), 200, status_of)
+        return await audit_log.record_answer(admin, handler(call), 200, status_of)
 
     return run
 
@@ -423,11 +423,11 @@ def _admin_call(match: Match, caller: str) -> AdminCall:
     return AdminCall("http", caller, match.route.handler, match.model_name)
 
 
-def no_route(head: Head) -> WrongHead:
+def no_route(head: MessageHead) -> WrongHead:
     return WrongHead(404, f"Not Found: there is no {_short_path(head)} here")
 
 
-def _short_path(head: Head) -> str:
+def _short_path(head: MessageHead) -> str:
     return head.path[:MAX_PATH].decode("latin-1")
 
 

@@ -116,14 +116,14 @@ Problem = Callable[[str, str], None]
 _DEFAULTS = ModelConfig("", "", "", "", (), (), 0, BatchPolicy(1))
 
 
-def known(backend: str) -> dict[str, ConfigParameter]:
+def by_key(backend: str) -> dict[str, ConfigParameter]:
     """Return the parameters of a backend by their keys."""
     return {each.key: each for each in PARAMETERS if each.backend in ("", backend)}
 
 
 def options_of(given: Mapping[str, str]) -> dict[str, str]:
     """Return the parameters that become no fields: those that the backend interprets."""
-    fields = known("")
+    fields = by_key("")
     return {key: text for key, text in given.items() if key not in fields}
 
 
@@ -194,7 +194,7 @@ class ParameterReader:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers by their keys, in the unit of their fields. Reports unknown keys."""
-        there = known(self._backend)
+        there = by_key(self._backend)
         numbers: dict[str, float] = {}
         for key, text in self._given.items():
             parameter = there.get(key)

@@ -302,7 +302,7 @@ class Catalog:
             log.warning("%s/%s: config.pbtxt: %s", *where.values(), warning, extra=where)
         for note in config.notes:
             log.info("%s/%s: %s", *where.values(), note, extra=where)
-        model = self._made(config)
+        model = self._create(config)
         limit = asyncio.timeout(config.load_timeout_s)
         try:
             async with limit:
@@ -319,7 +319,7 @@ class Catalog:
             log.info("%s/%s was built with %s", *where.values(), built, extra=where)
         return model
 
-    def _made(self, config: ModelConfig) -> Served:
+    def _create(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self.quotas)
         try:

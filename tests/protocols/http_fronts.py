@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from penstock.config import HttpLimits
 from penstock.protocols import http_front
-from penstock.protocols.fronts import CoreApi, Front, http_opening, http_trade
+from penstock.protocols.fronts import CoreApi, Front, http_opening, http_spec
 from penstock.protocols.gate import Gate
 from penstock.protocols.line import reserve
 from penstock.serving.supervisor import socket_pair
@@ -53,7 +53,7 @@ async def http_front_of(
     with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
         opening = http_opening("127.0.0.1", port, limits, gate or Gate(), core.logs_requests)
-        front = Front(core, http_trade(1, opening, limits, LoopLife))
+        front = Front(core, http_spec(1, opening, limits, LoopLife))
         front.start()
         await front.listening()
         try:

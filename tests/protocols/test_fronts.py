@@ -24,7 +24,7 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols import fronts
-from penstock.protocols.fronts import PING_S, CoreApi, Front, Silence, grpc_trade
+from penstock.protocols.fronts import PING_S, CoreApi, Front, Silence, grpc_spec
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.remote import Remote
@@ -152,7 +152,7 @@ async def serving(
     control = Control(catalog, str(repository), is_explicit=True)
     lifecycle = Lifecycle(is_loading=not is_serving)
     core = CoreApi(ManagementApi(catalog, control, lifecycle), http)
-    front = Front(core, grpc_trade("127.0.0.1", config, Gate(keys), start))
+    front = Front(core, grpc_spec("127.0.0.1", config, Gate(keys), start))
     front.start()
     lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
     await front.listening()
@@ -485,7 +485,7 @@ def make_core() -> CoreApi:
 
 
 def front_of(start_life: Scarce) -> Front:
-    return Front(make_core(), grpc_trade("127.0.0.1", SMALL, Gate(), start_life))
+    return Front(make_core(), grpc_spec("127.0.0.1", SMALL, Gate(), start_life))
 
 
 async def test_a_front_that_gets_no_process_is_tried_again(until):
@@ -523,7 +523,7 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
         return lives[-1]
 
     for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
-        front = Front(make_core(), grpc_trade("127.0.0.1", SMALL, Gate(), start))
+        front = Front(make_core(), grpc_spec("127.0.0.1", SMALL, Gate(), start))
         lives.clear()
         front.start()
         listening = asyncio.ensure_future(front.listening())

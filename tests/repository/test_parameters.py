@@ -57,10 +57,10 @@ def test_numbers_have_bounds(parameter: ConfigParameter) -> None:
 
 
 def test_a_backend_has_its_own_parameters_and_those_of_all() -> None:
-    assert "penstock.compile" in parameters.known("pytorch")
-    assert "penstock.compile" not in parameters.known("llm")
-    assert set(parameters.known("")) < set(
-        parameters.known("onnxruntime") | parameters.known("llm")
+    assert "penstock.compile" in parameters.by_key("pytorch")
+    assert "penstock.compile" not in parameters.by_key("llm")
+    assert set(parameters.by_key("")) < set(
+        parameters.by_key("onnxruntime") | parameters.by_key("llm")
     )
     given = {"penstock.slo": "off", "penstock.dtype": "bf16", "intra_op": "2"}
     assert parameters.options_of(given) == {"penstock.dtype": "bf16", "intra_op": "2"}
