@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import Overloaded, PenstockError
+from penstock.processes.channel import socket_pair
 from penstock.serving.batcher import Batcher
+from penstock.serving.plan import UNPLANNED
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import socket_pair
+from penstock.serving.ticket import Ticket
 from penstock.serving.worker import Channel, Worker
 from penstock.system.devices import Gpu
 from penstock.types import Request, Response, to_array
@@ -191,6 +193,7 @@ class _Simulation:
 
     def arrive(self, now: float, num_tokens: int) -> None:
         request = Request(self._sink, (), now)
+        request.ticket = Ticket(UNPLANNED)
         request.timings.queued = now
         request.num_tokens = num_tokens
         try:

@@ -10,13 +10,16 @@ import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import Cancelled, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.serving.ticket import Ticket
 
 log = logging.getLogger("penstock")
 
@@ -217,7 +220,6 @@ class Request:
 
     __slots__ = (
         "caller",
-        "fit",
         "form",
         "id",
         "inputs",
@@ -228,15 +230,17 @@ class Request:
         "num_tokens",
         "outputs",
         "parameters",
-        "place",
         "prefers_binary",
         "priority",
-        "queue",
         "sink",
+        "ticket",
         "timeout_s",
         "timings",
         "turn",
     )
+
+    # Set by the model that admits the request.
+    ticket: Ticket
 
     def __init__(
         self,
@@ -270,9 +274,6 @@ class Request:
         self.num_deaths = 0
         # Index of the instance whose worker crashed while it ran this request among others.
         self.lost_with: int | None = None
-        self.fit: Any = None
-        self.place: Any = None
-        self.queue: Any = None
         self.turn = 0
 
     def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:

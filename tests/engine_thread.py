@@ -5,7 +5,7 @@ import threading
 
 from penstock.llm.engine_main import EngineProcess
 from penstock.llm.renderer_main import RendererProcess
-from penstock.serving.supervisor import socket_pair
+from penstock.processes.channel import socket_pair
 
 
 class EngineThread:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TypeVar
 
 from penstock.benchmark.messages import (
-    LENGTH,
     Answer,
     Broken,
     Opened,
@@ -23,6 +22,8 @@ from penstock.benchmark.messages import (
 )
 from penstock.benchmark.pacer import Load
 from penstock.errors import ConfigError
+from penstock.processes import framing
+from penstock.processes.endings import describe_status
 
 A = TypeVar("A")
 
@@ -42,7 +43,7 @@ class Member:
 
     def ask(self, question: Question) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(encode(question))
+        self._process.stdin.write(framing.frame(encode(question)))
 
     async def expect(self, kind: type[A]) -> A:
         answer = await self._answers.get()
@@ -55,20 +56,14 @@ class Member:
 
     async def _listen(self) -> None:
         assert self._process.stdout is not None
-        reader = self._process.stdout
-        while True:
-            try:
-                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                answer = decode_answer(await reader.readexactly(size))
-            except asyncio.IncompleteReadError:
-                break
+        while (body := await framing.read(self._process.stdout)) is not None:
+            answer = decode_answer(body)
             if isinstance(answer, Progress):
                 self._report(answer)
             else:
                 self._put(answer)
         code = await self._process.wait()
-        how = f"by signal {-code}" if code < 0 else f"with status {code}"
-        self._put(Broken([f"a generator process ended {how}"]))
+        self._put(Broken([f"a generator process {describe_status(code)}"]))
 
     def _put(self, answer: Answer) -> None:
         if isinstance(answer, Broken) and not self.problems:

@@ -23,7 +23,6 @@ import uvloop
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
 from penstock.benchmark.messages import (
-    LENGTH,
     Answer,
     Broken,
     Count,
@@ -45,6 +44,7 @@ from penstock.benchmark.targets import Target
 from penstock.benchmark.targets.kinds import open_target
 from penstock.data import Origin, RequestForm, open_source
 from penstock.errors import ConfigError, PenstockError
+from penstock.processes import framing
 
 REPORT_S = 0.1
 # Open loops start with this many connections and open more on demand.
@@ -238,12 +238,7 @@ async def run(questions: asyncio.StreamReader, tell: Callable[[Answer], None]) -
 
 
 async def _serve(generator: Generator, questions: asyncio.StreamReader) -> None:
-    while True:
-        try:
-            (size,) = LENGTH.unpack(await questions.readexactly(LENGTH.size))
-            body = await questions.readexactly(size)
-        except asyncio.IncompleteReadError:
-            return
+    while (body := await framing.read(questions)) is not None:
         await generator.answer(decode_question(body))
 
 
@@ -256,7 +251,7 @@ async def _main(out: int) -> None:
         asyncio.streams.FlowControlMixin, os.fdopen(out, "wb", 0)
     )
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    await run(reader, lambda answer: writer.write(encode(answer)))
+    await run(reader, lambda answer: writer.write(framing.frame(encode(answer))))
     with contextlib.suppress(ConnectionError):  # The conductor was killed.
         await writer.drain()
     writer.close()

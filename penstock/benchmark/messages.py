@@ -1,12 +1,10 @@
-"""Messages between the conductor and its generators, over pipes. Pure: frames to messages and back.
+"""Messages between the conductor and its generators. Pure: messages to msgpack and back.
 
-A frame is a four-byte length and a msgpack body. The conductor asks, a generator answers; while a
+The conductor asks, a generator answers; while a
 load runs, the generator also sends progress unasked.
 """
 
 from __future__ import annotations
-
-import struct
 
 import msgspec
 
@@ -14,8 +12,6 @@ from penstock.benchmark.exchange import Columns
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.data import InputSpec, Origin
-
-LENGTH = struct.Struct("<I")
 
 
 class SetUp(msgspec.Struct, tag="set_up"):
@@ -109,8 +105,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Question | Answer) -> bytes:
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return _encoder.encode(message)
 
 
 def decode_question(body: bytes) -> Question:

@@ -28,8 +28,8 @@ from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
 from penstock.llm.sequence import Ending
+from penstock.processes.start import begin_life, take_part
 from penstock.repository.manifest import check_digests
-from penstock.serving.worker import begin_life, take_part
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")

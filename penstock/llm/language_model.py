@@ -32,16 +32,12 @@ from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.llm.token_bytes import Vocabulary
+from penstock.processes.channel import Sender
+from penstock.processes.life import ProcessLife
+from penstock.processes.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.restarts import backoff_s, deaths_in_a_row
-from penstock.serving.supervisor import (
-    Life,
-    ProcessLife,
-    Sender,
-    StartLife,
-    await_death,
-)
+from penstock.serving.supervisor import Life, StartLife, await_death
 from penstock.types import CANCELLED
 from penstock.wire.frames import MAX_FRAME_BYTES
 from penstock.wire.openai_v1 import Invalid

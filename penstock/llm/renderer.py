@@ -33,15 +33,10 @@ from penstock.errors import (
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import unpacked
 from penstock.llm.token_bytes import Vocabulary
-from penstock.serving.restarts import backoff_s
-from penstock.serving.supervisor import (
-    MAX_LOAD_DEATHS,
-    Life,
-    ProcessLife,
-    Sender,
-    StartLife,
-    await_death,
-)
+from penstock.processes.channel import Sender
+from penstock.processes.life import ProcessLife
+from penstock.processes.restarts import backoff_s
+from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife, await_death
 
 log = logging.getLogger("penstock.llm")
 RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_main")

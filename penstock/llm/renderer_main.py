@@ -29,7 +29,7 @@ from penstock.errors import (
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import packed
 from penstock.llm.text import Text, read_text
-from penstock.serving.worker import begin_life, take_part
+from penstock.processes.start import begin_life, take_part
 
 log = logging.getLogger("penstock.text")
 # All that the core sends at once: its slots, and the slow jobs that run without one.

@@ -6,13 +6,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import ctypes
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -41,7 +36,6 @@ from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import goals, served_answers
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.child_output import Output
 from penstock.optimizer.conditions import CpuMeter
 from penstock.optimizer.disturbance import MIN_CALM, calm_windows, is_void
 from penstock.optimizer.plan import Plan
@@ -58,8 +52,8 @@ from penstock.optimizer.time_plan import (
     level_cost_s,
     warm_up_s,
 )
+from penstock.processes.tool import ToolProcess
 from penstock.serving.explain import Explanation
-from penstock.serving.worker import PR_SET_PDEATHSIG
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 
@@ -91,7 +85,6 @@ MAX_CLIENTS = 256
 PATIENCE_S = 3.0
 LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
-libc = ctypes.CDLL(None)
 NO_RATE = Interval(math.nan, math.nan, math.nan)
 UNLIMITED = Limits()
 
@@ -271,18 +264,10 @@ class Endpoint:
         self.start_timeout_s = START_TIMEOUT_S
 
     def __enter__(self) -> Self:
-        self._output = Output()
         flags = ["--http-port", "0", "--no-grpc", "--no-metrics", "--drain-s", "1"]
         # Builds hard-link files that they do not change.
         flags.append("--allow-hard-links")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", str(self.build.folder), *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output.fileno(),
-            stderr=self._output.fileno(),
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        self._process = ToolProcess("penstock", ["serve", str(self.build.folder), *flags])
         try:
             self.address = self._wait_until_ready()
         except BaseException:
@@ -316,7 +301,7 @@ class Endpoint:
 
     @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_running
 
     @property
     def memory_bytes(self) -> int:
@@ -352,11 +337,11 @@ class Endpoint:
             run = asyncio.run(Conductor(plan, told, lambda run: None).measure())
         except ConfigError as error:
             raise ConfigError(
-                [f"{text}{self._output.tail('the server')}" for text in error.problems]
+                [f"{text}{self._process.tail('the server')}" for text in error.problems]
             ) from None
         if not run.levels or (run.problem and not self.may_be_late):
             raise BackendFailed(
-                f"{run.problem or 'nothing was measured'}{self._output.tail('the server')}"
+                f"{run.problem or 'nothing was measured'}{self._process.tail('the server')}"
             )
         self.conditions = meter.read()
         if self.build.config.uses_gpu:
@@ -368,35 +353,21 @@ class Endpoint:
         last = time.monotonic() + self.start_timeout_s
         while time.monotonic() < last:
             # Polled before reading: the output of an ended process is then complete.
-            has_ended = self._process.poll() is not None
-            found = ADDRESS.search(self._output.text())
+            has_ended = not self._process.is_running
+            found = ADDRESS.search(self._process.output)
             if found:
                 return f"{found[1]}/models/{self.build.config.name}"
             if has_ended:
-                raise BackendFailed(f"the server did not start{self._output.tail('the server')}")
+                raise BackendFailed(f"the server did not start{self._process.tail('the server')}")
             time.sleep(POLL_S)
         kind = CutOff if self.start_timeout_s < START_TIMEOUT_S else BackendFailed
-        raise kind(f"not ready after {self.start_timeout_s:.3g} s{self._output.tail('the server')}")
+        raise kind(
+            f"not ready after {self.start_timeout_s:.3g} s{self._process.tail('the server')}"
+        )
 
     def _stop(self) -> None:
-        try:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(STOP_TIMEOUT_S)
-        finally:
-            # Workers are in the same process group and normally end with the server; kill any that
-            # remain.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._output.close()
-
-
-def _die_with_parent() -> None:
-    """Ask for SIGKILL when the parent dies. Runs between fork and exec, where little is safe; the
-    setting survives the exec."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Workers normally end with the server; any that remain are killed.
+        self._process.stop(STOP_TIMEOUT_S)
 
 
 def _told(progress: Progress) -> str:

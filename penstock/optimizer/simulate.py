@@ -19,7 +19,9 @@ from penstock.config import BatchPolicy, ModelConfig, PadAxis, ladder
 from penstock.errors import Overloaded, PenstockError
 from penstock.serving.batcher import Batcher
 from penstock.serving.padding import Pads
+from penstock.serving.plan import UNPLANNED
 from penstock.serving.slo_batcher import SloBatcher
+from penstock.serving.ticket import Ticket
 from penstock.slo import Goodput, Latency, Slo
 from penstock.types import Array, Request, Response
 
@@ -293,10 +295,10 @@ class _Clock:
     def tokens_s(self, num_tokens: float) -> float:
         return _along(self._by_tokens, num_tokens)
 
-    def of(self, batch: Sequence[Request]) -> float:
+    def of(self, batch: Sequence[Request], bucket: int) -> float:
         if self._by_tokens:
             return self.tokens_s(_num_tokens(batch))
-        return self.batch_s(batch[0].fit, len(batch))
+        return self.batch_s(bucket, len(batch))
 
 
 def _num_tokens(batch: Sequence[Request]) -> int:
@@ -315,6 +317,8 @@ class _Executors:
     # Factors on batch times, used in turn.
     jitter: Array
     running: list[tuple[float, int, float, list[Request]]] = field(default_factory=list)
+    # The bucket of each request, by its turn.
+    buckets: list[int] = field(default_factory=list)
 
     @property
     def next_event(self) -> float:
@@ -324,7 +328,8 @@ class _Executors:
 
     def add(self, request: Request, kind: Kind, now: float) -> None:
         request.timings.queued = now
-        request.fit = kind.bucket
+        request.ticket = Ticket(UNPLANNED)
+        self.buckets.append(kind.bucket)
         request.num_tokens = kind.num_tokens
         try:
             self.batcher.add(request, kind.bucket, now)
@@ -339,7 +344,7 @@ class _Executors:
             if isinstance(self.batcher, SloBatcher):
                 has_budget = self.batcher.policy.max_tokens is not None
                 size = _num_tokens(batch) if has_budget else len(batch)
-                self.batcher.observe(batch[0].fit, size, started, now)
+                self.batcher.observe(self.buckets[batch[0].turn], size, started, now)
             for request in batch:
                 latency_s = now - request.timings.queued + OVERHEAD_S
                 self.outcome.latencies_s[request.turn] = latency_s
@@ -358,7 +363,7 @@ class _Executors:
         self.num_idle -= 1
         outcome = self.outcome
         factor = float(self.jitter[outcome.num_batches % len(self.jitter)])
-        took_s = factor * self.clock.of(batch)
+        took_s = factor * self.clock.of(batch, self.buckets[batch[0].turn])
         outcome.num_batches += 1
         outcome.num_rows += len(batch)
         outcome.busy_s += took_s

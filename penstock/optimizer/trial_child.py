@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import sys
 import time
 from collections import deque
@@ -37,12 +36,13 @@ from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import facts
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
+from penstock.processes import framing
+from penstock.processes.start import begin_life
 from penstock.serving.proof import prove
-from penstock.serving.worker import begin_life, checked, warm_up_all
+from penstock.serving.worker import checked, warm_up_all
 from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire.frames import Proof, RequestPart
 
-LENGTH = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4096
 # Minimum number of runs per point; fewer if one run takes very long.
 MIN_RUNS = 5
@@ -168,29 +168,6 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 Answer = Prepared | Loaded | Inspected | Computed | Held | Measured | Kept | Packaged | Failed
-
-
-def send(sock: socket.socket, message: Question | Answer) -> None:
-    data = msgspec.msgpack.encode(message)
-    sock.sendall(LENGTH.pack(len(data)))
-    sock.sendall(data)
-
-
-def receive(sock: socket.socket) -> bytearray | None:
-    """Receive the next message, not yet decoded; None if the other side has closed."""
-    head = _exactly(sock, LENGTH.size)
-    return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
-
-
-def _exactly(sock: socket.socket, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view, position = memoryview(data), 0
-    while position < size:
-        count = sock.recv_into(view[position:])
-        if count == 0:
-            return None
-        position += count
-    return data
 
 
 class Trial:
@@ -340,7 +317,7 @@ class Child:
 
     def serve(self) -> None:
         decoder = msgspec.msgpack.Decoder(Question)
-        while (data := receive(self._sock)) is not None:
+        while (data := framing.receive(self._sock)) is not None:
             try:
                 answer = self._answer(decoder.decode(data))
             except ConfigError as error:
@@ -350,7 +327,7 @@ class Child:
             except Exception as error:  # Anything a model raises is reported.
                 log.error("the model raised %s", type(error).__name__, exc_info=error)
                 answer = Failed([f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]])
-            send(self._sock, answer)
+            framing.send(self._sock, msgspec.msgpack.encode(answer))
 
     def _answer(self, question: Question) -> Answer:
         if isinstance(question, Prepare):

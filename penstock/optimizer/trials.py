@@ -6,11 +6,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +22,6 @@ import numpy as np
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
@@ -51,9 +47,9 @@ from penstock.optimizer.trial_child import (
     Prepared,
     Question,
     Values,
-    receive,
-    send,
 )
+from penstock.processes import framing
+from penstock.processes.tool import ToolProcess
 from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
 from penstock.types import Array, TensorSpec
@@ -265,18 +261,13 @@ class Child:
 
     def start(self) -> None:
         self._is_late = False
-        self._output = Output()
         self._sock, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.optimizer.trial_child", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output.fileno(),
-                stderr=self._output.fileno(),
+            self._process = ToolProcess(
+                "penstock.optimizer.trial_child",
+                [str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=devices.worker_environment(),
+                environment=devices.worker_environment(),
             )
 
     def __exit__(
@@ -290,15 +281,12 @@ class Child:
     def close(self) -> None:
         assert self._sock is not None
         self._sock.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._output.close()
+        self._process.kill()
 
     @property
     def is_well(self) -> bool:
         """Whether it can take further requests."""
-        return self._process.poll() is None and not self._is_late
+        return self._process.is_running and not self._is_late
 
     @property
     def may_batch(self) -> bool:
@@ -332,7 +320,7 @@ class Child:
         assert self._sock is not None
         self._sock.settimeout(self.timeout_s)
         try:
-            send(self._sock, question)
+            framing.send(self._sock, msgspec.msgpack.encode(question))
         except OSError:
             raise self._ended() from None
 
@@ -343,11 +331,11 @@ class Child:
         timeout_s = min(self.timeout_s, max(MIN_TIMEOUT_S, self.ends_at - time.monotonic()))
         self._sock.settimeout(timeout_s)
         try:
-            data = receive(self._sock)
+            data = framing.receive(self._sock)
         except TimeoutError:
             self._is_late = True
             late = CutOff if timeout_s < self.timeout_s else TookTooLong
-            raise late(f"no answer within {timeout_s:.3g} s{self._output.tail('it')}") from None
+            raise late(f"no answer within {timeout_s:.3g} s{self._process.tail()}") from None
         except OSError:
             data = None
         if data is None:
@@ -361,9 +349,7 @@ class Child:
         return answer
 
     def _ended(self) -> BackendFailed:
-        code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return BackendFailed(f"the process of the model {how}{self._output.tail('it')}")
+        return BackendFailed(f"the process of the model {self._process.describe_end()}")
 
 
 def _load_all(children: Sequence[Child]) -> None:

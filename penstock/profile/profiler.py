@@ -3,9 +3,6 @@ profiler raises an error here and harms nothing else."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +15,7 @@ import numpy as np
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.simulate import fitted
+from penstock.processes.tool import ToolProcess
 from penstock.profile.results import Profile
 from penstock.repository import layout
 from penstock.system import devices
@@ -145,35 +143,14 @@ def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) ->
 def _run(job: Job, made: Path) -> Profile:
     path = made / "job"
     path.write_bytes(msgspec.msgpack.encode(job))
-    command = [sys.executable, "-m", CHILD, str(path)]
-    try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env=devices.worker_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        raise BackendFailed(f"profiling took longer than {TIMEOUT_S:g} s") from None
     result = Path(job.profile_path)
-    if ended.returncode == 0 and result.is_file():
-        return msgspec.json.decode(result.read_bytes(), type=Profile)
-    if result.is_file():
-        raise ConfigError(msgspec.json.decode(result.read_bytes(), type=Failed).problems)
-    raise BackendFailed(f"profiling ended {_how(ended.returncode)}{_last_words(ended.stderr)}")
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"with status {status}"
-    try:
-        return f"by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"by signal {-status}"
-
-
-def _last_words(text: bytes) -> str:
-    lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
-    return f": {lines[-1].strip()[:500]}" if lines else ""
+    with ToolProcess(CHILD, [str(path)], environment=devices.worker_environment()) as process:
+        try:
+            status = process.wait(TIMEOUT_S)
+        except TimeoutError:
+            raise BackendFailed(f"profiling took longer than {TIMEOUT_S:g} s") from None
+        if status == 0 and result.is_file():
+            return msgspec.json.decode(result.read_bytes(), type=Profile)
+        if result.is_file():
+            raise ConfigError(msgspec.json.decode(result.read_bytes(), type=Failed).problems)
+        raise BackendFailed(f"the profiler {process.describe_end()}")

@@ -28,6 +28,8 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
 )
+from penstock.processes.life import ProcessLife
+from penstock.processes.restarts import backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
@@ -38,15 +40,9 @@ from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
-from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import (
-    MAX_LOAD_DEATHS,
-    Life,
-    ProcessLife,
-    StartLife,
-)
+from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.v2 import classified

@@ -19,6 +19,7 @@ import uvloop
 
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError
+from penstock.processes.start import take_part
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
 from penstock.protocols.http import Exchange, HttpServer
@@ -29,7 +30,6 @@ from penstock.protocols.route_table import Match
 from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import InferCall, InferSink, V2Http
 from penstock.serving.slab import Segment
-from penstock.serving.worker import take_part
 from penstock.types import Request
 from penstock.wire import frames
 from penstock.wire.v2 import Codec

@@ -14,9 +14,11 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from penstock.errors import TooLarge
+from penstock.errors import (
+    TooLarge,
+)
+from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
-from penstock.serving.supervisor import Sender
 from penstock.types import Tensor
 from penstock.wire import frames
 

@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
+from penstock.processes.start import begin_life
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.serving.slab import Segment
-from penstock.serving.worker import begin_life
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
 

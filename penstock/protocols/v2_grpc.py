@@ -32,6 +32,7 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
+from penstock.processes.start import take_part
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
@@ -41,7 +42,6 @@ from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
-from penstock.serving.worker import take_part
 from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter

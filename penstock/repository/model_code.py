@@ -14,6 +14,7 @@ import sys
 from contextlib import suppress
 
 from penstock.errors import ConfigError
+from penstock.processes.endings import describe_status
 from penstock.system import environment
 
 # Importing torch and loading weights takes seconds; code that takes longer should not do it when it
@@ -45,7 +46,9 @@ def run(module: str, *arguments: str) -> bytes:
             _end(process)
         text = answer.read()
     if not text:
-        raise ConfigError([f"running its code to learn its tensors failed: {_how(code)}"])
+        raise ConfigError(
+            [f"running its code to learn its tensors failed: it {describe_status(code)}"]
+        )
     return text
 
 
@@ -54,7 +57,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _how(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

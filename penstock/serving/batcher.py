@@ -110,7 +110,7 @@ class Batcher:
         refused: list[Request] = []
         while self._expiries and self._expiries[0][0] <= now:
             request = heapq.heappop(self._expiries)[2]
-            lane = request.queue
+            lane = request.ticket.queue
             if not isinstance(lane, Lane):
                 continue
             if self._lanes.policy(request).timeout_action == "DELAY":

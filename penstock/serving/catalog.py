@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
+from penstock.processes.life import ProcessLife
 from penstock.repository.layout import Found, listed
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
@@ -23,7 +24,7 @@ from penstock.serving.metrics import GpuMemory, Pending
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
-from penstock.serving.supervisor import ProcessLife, StartLife, load_timeout_text
+from penstock.serving.supervisor import StartLife, load_timeout_text
 
 log = logging.getLogger("penstock.catalog")
 

@@ -1,7 +1,7 @@
 """The queued requests of one model: a lane for each geometry, and reruns that run alone.
 
 Shared by both batchers. Keeps order, counts and limits; does not decide what runs, or when. Pure. A
-request is in at most one place: `request.queue` is its lane, or the rerun queue, or None.
+request is in at most one place: `request.ticket.queue` is its lane, or the rerun queue, or None.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Lane:
         for level, late in zip(self.levels, self.delayed, strict=True):
             for queue in (level, late):
                 for request in queue:
-                    if request.queue is self:
+                    if request.ticket.queue is self:
                         yield request
 
     def postpone(self, request: Request) -> None:
@@ -70,17 +70,17 @@ class Lane:
         for queue in (*self.levels, *self.delayed):
             while queue:
                 request = queue[0]
-                if request.queue is not self:
+                if request.ticket.queue is not self:
                     queue.popleft()
                     continue
                 yield request
-                if request.queue is self:
+                if request.ticket.queue is self:
                     break
 
     def drop_dead(self) -> None:
         """Remove dead entries from the front of each deque."""
         for queue in (*self.levels, *self.delayed):
-            while queue and queue[0].queue is not self:
+            while queue and queue[0].ticket.queue is not self:
                 queue.popleft()
 
     def compact_if_sparse(self) -> None:
@@ -89,7 +89,7 @@ class Lane:
             return
         for queue in (*self.levels, *self.delayed):
             if queue:
-                alive = [request for request in queue if request.queue is self]
+                alive = [request for request in queue if request.ticket.queue is self]
                 queue.clear()
                 queue.extend(alive)
 
@@ -151,7 +151,7 @@ class Lanes:
     def append(self, request: Request, geometry: object) -> None:
         """Append the request to its level."""
         lane = self._lanes.get(geometry) or self._lane(geometry)
-        request.queue = lane
+        request.ticket.queue = lane
         level = request.priority
         lane.levels[level].append(request)
         lane.rows[level] += request.num_rows
@@ -165,12 +165,12 @@ class Lanes:
         """Put requests back at the front of their levels, in this order."""
         for request in reversed(requests):
             lane = self._lane(geometry)
-            request.queue = lane
+            request.ticket.queue = lane
             lane.levels[request.priority].appendleft(request)
             self._count(request, lane, +1)
 
     def append_alone(self, request: Request) -> None:
-        request.queue = self._alone
+        request.ticket.queue = self._alone
         self._alone.append(request)
         self.num_waiting += 1
 
@@ -179,7 +179,7 @@ class Lanes:
         if not self._alone:
             return None
         request = self._alone.popleft()
-        request.queue = None
+        request.ticket.queue = None
         self.num_waiting -= 1
         return request
 
@@ -187,7 +187,7 @@ class Lanes:
         """Remove these requests, which are at the front of the lane."""
         counts, rows, tokens, sizes = self._counts, lane.rows, lane.tokens, self._sizes
         for request in batch:
-            request.queue = None
+            request.ticket.queue = None
             level = request.priority
             counts[level] -= 1
             rows[level] -= request.num_rows
@@ -202,10 +202,11 @@ class Lanes:
 
     def remove(self, request: Request) -> bool:
         """Remove a request wherever it is queued. False if it is not."""
-        home = request.queue
+        ticket = request.ticket
+        home = ticket.queue
         if home is None:
             return False
-        request.queue = None
+        ticket.queue = None
         if home is self._alone:
             self._alone.remove(request)
             self.num_waiting -= 1

@@ -28,6 +28,7 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
+from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
@@ -46,10 +47,12 @@ from penstock.serving.quarantine import (
 )
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.refusals import Refusals
+from penstock.serving.running_batch import RunningBatch
 from penstock.serving.saturation import Saturation
-from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
+from penstock.serving.slab import Extents, Layout, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
+from penstock.serving.supervisor import Instance, StartLife, Supervisor
+from penstock.serving.ticket import Ticket
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 
@@ -82,41 +85,8 @@ class NoRoom(Exception):
     """The input spill has no room for the extents of another batch."""
 
 
-class InFlight:
-    """A batch that a worker has. `extents` are its offsets in the input spill; `closed_by` says why
-    the batch was closed."""
-
-    __slots__ = (
-        "closed_by",
-        "extents",
-        "id",
-        "instance",
-        "num_rows",
-        "num_tokens",
-        "requests",
-        "started",
-    )
-
-    def __init__(self, id: int, requests: list[Request], num_rows: int, started: float) -> None:
-        self.id = id
-        self.requests = requests
-        self.num_rows = num_rows
-        # 0 if the model has no token budget.
-        self.num_tokens = 0
-        self.started = started
-        self.extents: list[int] = []
-        self.instance = 0
-        self.closed_by = ""
-
-    def waits(self) -> Waits:
-        queue_s = sum(self.started - request.timings.queued for request in self.requests)
-        instance_s = sum(request.timings.instance_wait_s for request in self.requests)
-        count = len(self.requests)
-        return (queue_s - instance_s) / count, instance_s / count
-
-
 class Model:
-    """Invariant: an admitted request is in the batcher, in exactly one InFlight, or done."""
+    """Invariant: an admitted request is in the batcher, in exactly one RunningBatch, or done."""
 
     def __init__(
         self,
@@ -276,7 +246,8 @@ class Model:
         try:
             if self.state != "READY":
                 raise NotReady(self._not_ready_text())
-            request.fit = fit = self._planner.fit(request)
+            fit = self._planner.fit(request)
+            request.ticket = Ticket(fit)
             plan = fit.plan
             request.num_rows = plan.num_rows
             request.num_tokens = plan.num_tokens
@@ -309,9 +280,9 @@ class Model:
         """Copy the request into the open slab, if there is room. False if that failed and the
         request was answered with an error."""
         try:
-            place = self._pool.place(plan.geometry, layout, plan.num_rows)
-            if place is not None:
-                self._fill(request, place)
+            slab = self._pool.place(plan.geometry, layout, plan.num_rows)
+            if slab is not None:
+                self._fill(request, slab)
         except Exception:  # A request that cannot be copied must not stay in the queue.
             self._cannot_place(request)
             return False
@@ -358,7 +329,7 @@ class Model:
     def cancel(self, request: Request) -> None:
         """Cancel a request. In flight, it is still computed and its answer is dropped; queued, it
         never runs."""
-        if _has_ended(request):
+        if _has_ended(request) or not hasattr(request, "ticket"):
             return
         if self._take_out(request):
             self._release(request, was_dispatched=False)
@@ -380,26 +351,28 @@ class Model:
         self.metrics.failed("OTHER")
         self._finish(request, BackendFailed("the request could not be placed in shared memory"))
 
-    def _fill(self, request: Request, place: Place) -> None:
-        """Copy the tensors into their rows and drop the request's own buffers."""
-        request.place = place
-        plan, segment, row = request.fit.plan, place.slab.seg, place.row
+    def _fill(self, request: Request, slab: Slab) -> None:
+        """Copy the tensors into the last rows of the slab and drop the request's own buffers."""
+        ticket, count = request.ticket, request.num_rows
+        plan, view = ticket.fit.plan, slab.seg.view
+        ticket.slab = slab
+        ticket.row = row = slab.next_row - count
         inputs = request.inputs
         if plan.own_shapes is not None:
-            self._fill_padded(request, plan, place)
+            self._fill_padded(request, plan, slab)
             request.inputs = ()
             return
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
-            segment.view[start : start + place.count * row_bytes] = inputs[index].data
+            view[start : start + count * row_bytes] = inputs[index].data
         request.inputs = ()
 
-    def _fill_padded(self, request: Request, plan: Plan, place: Place) -> None:
+    def _fill_padded(self, request: Request, plan: Plan, slab: Slab) -> None:
         pads, geometry = self._planner.pads, plan.geometry
         assert pads is not None and plan.own_shapes is not None
         for index, (offset, row_bytes) in enumerate(geometry.input_columns):
-            start = offset + place.row * row_bytes
-            target = place.slab.seg.view[start : start + place.count * row_bytes]
+            start = offset + request.ticket.row * row_bytes
+            target = slab.seg.view[start : start + plan.num_rows * row_bytes]
             data = request.inputs[plan.order[index]].data
             pads.write(index, target, data, plan.own_shapes[index], geometry.row_shapes[index])
             self.metrics.padded_bytes += len(target)
@@ -437,32 +410,33 @@ class Model:
 
     def _body(self, request: Request) -> bytes:
         """Return the fingerprint of a request, whether or not it is in shared memory already."""
-        parts = self._sent(request) if request.place is None else self._placed(request)
+        slab = request.ticket.slab
+        parts = self._sent(request) if slab is None else self._placed(request, slab)
         return fingerprint(parts, request.parameters)
 
     def _num_body_bytes(self, request: Request) -> int:
-        if request.place is None:
+        slab = request.ticket.slab
+        if slab is None:
             return sum(len(tensor.data) for tensor in request.inputs)
-        return sum(len(part.data) for part in self._placed(request))
+        return sum(len(part.data) for part in self._placed(request, slab))
 
     def _sent(self, request: Request) -> list[Part]:
-        tensors = [request.inputs[index] for index in request.fit.plan.order]
+        tensors = [request.inputs[index] for index in request.ticket.fit.plan.order]
         return [Part(tensor.name, tensor.shape, tensor.data) for tensor in tensors]
 
-    def _placed(self, request: Request) -> list[Part]:
-        place: Place = request.place
-        plan: Plan = request.fit.plan
-        geometry, view = plan.geometry, place.slab.seg.view
+    def _placed(self, request: Request, slab: Slab) -> list[Part]:
+        plan = request.ticket.fit.plan
+        geometry, view, count = plan.geometry, slab.seg.view, plan.num_rows
         parts: list[Part] = []
         for index, (offset, row_bytes) in enumerate(geometry.input_columns):
-            start = offset + place.row * row_bytes
-            data: Buffer = view[start : start + place.count * row_bytes]
+            start = offset + request.ticket.row * row_bytes
+            data: Buffer = view[start : start + count * row_bytes]
             shape = geometry.row_shapes[index]
             if plan.own_shapes is not None:
                 assert self._planner.pads is not None
                 full, shape = shape, plan.own_shapes[index]
                 data = self._planner.pads.read(index, data, shape, full)
-            parts.append(Part(self.config.inputs[index].name, (place.count, *shape), data))
+            parts.append(Part(self.config.inputs[index].name, (count, *shape), data))
         return parts
 
     def _pinned(self, request: Request, was_killed_outside: bool) -> Verdict:
@@ -535,7 +509,7 @@ class Model:
         a crash can be attributed."""
         if not instance.is_idle:
             return False
-        others: list[InFlight] = instance.batches
+        others = instance.batches
         if not others:
             return True
         if self._batcher.num_reruns or others[0].closed_by == "rerun":
@@ -598,8 +572,8 @@ class Model:
     def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> bool:
         """Send a batch to an instance. False if shared memory is full: the batch is queued again
         until one in flight is answered."""
-        geometry: Geometry = batch[0].fit.plan.geometry
-        flight = InFlight(next(self._batch_ids), batch, 0, now)
+        geometry = batch[0].ticket.fit.plan.geometry
+        flight = RunningBatch(next(self._batch_ids), batch, now)
         try:
             if geometry.layout is not None:
                 frame = self._rows_frame(flight, geometry)
@@ -631,7 +605,7 @@ class Model:
         self._supervisor.send_bytes(instance, data)
         return True
 
-    def _wait_for_room(self, flight: InFlight, geometry: Geometry) -> None:
+    def _wait_for_room(self, flight: RunningBatch, geometry: Geometry) -> None:
         self._ended(flight)
         if self._batcher.closed_by == "rerun":
             for request in flight.requests:
@@ -639,7 +613,7 @@ class Model:
         else:
             self._batcher.put_back(flight.requests, geometry)
 
-    def _abandon(self, flight: InFlight, error: PenstockError) -> None:
+    def _abandon(self, flight: RunningBatch, error: PenstockError) -> None:
         """End a batch that was never sent with an error."""
         self._ended(flight)
         self._release_flight(flight)
@@ -649,11 +623,11 @@ class Model:
                 self._finish(request, error)
         self._check_idle()
 
-    def _ended(self, flight: InFlight) -> None:
+    def _ended(self, flight: RunningBatch) -> None:
         """Tell the batcher that the batch ended without a usable duration."""
         self._batcher.ended(flight.started)
 
-    def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
+    def _shrink(self, flight: RunningBatch, geometry: Geometry) -> bool:
         """Halve a batch whose dispatch frame is too long; False if it has one request."""
         requests = flight.requests
         if len(requests) < 2:
@@ -661,13 +635,12 @@ class Model:
         half = len(requests) // 2
         self._release_extents(flight)
         for request in requests:
-            if request.place is not None:
-                self._pool.requeued(request.place)
+            self._requeued(request)
         self._batcher.put_back(requests[half:], geometry)
         flight.requests = requests[:half]
         return True
 
-    def _rows_frame(self, flight: InFlight, geometry: Geometry) -> frames.Dispatch:
+    def _rows_frame(self, flight: RunningBatch, geometry: Geometry) -> frames.Dispatch:
         layout = geometry.layout
         assert layout is not None
         self._place_all(flight, geometry, layout)
@@ -675,32 +648,33 @@ class Model:
         slab: Slab | None = None
         start = count = 0
         for request in flight.requests:
-            place: Place = request.place
-            if place.slab is slab and place.row == start + count:
-                count += place.count
+            ticket, num_rows = request.ticket, request.num_rows
+            assert ticket.slab is not None
+            if ticket.slab is slab and ticket.row == start + count:
+                count += num_rows
             else:
                 if slab is not None:
                     runs.append(frames.Run(slab.id, start, count))
-                slab, start, count = place.slab, place.row, place.count
-            flight.num_rows += place.count
-            self._pool.dispatched(place)
+                slab, start, count = ticket.slab, ticket.row, num_rows
+            flight.num_rows += num_rows
+            self._pool.dispatched(slab, num_rows)
         assert slab is not None
         runs.append(frames.Run(slab.id, start, count))
         parts = self._parts(flight.requests) if self._needs_parts else ()
         return frames.Dispatch(flight.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
 
-    def _place_all(self, flight: InFlight, geometry: Geometry, layout: Layout) -> None:
+    def _place_all(self, flight: RunningBatch, geometry: Geometry, layout: Layout) -> None:
         """Place the requests that arrived while every slab was full; queue again those that still
         do not fit."""
         for index, request in enumerate(flight.requests):
-            if request.place is not None:
+            if request.ticket.slab is not None:
                 continue
-            place = self._pool.place(geometry, layout, request.num_rows, is_needed=index == 0)
-            if place is None:
+            slab = self._pool.place(geometry, layout, request.num_rows, is_needed=index == 0)
+            if slab is None:
                 self._batcher.put_back(flight.requests[index:], geometry)
                 flight.requests = flight.requests[:index]
                 return
-            self._fill(request, place)
+            self._fill(request, slab)
 
     def _parts(self, requests: Sequence[Request]) -> tuple[frames.RequestPart, ...]:
         return tuple(
@@ -709,12 +683,12 @@ class Model:
                 request.num_rows,
                 outputs=tuple(output.name for output in request.outputs),
                 parameters=dict(request.parameters or {}),
-                length=request.fit.plan.length,
+                length=request.ticket.fit.plan.length,
             )
             for request in requests
         )
 
-    def _extents_frame(self, flight: InFlight, geometry: Geometry) -> frames.Dispatch:
+    def _extents_frame(self, flight: RunningBatch, geometry: Geometry) -> frames.Dispatch:
         parts: list[frames.RequestPart] = []
         for index, (request, part) in enumerate(
             zip(flight.requests, self._parts(flight.requests), strict=True)
@@ -734,7 +708,7 @@ class Model:
         return frames.Dispatch(flight.id, (), requests=tuple(parts))
 
     def _place_extents(
-        self, request: Request, flight: InFlight
+        self, request: Request, flight: RunningBatch
     ) -> tuple[frames.Extent, ...] | None:
         placed: list[frames.Extent] = []
         for tensor in request.inputs:
@@ -774,11 +748,11 @@ class Model:
             self._note_batch(flight, now, flight.waits(), 0.0, "the model failed")
             self._fail_batch(flight, frame.error)
 
-    def _deliver(self, instance: Instance, flight: InFlight, frame: frames.Done) -> None:
+    def _deliver(self, instance: Instance, flight: RunningBatch, frame: frames.Done) -> None:
         now = instance.answered_at = self._clock()
         self._saturation.note(False, now)
         self._note_duration(flight.num_rows, now - flight.started)
-        geometry = flight.requests[0].fit.plan.geometry
+        geometry = flight.requests[0].ticket.fit.plan.geometry
         size = flight.num_tokens or flight.num_rows
         self._batcher.observe(geometry, size, flight.started, now)
         extents = frame.outputs
@@ -805,8 +779,8 @@ class Model:
                 answered.append(request)
                 outputs = self._outputs(request, instance, extents[index] if extents else ())
                 response = Response(name, version, outputs)
-                if request.fit.has_fixed_outputs:
-                    response.form = request.fit
+                if request.ticket.fit.has_fixed_outputs:
+                    response.form = request.ticket.fit
                 self._finish(request, response)
         self._release_flight(flight)
         if extents:
@@ -819,14 +793,14 @@ class Model:
         self._note_batch(flight, now, waits, sum(compute_s), "answered")
 
     def _note_batch(
-        self, flight: InFlight, ended: float, waits: Waits, compute_s: float, outcome: str
+        self, flight: RunningBatch, ended: float, waits: Waits, compute_s: float, outcome: str
     ) -> None:
         batch_wait_s, instance_wait_s = waits
         record = Record(
             ended,
             flight.num_rows,
             len(flight.requests),
-            flight.requests[0].fit.plan.geometry.row_shapes,
+            flight.requests[0].ticket.fit.plan.geometry.row_shapes,
             batch_wait_s,
             instance_wait_s,
             compute_s,
@@ -844,14 +818,15 @@ class Model:
         """Return views of the outputs, in the order of the request."""
         outputs: list[Tensor] = []
         specs = self.config.outputs
-        place: Place | None = request.place
-        for index in request.fit.selection:
+        ticket, count = request.ticket, request.num_rows
+        fit, slab = ticket.fit, ticket.slab
+        for index in fit.selection:
             spec = specs[index]
-            if place is not None and index in self._column:
-                offset, row_bytes = request.fit.plan.geometry.output_columns[self._column[index]]
-                start = offset + place.row * row_bytes
-                view = place.slab.seg.view[start : start + place.count * row_bytes]
-                shape = (place.count, *spec.shape)
+            if slab is not None and index in self._column:
+                offset, row_bytes = fit.plan.geometry.output_columns[self._column[index]]
+                start = offset + ticket.row * row_bytes
+                view = slab.seg.view[start : start + count * row_bytes]
+                shape = (count, *spec.shape)
                 outputs.append(Tensor(spec.name, spec.datatype, shape, view))
                 continue
             extent = next(extent for extent in extents if extent.name == spec.name)
@@ -860,7 +835,7 @@ class Model:
             outputs.append(Tensor(spec.name, spec.datatype, extent.shape, view))
         return outputs
 
-    def _fail_batch(self, flight: InFlight, text: str) -> None:
+    def _fail_batch(self, flight: RunningBatch, text: str) -> None:
         """Handle an exception of the model. In a batch the culprit is unknown, so each request runs
         again alone."""
         if len(flight.requests) > 1:
@@ -868,7 +843,7 @@ class Model:
             return
         self._blame(flight, text)
 
-    def _blame(self, flight: InFlight, text: str) -> None:
+    def _blame(self, flight: RunningBatch, text: str) -> None:
         """End the one request of this batch with an error."""
         (request,) = flight.requests
         self._release_flight(flight)
@@ -892,17 +867,23 @@ class Model:
             earlier.respond(its_answer)
 
     def _release(self, request: Request, was_dispatched: bool = True) -> None:
-        place = request.place
-        if place is not None:
-            request.place = None
-            self._pool.release(place, was_dispatched)
+        ticket = request.ticket
+        slab = ticket.slab
+        if slab is not None:
+            ticket.slab = None
+            self._pool.release(slab, request.num_rows, was_dispatched)
 
-    def _release_extents(self, flight: InFlight) -> None:
+    def _requeued(self, request: Request) -> None:
+        slab = request.ticket.slab
+        if slab is not None:
+            self._pool.requeued(slab, request.num_rows)
+
+    def _release_extents(self, flight: RunningBatch) -> None:
         for offset in flight.extents:
             self._extents.release(offset)
         flight.extents = []
 
-    def _release_flight(self, flight: InFlight) -> None:
+    def _release_flight(self, flight: RunningBatch) -> None:
         self._release_extents(flight)
         for request in flight.requests:
             self._release(request)
@@ -993,13 +974,13 @@ class Model:
             self._check_idle()
         return is_excused
 
-    def _judge(self, flights: list[InFlight], was_killed_outside: bool) -> bool:
+    def _judge(self, flights: list[RunningBatch], was_killed_outside: bool) -> bool:
         """Whether a request killed the worker, rather than a broken model."""
         if len(flights) == 1 and len(flights[0].requests) == 1:
             return self._pinned(flights[0].requests[0], was_killed_outside).is_excused
         return self._quarantine.died_in_company()
 
-    def _lost(self, flight: InFlight, reason: str, now: float) -> None:
+    def _lost(self, flight: RunningBatch, reason: str, now: float) -> None:
         self._ended(flight)
         self._note_batch(flight, now, flight.waits(), 0.0, "the worker died")
         if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
@@ -1014,7 +995,7 @@ class Model:
         num_ready = sum(each.num_slots for each in self.instances if each.is_ready)
         self._batcher.count_executors(num_ready, self._clock())
 
-    def _rerun(self, flight: InFlight) -> None:
+    def _rerun(self, flight: RunningBatch) -> None:
         """Queue each request of the batch to run again alone."""
         self._release_extents(flight)
         for request in flight.requests:
@@ -1022,8 +1003,7 @@ class Model:
                 self._release(request)
                 continue
             self._run_again(request)
-            if request.place is not None:
-                self._pool.requeued(request.place)
+            self._requeued(request)
 
     def _run_again(self, request: Request) -> None:
         """Run a request alone: as soon as possible, or as a suspect if it may have killed a
@@ -1046,7 +1026,7 @@ class Model:
         self._fail_if_unavailable()
         if not instance.batches:
             return None
-        flight: InFlight = instance.batches[0]
+        flight = instance.batches[0]
         recent = sorted(self._recent.get(_rung(flight.num_rows), ()))
         p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
         limit_s = max(self.config.hang_s, HANG_FACTOR * p99)
@@ -1132,14 +1112,13 @@ class Model:
             self._idle_waiters.clear()
 
 
-def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
+def _taken(instance: Instance, frame: frames.FromWorker) -> RunningBatch | None:
     """Remove the batch that the frame answers from the instance, and return it."""
     if isinstance(frame, frames.Done | frames.Failed):
         for index, flight in enumerate(instance.batches):
             if flight.id == frame.batch:
                 del instance.batches[index]
-                found: InFlight = flight
-                return found
+                return flight
     return None
 
 

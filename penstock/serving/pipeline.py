@@ -30,13 +30,14 @@ from penstock.errors import (
     PenstockError,
     QuotaExceeded,
 )
+from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Sequencer
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import QUEUE_TIMEOUT, Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.supervisor import ProcessLife, StartLife
+from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
@@ -234,7 +235,8 @@ class StagePipeline:
         self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
         if policy.preserve_ordering:
             self._sequencer = Sequencer()
-        self._num_held = 0
+        # The requests that it has admitted and not answered.
+        self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
 
     def __repr__(self) -> str:
@@ -336,8 +338,7 @@ class StagePipeline:
             request.respond(error)
             return
         now = request.timings.queued = self.clock()
-        journey = request.fit = Journey(self, request, self._timeout_s(request))
-        self._num_held += 1
+        journey = self._journeys[request] = Journey(self, request, self._timeout_s(request))
         if self._quotas.is_active:
             level = self.config.batching.level(request.priority)
             self._shares.enter(request, request.caller, level=level)
@@ -348,8 +349,8 @@ class StagePipeline:
 
     def cancel(self, request: Request) -> None:
         """Cancel a request in whatever stage it is; the stage answers at once."""
-        journey = request.fit
-        if request.is_done or not isinstance(journey, Journey) or journey.inner is None:
+        journey = self._journeys.get(request)
+        if journey is None or journey.inner is None:
             return
         self.models[journey.at].cancel(journey.inner)
 
@@ -391,7 +392,7 @@ class StagePipeline:
         """End the client's request; called once for each, by its journey."""
         request = journey.request
         journey.inner = None
-        self._num_held -= 1
+        del self._journeys[request]
         if self._shares.held:
             self._shares.leave(request)
         request.timings.completed = now = self.clock()
@@ -419,7 +420,7 @@ class StagePipeline:
             self._metrics.refused(error)
         if isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded):
             level = self.config.batching.level(request.priority)
-            self._shares.refused(self._num_held, now, level)
+            self._shares.refused(len(self._journeys), now, level)
 
 
 def make_model(

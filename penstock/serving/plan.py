@@ -75,6 +75,10 @@ class Fit:
         self.has_fixed_outputs = has_fixed_outputs
 
 
+# Fit of requests that are only queued and never run, as in a simulation.
+UNPLANNED = Fit(Plan(Geometry((), None), 1, (), ()), (), has_fixed_outputs=False)
+
+
 def fixed_outputs(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Return the outputs that have columns in a slab, in column order."""
     return tuple(spec for spec in config.outputs if spec.is_fixed)

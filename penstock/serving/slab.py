@@ -152,17 +152,6 @@ class Slab:
         self.num_waiting = 0
 
 
-class Place:
-    """`count` rows of `slab` from `row` on, held by one request."""
-
-    __slots__ = ("count", "row", "slab")
-
-    def __init__(self, slab: Slab, row: int, count: int) -> None:
-        self.slab = slab
-        self.row = row
-        self.count = count
-
-
 class SlabPool:
     """The slabs of one model, shared by all its shapes; one slab is open per shape in use.
 
@@ -190,9 +179,9 @@ class SlabPool:
 
     def place(
         self, geometry: object, layout: Layout, count: int, *, is_needed: bool = False
-    ) -> Place | None:
-        """Return rows for one request; None when all slabs are taken, unless the rows
-        `is_needed`."""
+    ) -> Slab | None:
+        """Take `count` rows for one request and return their slab, in which they are the last
+        before `next_row`; None when all slabs are taken, unless the rows `is_needed`."""
         slab = self._open.get(geometry)
         if slab is None or slab.next_row + count > layout.capacity:
             if slab is not None:
@@ -203,28 +192,25 @@ class SlabPool:
             slab.geometry, slab.layout = geometry, layout
             slab.is_open = True
             self._open[geometry] = slab
-        place = Place(slab, slab.next_row, count)
         slab.next_row += count
         slab.num_held += count
         slab.num_waiting += count
-        return place
+        return slab
 
-    def dispatched(self, place: Place) -> None:
+    def dispatched(self, slab: Slab, count: int) -> None:
         """Record that the rows are with a worker. A slab without other queued rows is closed, so
         that the next requests start a fresh one at row 0 and stay adjacent."""
-        slab = place.slab
-        slab.num_waiting -= place.count
+        slab.num_waiting -= count
         if slab.num_waiting == 0 and slab.is_open and self.num_in_use != self._max_slabs:
             self._close(slab)
 
-    def requeued(self, place: Place) -> None:
-        place.slab.num_waiting += place.count
+    def requeued(self, slab: Slab, count: int) -> None:
+        slab.num_waiting += count
 
-    def release(self, place: Place, was_dispatched: bool = True) -> None:
-        slab = place.slab
-        slab.num_held -= place.count
+    def release(self, slab: Slab, count: int, was_dispatched: bool = True) -> None:
+        slab.num_held -= count
         if not was_dispatched:
-            slab.num_waiting -= place.count
+            slab.num_waiting -= count
         if slab.num_held == 0:
             self._close(slab)
 

@@ -237,9 +237,9 @@ class SloBatcher:
         self._note_turn(now)
         refused, self._dropped = self._dropped, []
         deadlines, short = self._deadlines, self._short_deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][1].queue is None):
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][1].ticket.queue is None):
             self._expire_one(deadlines.popleft()[1], refused)
-        while short and (short[0][0] <= now or short[0][2].queue is None):
+        while short and (short[0][0] <= now or short[0][2].ticket.queue is None):
             self._expire_one(heapq.heappop(short)[2], refused)
         return refused
 
@@ -369,7 +369,7 @@ class SloBatcher:
         heapq.heappush(self._short_deadlines, entry)
 
     def _expire_one(self, request: Request, refused: list[Request]) -> None:
-        if isinstance(request.queue, Lane):
+        if isinstance(request.ticket.queue, Lane):
             self._lanes.remove(request)
             refused.append(request)
 

@@ -15,134 +15,29 @@ import math
 import mmap
 import os
 import resource
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
-from penstock.serving import usage
-from penstock.serving.reaper import Reaper, kill_group
-from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
+from penstock.processes.channel import Sender, socket_pair
+from penstock.processes.life import ProcessLife
+from penstock.processes.restarts import HEALTHY_S, CrashLoop, SparePlan
+from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
-from penstock.system import devices
-from penstock.system.environment import allowed, asked_for
+from penstock.system.environment import asked_for
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.supervisor")
 
-SOCKET_BUFFER_BYTES = 4 << 20
 TICK_S = 0.5
 # Time for a leaving worker to close its model.
 LEAVE_S = 5.0
-# Time for a process that closed its socket to exit by itself, so that its status gives the reason.
-END_S = 2.0
 # The load fails after this many deaths before the first Ready.
 MAX_LOAD_DEATHS = 3
-
-
-class ProcessLife:
-    """A worker in its own process: spawned by exec, never only forked; dies with the core. Fronts
-    run the same way, with another `module`. It leads a process group, which is killed with it."""
-
-    _reaper: ClassVar[Reaper] = Reaper()
-    # The kernel's count of OOM kills at the last reading.
-    _num_oom_kills: ClassVar[int | None] = None
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        on_death: Callable[[str], None],
-        module: str = "penstock.serving.worker",
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """`environment` is added to the variables that every worker gets."""
-        with contextlib.ExitStack() as undo:
-            self.sock, theirs = socket_pair()
-            undo.callback(self.sock.close)
-            with theirs:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        module,
-                        str(theirs.fileno()),
-                        str(os.getpid()),
-                    ],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    process_group=0,
-                    env={**allowed(devices.worker_environment()), **environment},
-                )
-            undo.callback(self._process.wait)
-            undo.callback(self._process.kill)
-            # SCHED_BATCH: while starting, it does not preempt processes that serve. It resets this
-            # when it is ready (`take_part`).
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(self._process.pid, os.SCHED_BATCH, os.sched_param(0))
-            self._pidfd = os.pidfd_open(self._process.pid)
-            undo.pop_all()
-        self.pid = self._process.pid
-        self.was_killed_outside = False
-        # Whether the core killed it, and the timer for doing so.
-        self._is_killed = False
-        self._ending: asyncio.TimerHandle | None = None
-        if ProcessLife._num_oom_kills is None:
-            ProcessLife._num_oom_kills = usage.read_oom_kills()
-        self._reaper.watch(self.pid, loop)
-        self._loop = loop
-        self._on_death = on_death
-        loop.add_reader(self._pidfd, self._died)
-
-    def kill(self) -> None:
-        self._is_killed = True
-        kill_group(self.pid)
-
-    def socket_closed(self) -> None:
-        """Kill the worker in END_S unless it exits by itself; it is useless without its socket."""
-        if self._ending is None:
-            self._ending = self._loop.call_later(END_S, self.kill)
-
-    def has_room_for_another(self) -> bool:
-        """Whether the machine's memory has room for one more process as large as this one."""
-        memory = usage.read_memory()
-        own_bytes = usage.resident_bytes(self.pid)
-        return own_bytes > 0 and spare_fits(own_bytes, memory.available, memory.total)
-
-    def _died(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        # Before `wait`: until then the kernel does not reuse its process group id.
-        kill_group(self.pid)
-        self._reaper.forget(self.pid)
-        if self._ending is not None:
-            self._ending.cancel()
-        status = self._process.wait()
-        is_oom = self._was_out_of_memory()
-        self.was_killed_outside = status == -signal.SIGKILL and not (self._is_killed or is_oom)
-        if status == -signal.SIGKILL and is_oom:
-            reason = "was killed by the kernel for lack of memory"
-        elif status < 0:
-            reason = f"was killed by {signal.Signals(-status).name}"
-        else:
-            reason = f"exited with status {status}"
-        self._on_death(reason)
-
-    @staticmethod
-    def _was_out_of_memory() -> bool:
-        """Whether the kernel killed a process for lack of memory since the last death."""
-        before, now = ProcessLife._num_oom_kills, usage.read_oom_kills()
-        if now is None:
-            return False
-        ProcessLife._num_oom_kills = now
-        return before is not None and now > before
 
 
 class ThreadLife:
@@ -186,77 +81,8 @@ class ThreadLife:
             channel.close()
 
 
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the core's end, which never blocks, and the worker's end, which does."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for sock in (ours, theirs):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    ours.setblocking(False)
-    return ours, theirs
-
-
 def load_timeout_text(limit_s: float) -> str:
     return f"loading took longer than {limit_s:g} s; parameters.penstock.load_timeout_s sets it"
-
-
-class Sender:
-    """Sends datagrams in order; queues them while the socket is full. Datagrams to a dead worker
-    are dropped: the reader is about to notice its death."""
-
-    __slots__ = ("_loop", "_sock", "_unsent")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-        self._loop = loop
-        self._sock = sock
-        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
-
-    @property
-    def num_waiting(self) -> int:
-        """Datagrams that are queued because the socket is full."""
-        return len(self._unsent)
-
-    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send now, or when the socket has room. The caller may close `fds` afterwards."""
-        if self._unsent:
-            self._unsent.append((data, _duplicate(fds)))
-        elif not self._try(data, fds):
-            self._unsent.append((data, _duplicate(fds)))
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-
-    def close(self) -> None:
-        """Drop queued datagrams. Call it before the socket is closed."""
-        for _, fds in self._unsent:
-            _close_all(fds)
-        self._unsent.clear()
-        self._loop.remove_writer(self._sock.fileno())
-
-    def _flush(self) -> None:
-        while self._unsent:
-            if not self._try(*self._unsent[0]):
-                return
-            _close_all(self._unsent.popleft()[1])
-        self._loop.remove_writer(self._sock.fileno())
-
-    def _try(self, data: bytes, fds: tuple[int, ...]) -> bool:
-        try:
-            if fds:
-                socket.send_fds(self._sock, [data], fds)
-            else:
-                self._sock.send(data)
-        except BlockingIOError:
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        return True
-
-
-def _duplicate(fds: Sequence[int]) -> tuple[int, ...]:
-    return tuple(os.dup(fd) for fd in fds)
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 class Life(Protocol):
@@ -336,7 +162,7 @@ class Instance:
         self.was_killed_outside = False
         # It is to be replaced: it gets no more batches and stops after its last answer.
         self.is_leaving = False
-        self.batches: list[Any] = []
+        self.batches: list[RunningBatch] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
         self.started_at = 0.0

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import errno
 import io
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -51,6 +49,7 @@ from penstock.errors import (
     describe_error,
     error_text,
 )
+from penstock.processes.start import begin_life, take_part
 from penstock.repository import manifest
 from penstock.serving import warmups
 from penstock.serving.memory_limit import OUT_OF_MEMORY, MemoryLimit
@@ -62,7 +61,6 @@ from penstock.system import logs
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
 
-PR_SET_PDEATHSIG = 1
 MAX_VIEWS = 256
 # Limit on the descriptors of one frame.
 MAX_FDS = 3
@@ -736,33 +734,6 @@ def _explain(error: BaseException) -> str:
     with contextlib.suppress(BaseException):
         log.error("the model raised %s", type(error).__name__, exc_info=error)
     return describe_error(error)[:MAX_ERROR_CHARS]
-
-
-def take_part() -> None:
-    """Return all threads of this process to normal scheduling (see `ProcessLife`)."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the core dies, for whatever reason."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def begin_life() -> socket.socket | None:
-    """Set up a process started as `python -m MODULE FD PARENT` and return its socket; None if its
-    parent has exited already."""
-    parent = int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
-        return None
-    # Ctrl-C in a terminal signals the whole group; the parent decides when this process stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(logs.from_environment())
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
 
 
 def _prepare(load: frames.Load) -> None:

@@ -224,7 +224,7 @@ def test_a_triton_model_completes_its_own_configuration(tmp_path: Path) -> None:
         ("@penstock.model()\ndef f(x): 1\n@penstock.model()\ndef g(x): 1", ["marks f, g"]),
         ("raise ValueError('no weights here')", ["line 10", "no weights here"]),
         ("import nowhere_to_be_found", ["nowhere_to_be_found"]),
-        ("import os\nos._exit(3)", ["exit code 3"]),
+        ("import os\nos._exit(3)", ["exited with status 3"]),
         ("x = 1", ["defines no model"]),
     ],
 )

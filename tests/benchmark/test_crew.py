@@ -25,6 +25,7 @@ from penstock.benchmark.messages import (
     Prepare,
     Prepared,
     Progress,
+    Question,
     SetUp,
     Stop,
     encode,
@@ -34,6 +35,7 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.in_process import InProcess
 from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
+from penstock.processes import framing
 
 
 def setup(address: object, index: int = 0, num_processes: int = 1) -> SetUp:
@@ -135,6 +137,10 @@ def test_patience_can_become_shorter(tmp_path: Path) -> None:
     run(scenario)
 
 
+def framed(question: Question) -> bytes:
+    return framing.frame(encode(question))
+
+
 def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it for ever."""
 
@@ -153,10 +159,10 @@ def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.Monk
             told.append(answer)
             if isinstance(answer, Prepared):
                 moment = time.monotonic()
-                questions.feed_data(encode(Go(moment)) + encode(Stop(moment + 0.1, 0.0)))
+                questions.feed_data(framed(Go(moment)) + framed(Stop(moment + 0.1, 0.0)))
 
         model = make(tmp_path, max_batch=1, a_ms=500)
-        questions.feed_data(encode(setup(model)) + encode(Prepare(Closed(1), 0)))
+        questions.feed_data(framed(setup(model)) + framed(Prepare(Closed(1), 0)))
         with pytest.raises(BackendFailed):
             async with asyncio.timeout(10):
                 await generator.run(questions, hear)
@@ -196,9 +202,9 @@ def test_a_generator_that_dies_is_noticed(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             while not crew.problem():
                 await asyncio.sleep(0.01)
-        assert crew.problem() == ["a generator process ended by signal 9"]
+        assert crew.problem() == ["a generator process was killed by SIGKILL"]
         crew.ask(Stop(time.monotonic(), 1.0))
-        with pytest.raises(ConfigError, match="signal 9"):
+        with pytest.raises(ConfigError, match="SIGKILL"):
             await crew.expect(Ended)
 
     run(scenario)

@@ -115,7 +115,7 @@ def test_a_generator_that_dies_leaves_a_partial_run(tmp_path: Path) -> None:
 
     run, _ = measure(plan_for(make(tmp_path, a_ms=1), Closed(1), Closed(2)), meddle)
     assert run.is_partial
-    assert run.problem == "a generator process ended by signal 9"
+    assert run.problem == "a generator process was killed by SIGKILL"
     assert len(run.levels) == 1
 
 

@@ -16,7 +16,7 @@ from tiny_text import TOKENIZER
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import unpacked
 from penstock.llm.renderer_main import RendererProcess
-from penstock.serving.supervisor import socket_pair
+from penstock.processes.channel import socket_pair
 
 
 class Talk:

@@ -271,7 +271,9 @@ class TestWhatGoesWrong:
             'input { name: "x" data_type: TYPE_INT32 dims: 1 }\n'
             'output { name: "y" data_type: TYPE_INT32 dims: 1 }\n',
         )
-        with pytest.raises(BackendFailed, match="exited with 3; it wrote: (?s:.*)about to leave"):
+        with pytest.raises(
+            BackendFailed, match="exited with status 3; it wrote: (?s:.*)about to leave"
+        ):
             trials.answers(build, numbers(1))
 
 

@@ -105,7 +105,7 @@ def test_code_has_a_way_but_no_operators(tmp_path, peaks_cache) -> None:
 
 def test_a_model_that_crashes_is_an_error(tmp_path) -> None:
     folder = python_model(tmp_path, CRASHES)
-    with pytest.raises(BackendFailed, match="ended by SIGSEGV"):
+    with pytest.raises(BackendFailed, match="the profiler was killed by SIGSEGV"):
         profile_build(folder, [{"x": np.zeros(2, np.float32)}])
 
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from penstock.config import HttpLimits
+from penstock.processes.channel import socket_pair
 from penstock.protocols import http_front
 from penstock.protocols.fronts import CoreApi, Front, http_opening, http_spec
 from penstock.protocols.gate import Gate
 from penstock.protocols.line import reserve
-from penstock.serving.supervisor import socket_pair
 from penstock.wire import frames
 
 

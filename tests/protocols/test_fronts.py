@@ -23,6 +23,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.processes.channel import socket_pair
 from penstock.protocols import fronts
 from penstock.protocols.fronts import PING_S, CoreApi, Front, Silence, grpc_spec
 from penstock.protocols.gate import Gate, Keys
@@ -34,7 +35,7 @@ from penstock.serving.control import Control
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import ThreadLife, socket_pair
+from penstock.serving.supervisor import ThreadLife
 from penstock.testing import FakeClock, RecordingSink
 from penstock.types import Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire import frames

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, InvalidRequest, NotAllowed
+from penstock.processes.channel import socket_pair
 from penstock.protocols.gate import (
     MAX_KEYS,
     Gate,
@@ -20,7 +21,6 @@ from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.protocols.v2_http import V2Http
 from penstock.serving.quotas import Quota
-from penstock.serving.supervisor import socket_pair
 from penstock.wire import frames
 
 SECRET = "0123456789abcdef"

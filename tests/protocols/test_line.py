@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import TooLarge
+from penstock.processes.channel import socket_pair
 from penstock.protocols.line import INLINE_BYTES, Line, Outbox, reserve, unpack, why_not_listen
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import socket_pair
 from penstock.types import Tensor
 from penstock.wire import frames
 

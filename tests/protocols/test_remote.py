@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import BackendFailed, Cancelled, Overloaded, TooLarge
+from penstock.processes.channel import socket_pair
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line
 from penstock.protocols.remote import KINDS, MAX_HEAD_BYTES, MAX_WAITING, Remote
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import socket_pair
 from penstock.testing import RecordingSink
 from penstock.types import Request, Tensor
 from penstock.wire import frames

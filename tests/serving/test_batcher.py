@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
 from penstock.serving.batcher import LOOKS, Batcher, Sequencer
+from penstock.serving.plan import UNPLANNED
+from penstock.serving.ticket import Ticket
 from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
@@ -19,6 +21,7 @@ EAGER = BatchPolicy(max_batch_size=8, is_dynamic=True)
 
 def make(rows: int = 1, priority: int = 0, timeout_s: float | None = None) -> Request:
     request = Request(RecordingSink(), (), 0.0)
+    request.ticket = Ticket(UNPLANNED)
     request.num_rows = rows
     request.priority = priority
     request.timeout_s = timeout_s

@@ -36,8 +36,10 @@ from penstock.errors import (
     QuotaExceeded,
     TooLarge,
 )
+from penstock.processes import restarts
+from penstock.processes.channel import socket_pair
 from penstock.serving import model as serving_model
-from penstock.serving import quarantine, restarts, supervisor, worker
+from penstock.serving import quarantine, supervisor, worker
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
@@ -370,17 +372,13 @@ def test_tensors_without_elements_are_answered_on_a_padded_model():
     run(config, scenario)
 
 
-def test_a_request_that_cannot_be_placed_ends_with_an_error(monkeypatch):
+def test_a_request_that_cannot_be_placed_ends_with_an_error():
     async def scenario(model, puppets):
-        def fail(request, place):
-            request.place = place
-            raise ValueError("does not fit")
-
-        monkeypatch.setattr(model, "_fill", fail)
         request = ask(FIXED, canary(1, (1, 4)))
+        # Characters, which cannot be copied into a slab of bytes.
+        request.inputs[0].data = memoryview(bytes(request.inputs[0].data)).cast("c")
         model.submit(request)
         assert isinstance(request.sink.error, BackendFailed)
-        monkeypatch.undo()
         good = ask(FIXED, canary(2, (1, 4)))
         model.submit(good)
         await puppets.step_all()
@@ -1334,7 +1332,7 @@ class Waiting:
     def pass_time(self, model: Model, seconds: float) -> None:
         part = 0 if any(instance.is_idle for instance in model.instances) else 1
         for request in self.sent:
-            if request.queue is not None:
+            if request.ticket.queue is not None:
                 self.expected[request][part] += seconds
         self.clock.advance(seconds)
 
@@ -1499,7 +1497,7 @@ class FullMemory:
 @contextmanager
 def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
     """A worker without a core; yields what runs a batch of 1000 and returns the frames it sent."""
-    ours, theirs = supervisor.socket_pair()
+    ours, theirs = socket_pair()
     inputs, outputs = Segment(1 << 16), Segment(1 << 16)
     with ours, theirs:
         made = worker.Worker(worker.Channel(theirs), die=die)

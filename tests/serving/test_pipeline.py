@@ -31,7 +31,7 @@ from penstock.errors import (
     Quarantined,
     QuotaExceeded,
 )
-from penstock.serving import restarts
+from penstock.processes import restarts
 from penstock.serving.model import Model
 from penstock.serving.pipeline import Stage, StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota, Quotas

@@ -1,12 +1,13 @@
 """Rows and extents never overlap, come back whole, and are bounded."""
 
 import random
+from typing import NamedTuple
 
 from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.serving.slab import ALIGNMENT, Extents, Layout, Segment, SlabPool
+from penstock.serving.slab import ALIGNMENT, Extents, Layout, Segment, Slab, SlabPool
 
 
 @settings(deadline=None, max_examples=at_most(200))
@@ -75,40 +76,51 @@ def pool(max_slabs: int = 2) -> SlabPool:
     return SlabPool(LAYOUT.nbytes, max_slabs)
 
 
+class Rows(NamedTuple):
+    slab: Slab
+    row: int
+    count: int
+
+
+def take(slabs: SlabPool, shape: str, count: int, is_needed: bool = False) -> Rows | None:
+    slab = slabs.place(shape, LAYOUT, count, is_needed=is_needed)
+    return None if slab is None else Rows(slab, slab.next_row - count, count)
+
+
 def test_requests_that_arrive_together_are_adjacent():
     slabs = pool()
-    places = [slabs.place("a", LAYOUT, count) for count in (1, 2, 1)]
+    places = [take(slabs, "a", count) for count in (1, 2, 1)]
     assert [(p.slab.id, p.row, p.count) for p in places] == [(0, 0, 1), (0, 1, 2), (0, 3, 1)]
     slabs.close()
 
 
 def test_after_a_dispatch_the_next_request_starts_a_fresh_slab():
     slabs = pool()
-    first = slabs.place("a", LAYOUT, 1)
-    slabs.dispatched(first)
-    second = slabs.place("a", LAYOUT, 1)
+    first = take(slabs, "a", 1)
+    slabs.dispatched(first.slab, first.count)
+    second = take(slabs, "a", 1)
     assert (second.slab is first.slab, second.row) == (False, 0)
     slabs.close()
 
 
 def test_with_no_other_slab_the_rest_of_the_open_one_is_used():
     slabs = pool(max_slabs=1)
-    first = slabs.place("a", LAYOUT, 1)
-    slabs.dispatched(first)
-    second = slabs.place("a", LAYOUT, 1)
+    first = take(slabs, "a", 1)
+    slabs.dispatched(first.slab, first.count)
+    second = take(slabs, "a", 1)
     assert (second.slab is first.slab, second.row) == (True, 1)
     slabs.close()
 
 
 def test_full_slabs_refuse_unless_the_rows_are_needed_to_dispatch():
     slabs = pool(max_slabs=1)
-    slabs.place("a", LAYOUT, 4)
-    assert slabs.place("a", LAYOUT, 1) is None
-    assert slabs.place("b", LAYOUT, 1) is None
-    needed = slabs.place("b", LAYOUT, 1, is_needed=True)
-    slabs.dispatched(needed)
-    assert slabs.place("b", LAYOUT, 1) is None, "the extra slab takes no further requests"
-    slabs.release(needed)
+    take(slabs, "a", 4)
+    assert take(slabs, "a", 1) is None
+    assert take(slabs, "b", 1) is None
+    needed = take(slabs, "b", 1, is_needed=True)
+    slabs.dispatched(needed.slab, needed.count)
+    assert take(slabs, "b", 1) is None, "the extra slab takes no further requests"
+    slabs.release(needed.slab, needed.count)
     assert slabs.num_in_use == 1
     slabs.close()
 
@@ -122,20 +134,19 @@ def test_law_rows_are_exclusive_and_all_come_back(seed):
     for _ in range(150):
         match chance.randrange(4):
             case 0 | 1:
-                place = slabs.place(
-                    chance.choice("abcd"), LAYOUT, chance.randint(1, 4), is_needed=False
-                )
+                place = take(slabs, chance.choice("abcd"), chance.randint(1, 4))
                 if place is not None:
                     waiting.append(place)
             case 2 if waiting:
                 place = waiting.pop(chance.randrange(len(waiting)))
                 if chance.random() < 0.3:
-                    slabs.release(place, was_dispatched=False)
+                    slabs.release(place.slab, place.count, was_dispatched=False)
                 else:
-                    slabs.dispatched(place)
+                    slabs.dispatched(place.slab, place.count)
                     running.append(place)
             case 3 if running:
-                slabs.release(running.pop(chance.randrange(len(running))))
+                place = running.pop(chance.randrange(len(running)))
+                slabs.release(place.slab, place.count)
         taken: set[tuple[int, int]] = set()
         for place in waiting + running:
             for row in range(place.row, place.row + place.count):
@@ -143,9 +154,9 @@ def test_law_rows_are_exclusive_and_all_come_back(seed):
                 taken.add((place.slab.id, row))
         assert slabs.num_in_use <= 3
     for place in waiting:
-        slabs.release(place, was_dispatched=False)
+        slabs.release(place.slab, place.count, was_dispatched=False)
     for place in running:
-        slabs.release(place)
+        slabs.release(place.slab, place.count)
     assert slabs.num_in_use == 0
     slabs.close()
 

@@ -12,7 +12,9 @@ from penstock.config import BatchPolicy, QueuePolicy, ladder
 from penstock.errors import Overloaded
 from penstock.serving.batch_times import BatchTimes
 from penstock.serving.batcher import Batcher
+from penstock.serving.plan import UNPLANNED
 from penstock.serving.slo_batcher import MAX_COST, Pace, SloBatcher
+from penstock.serving.ticket import Ticket
 from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
@@ -34,6 +36,7 @@ def make_batcher(policy: BatchPolicy = POLICY, num_executors: int = 1) -> SloBat
 
 def make(now: float, rows: int = 1, priority: int = 0, timeout_s: float | None = None) -> Request:
     request = Request(RecordingSink(), (), now)
+    request.ticket = Ticket(UNPLANNED)
     request.timings.queued = now
     request.num_rows = rows
     request.priority = priority

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,7 @@ import pytest
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.serving import usage
 from penstock.serving.model import Model
-from penstock.serving.supervisor import ProcessLife, Sender, socket_pair
 from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 from penstock.wire import frames
@@ -57,7 +54,7 @@ def children(*besides: psutil.Process) -> dict[int, str]:
             command = " ".join(child.cmdline())
         except psutil.NoSuchProcess:
             command = ""
-        if "serving/reaper.py" not in command and child not in besides:
+        if "processes/reaper.py" not in command and child not in besides:
             found[child.pid] = command
     return found
 
@@ -202,36 +199,6 @@ def test_descriptors_do_not_leak_over_restarts():
 
 def no_process(*_: object, **__: object) -> None:
     raise BlockingIOError(11, "Resource temporarily unavailable")
-
-
-@pytest.mark.parametrize("is_read", [True, False])
-def test_descriptors_of_frames_that_wait_are_kept_until_they_leave(is_read):
-    num_open = len(os.listdir("/proc/self/fd"))
-
-    async def main() -> None:
-        ours, theirs = socket_pair()
-        with ours, theirs:
-            sender = Sender(asyncio.get_running_loop(), ours)
-            num_sent = 0
-            while not sender.num_waiting:
-                sender.send(b"filler" * 10_000)
-                num_sent += 1
-            fd = os.memfd_create("test")
-            os.write(fd, b"text")
-            sender.send(b"last", (fd,))
-            os.close(fd)
-            if is_read:
-                for _ in range(num_sent - 1):
-                    theirs.recv(1 << 20)
-                await until(lambda: not sender.num_waiting)
-                theirs.recv(1 << 20)
-                _, fds, _, _ = socket.recv_fds(theirs, 100, 1)
-                assert os.pread(fds[0], 4, 0) == b"text"
-                os.close(fds[0])
-            sender.close()
-
-    asyncio.run(main())
-    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 @pytest.mark.parametrize(
@@ -379,59 +346,6 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(worker)
-
-
-async def run_process() -> tuple[ProcessLife, str]:
-    """Run the module `made_up_worker` until it is dead, and return its reason."""
-    loop = asyncio.get_running_loop()
-    reasons: list[str] = []
-    life = ProcessLife(loop, reasons.append, "made_up_worker")
-
-    def read() -> None:
-        if not life.sock.recv(1):
-            loop.remove_reader(life.sock.fileno())
-            life.socket_closed()
-
-    loop.add_reader(life.sock.fileno(), read)
-    await until(lambda: bool(reasons))
-    loop.remove_reader(life.sock.fileno())
-    life.sock.close()
-    return life, reasons[0]
-
-
-CLOSED = "socket.socket(fileno=int(sys.argv[1])).close()"
-KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
-DEATHS = {
-    "exit": ("os._exit(3)", 0, "exited with status 3", False),
-    "late exit": (f"{CLOSED}; time.sleep(0.3); os._exit(4)", 0, "exited with status 4", False),
-    "exception": ("raise ValueError", 0, "exited with status 1", False),
-    "crash": ("os.kill(os.getpid(), signal.SIGTERM)", 0, "was killed by SIGTERM", False),
-    "killed from outside": (KILLED, 0, "was killed by SIGKILL", True),
-    "out of memory": (KILLED, 1, "was killed by the kernel for lack of memory", False),
-    "killed by the core": (f"{CLOSED}; time.sleep(60)", 0, "was killed by SIGKILL", False),
-}
-
-
-@pytest.mark.parametrize(("code", "num_oom", "text", "is_outside"), DEATHS.values(), ids=DEATHS)
-def test_why_a_process_died_is_told(tmp_path, monkeypatch, code, num_oom, text, is_outside):
-    module = tmp_path / "made_up_worker.py"
-    module.write_text(f"import os, signal, socket, sys, time\n{code}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("penstock.serving.supervisor.END_S", 1.0)
-    total = usage.read_oom_kills() or 0
-
-    async def main() -> None:
-        # The first process knows how many there were before; this one dies after `num_oom` more.
-        monkeypatch.setattr("penstock.serving.usage.read_oom_kills", lambda: total)
-        await run_process()
-        monkeypatch.setattr("penstock.serving.usage.read_oom_kills", lambda: total + num_oom)
-        life, reason = await run_process()
-        assert reason == text
-        assert life.was_killed_outside == is_outside
-        monkeypatch.setattr("penstock.serving.usage.read_oom_kills", lambda: total)
-        await run_process()
-
-    asyncio.run(main())
 
 
 def test_a_worker_that_fails_by_itself_tells_its_exception(monkeypatch):

@@ -25,13 +25,13 @@ from penstock.benchmark.targets.shared import config_digest, counters_of, in_sho
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
+from penstock.processes.life import ProcessLife
 from penstock.repository import layout, onnx_file, pbtxt
 from penstock.repository import manifest as manifests
 from penstock.repository.model_source import resolve
 from penstock.serving import local
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline
-from penstock.serving.supervisor import ProcessLife
 from penstock.types import Request, Response, Tensor, Timings
 
 SWEEP_S = 0.5

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,18 +15,16 @@ import numpy as np
 from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.child_output import Output
 from penstock.optimizer.llm.likelihood_child import Job
 from penstock.optimizer.llm.likelihoods import NUM_TOLD, Told
 from penstock.optimizer.time_plan import CutOff, TookTooLong
-from penstock.serving.worker import PR_SET_PDEATHSIG
+from penstock.processes.tool import ToolProcess
 from penstock.system import devices
 
 POLL_S = 0.1
 TIMEOUT_S = 1800.0
 MODULE = "penstock.optimizer.llm.likelihood_child"
 Watch = Callable[[str], None]
-libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +75,14 @@ def read(path: Path) -> Texts:
 
 
 def _run(arguments: Sequence[str], watch: Watch, timeout_s: float) -> None:
-    output = Output()
     began = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=output.fileno(),
-        stderr=output.fileno(),
-        start_new_session=True,
-        env=devices.worker_environment(),
-        preexec_fn=_die_with_parent,
-    )
-    try:
-        while process.poll() is None:
+    with ToolProcess(MODULE, arguments, environment=devices.worker_environment()) as process:
+        while process.is_running:
             took_s = time.monotonic() - began
             if took_s > timeout_s:
                 kind = CutOff if timeout_s < TIMEOUT_S else TookTooLong
-                raise kind(f"not judged within {timeout_s:.0f} s{output.tail('it')}")
+                raise kind(f"not judged within {timeout_s:.0f} s{process.tail()}")
             watch(f"accuracy, {took_s:.0f} s")
             time.sleep(POLL_S)
-        if process.returncode:
-            raise BackendFailed(f"it ended with {process.returncode}{output.tail('it')}")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        output.close()
-
-
-def _die_with_parent() -> None:
-    """Run between fork and exec, where little is allowed; the setting survives the exec."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if process.wait():
+            raise BackendFailed(f"it {process.describe_end()}")

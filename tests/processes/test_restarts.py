@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.serving.restarts import (
+from penstock.processes.restarts import (
     MAX_SPARES,
     SPARE_S,
     CrashLoop,

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from penstock.optimizer.child_output import TAIL_BYTES, TAIL_LINES, Output
+from penstock.processes.output import TAIL_BYTES, TAIL_LINES, Output
 
 
 def written(output: Output, text: str) -> None:

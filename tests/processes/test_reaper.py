@@ -14,12 +14,12 @@ import psutil
 import pytest
 import uvloop
 
-from penstock.serving.reaper import Reaper, kill_group
+from penstock.processes.reaper import Reaper, kill_group
 
 # Watches two groups, forgets one of them, tells their ids, and waits.
 CORE = """
 import subprocess, sys, time
-from penstock.serving.reaper import Reaper
+from penstock.processes.reaper import Reaper
 reaper = Reaper()
 kept, forgotten = (
     subprocess.Popen(["sleep", "3600"], process_group=0, stdout=subprocess.DEVNULL)

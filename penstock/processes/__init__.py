@@ -1,0 +1,1 @@
+"""Child processes: one way to start, talk to, watch, restart and end them."""

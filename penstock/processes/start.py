@@ -1,0 +1,34 @@
+"""The first things that a child process does. `life` is the parent's side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+
+from penstock.processes.endings import die_with_parent
+from penstock.system import logs
+
+
+def take_part() -> None:
+    """Return all threads of this process to normal scheduling (see `life.ProcessLife`)."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
+def begin_life() -> socket.socket | None:
+    """Set up a process started as `python -m MODULE FD PARENT` and return its socket; None if its
+    parent has exited already."""
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return None
+    # Ctrl-C in a terminal signals the whole group; the parent decides when this process stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(logs.from_environment())
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    return socket.socket(fileno=fd)

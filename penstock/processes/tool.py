@@ -1,0 +1,103 @@
+"""A child process that does one job for this one: trials, test servers, profilers, model code.
+
+It has its own session, dies with this process, and is killed with everything it forked. For
+processes that serve, see `life`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from penstock.processes.endings import describe_status, die_with_parent
+from penstock.processes.output import Output
+
+
+class ToolProcess:
+    """`python -m MODULE ARGUMENTS`, killed when the block ends, however it ends. Its output is
+    kept for error messages."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment` replaces that of this process."""
+        self._output = Output()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output.fileno(),
+                stderr=self._output.fileno(),
+                pass_fds=pass_fds,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                env=environment,
+            )
+        except BaseException:
+            self._output.close()
+            raise
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def output(self) -> str:
+        """Everything it has written to stdout and stderr so far."""
+        return self._output.text()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return its exit status; TimeoutError if it is still running after `timeout_s`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+
+    def tail(self, who: str = "it") -> str:
+        """Return the end of its output as a clause to append to an error's text."""
+        return self._output.tail(who)
+
+    def describe_end(self) -> str:
+        """Wait for its end; return how it ended and the end of its output."""
+        return f"{describe_status(self._process.wait())}{self.tail()}"
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask it to stop, by SIGTERM; kill it, with all it forked, after `timeout_s` or when it has
+        ended."""
+        try:
+            if self.is_running:
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout_s)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill it with all it forked. Afterwards only its exit status is known."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
