@@ -19,14 +19,8 @@ from tritonclient.grpc import service_pb2
 from penstock.config import HttpLimits
 from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.http import (
-    Connection,
-    Exchange,
-    Handler,
-    Head,
-    HttpServer,
-    normalize_path,
-)
+from penstock.protocols.http import Connection, Exchange, Handler, HttpServer
+from penstock.protocols.http_reader import MessageHead, normalize_path
 from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, Match, find
 from penstock.protocols.v2_grpc import Gated
@@ -281,7 +275,7 @@ class Forwarding(Recording):
         self._core = core
 
     def _answer(self, match: Match, exchange: Exchange) -> None:
-        head = Head(exchange.head.method, exchange.head.path, exchange.head.headers)
+        head = MessageHead(exchange.head.method, exchange.head.path, exchange.head.headers)
         self._core.handle(Exchange(Passed(exchange), head, exchange.body))
 
 
@@ -293,7 +287,7 @@ class Passed:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    def will_keep_alive(self, head: Head) -> bool:
+    def will_keep_alive(self, head: MessageHead) -> bool:
         return True
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
