@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf import json_format
@@ -68,8 +68,11 @@ STOP_GRACE_S = 2.0
 # Fields of answers that hold the core's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
+# Neither protobuf's generated classes nor gRPC's contexts have types.
+Proto: TypeAlias = Any
+Context: TypeAlias = Any
 # Called with the message, parsed or for inference as bytes, and the caller.
-Answer = Callable[..., Awaitable[Any]]
+Answer = Callable[..., Awaitable[Proto]]
 
 
 class InferWaiter:
@@ -78,7 +81,7 @@ class InferWaiter:
     __slots__ = ("message",)
 
     def __init__(self) -> None:
-        self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.message: asyncio.Future[Proto] = asyncio.get_running_loop().create_future()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if self.message.done():
@@ -96,7 +99,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._gate = gate
         self._methods = methods
 
-    def service(self, call: Any) -> grpc.RpcMethodHandler | None:
+    def service(self, call: Context) -> grpc.RpcMethodHandler | None:
         try:
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
@@ -156,7 +159,7 @@ class Service:
 
     # Inference.
 
-    async def _infer(self, data: bytes, caller: bytes, answer: Any = None) -> Any:
+    async def _infer(self, data: bytes, caller: bytes, answer: Proto = None) -> Proto:
         """Return the answer to a ModelInferRequest. The core counts all requests, also those that
         cannot be decoded. `answer.id` is set to the request's id as soon as it is known."""
         waiter, name, version = InferWaiter(), "", ""
@@ -179,10 +182,10 @@ class Service:
             model.cancel(request)
             raise
 
-    async def _infer_once(self, data: bytes, context: Any) -> Any:
+    async def _infer_once(self, data: bytes, context: Context) -> Proto:
         return await self._infer(data, _caller(self._gate, context))
 
-    async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+    async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = _caller(self._gate, context)
         stream = InferStream(self._infer, messages, context, caller)
         stream.check = lambda: self._gate.check_caller("infer", caller)
@@ -199,15 +202,15 @@ class Service:
 
     # Management.
 
-    async def _live(self, message: Any, caller: bytes) -> Any:
+    async def _live(self, message: Proto, caller: bytes) -> Proto:
         return service_pb2.ServerLiveResponse(live=True)
 
-    def _asking(self, method: Any) -> Answer:
+    def _asking(self, method: Proto) -> Answer:
         """Return an answer of the core's management API."""
         handler = RPC_ROUTES[f"/{SERVICE.full_name}/{method.name}"].handler
         answer_type = GetMessageClass(method.output_type)
 
-        async def ask(message: Any, caller: bytes) -> Any:
+        async def ask(message: Proto, caller: bytes) -> Proto:
             if handler in MISSING:
                 raise unsupported(handler)
             action = cast(frames.AskKind, handler)
@@ -225,7 +228,7 @@ class Service:
 
     # Health.
 
-    async def _check(self, data: bytes, context: Any) -> Any:
+    async def _check(self, data: bytes, context: Context) -> Proto:
         try:
             message = parse(health_pb2.HealthCheckRequest, data)
             status = await self._status(message.service, context)
@@ -235,7 +238,7 @@ class Service:
             await _abort(context, error)
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def _watch(self, data: bytes, context: Any) -> None:
+    async def _watch(self, data: bytes, context: Context) -> None:
         """Send the status now, and whenever it changes."""
         try:
             message = parse(health_pb2.HealthCheckRequest, data)
@@ -254,7 +257,7 @@ class Service:
             async with asyncio.timeout(WATCH_S):
                 await self._is_stopping.wait()
 
-    async def _status(self, service: str, context: Any) -> Any:
+    async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""
         try:
             if service in ("", SERVICE.full_name):
@@ -273,7 +276,7 @@ class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
     def __init__(
-        self, infer: Answer, messages: AsyncIterator[bytes], context: Any, caller: bytes
+        self, infer: Answer, messages: AsyncIterator[bytes], context: Context, caller: bytes
     ) -> None:
         self._infer = infer
         self._caller = caller
@@ -285,7 +288,7 @@ class InferStream:
         self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
         # In request order; None is the end.
-        self._answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[asyncio.Task[Proto] | None] = asyncio.Queue()
         metadata = dict(context.invocation_metadata() or ())
         # An error ends the stream, as in Triton.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
@@ -307,7 +310,7 @@ class InferStream:
             await self._context.write(await task)
             self._slots.release()
 
-    async def _answer(self, data: bytes) -> Any:
+    async def _answer(self, data: bytes) -> Proto:
         answer = service_pb2.ModelStreamInferResponse()
         response = answer.infer_response
         try:
@@ -327,7 +330,7 @@ def status_of(error: PenstockError) -> grpc.StatusCode:
     return grpc.StatusCode[status_name(error)]
 
 
-async def _abort(context: Any, error: BaseException) -> NoReturn:
+async def _abort(context: Context, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
     await context.abort(status_of(error), str(error)[:MAX_DETAILS])
     raise AssertionError("abort raises")
@@ -336,17 +339,17 @@ async def _abort(context: Any, error: BaseException) -> NoReturn:
 def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
     """Return a handler that refuses calls of any kind without reading."""
 
-    async def refuse(messages: Any, context: Any) -> None:
+    async def refuse(messages: Proto, context: Context) -> None:
         await _abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
+def _unary(method: Proto, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     """Return a handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
 
-    async def call(data: bytes, context: Any) -> Any:
+    async def call(data: bytes, context: Context) -> Proto:
         caller = _caller(gate, context)
         return await answer(parse(request_type, data), caller)
 
@@ -359,7 +362,7 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
 def _guarded(name: str, call: Answer) -> Answer:
     """Wrap a call so that its errors become gRPC statuses."""
 
-    async def run(data: bytes, context: Any) -> Any:
+    async def run(data: bytes, context: Context) -> Proto:
         try:
             return await call(data, context)
         except PenstockError as error:
@@ -371,12 +374,12 @@ def _guarded(name: str, call: Answer) -> Answer:
     return run
 
 
-def _caller(gate: Gate, context: Any) -> bytes:
+def _caller(gate: Gate, context: Context) -> bytes:
     """Return the caller, as in `Request.caller`."""
     return gate.caller(headers_of(context.invocation_metadata() or ()))
 
 
-def _arguments(message: Any) -> tuple[str, str, dict[str, Parameter]]:
+def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
     """Return the model, the version and the parameters that a message names."""
     if getattr(message, "repository_name", ""):
         raise Unsupported("'repository_name' is not supported: this server has one repository")
@@ -397,12 +400,12 @@ def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     files.load()
     config = files.config
 
-    def current() -> Any:
+    def current() -> object:
         issuers = Path(config.client_ca).read_bytes() if config.client_ca else None
         pair = (Path(config.key).read_bytes(), Path(config.cert).read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=issuers)
 
-    def changed() -> Any:
+    def changed() -> object:
         return None if files.load_if_changed() is None else current()
 
     return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))

@@ -31,6 +31,7 @@ from penstock.config import (
     Preprocess,
 )
 from penstock.errors import ConfigError
+from penstock.repository.pbtxt_fields import Proto
 from penstock.types import DATATYPES, TensorSpec
 
 PREFIX = "penstock."
@@ -171,7 +172,7 @@ def format_tensors(specs: Sequence[TensorSpec]) -> str:
     )
 
 
-def follows_links(message: Any) -> bool:
+def follows_links(message: Proto) -> bool:
     """Whether links of a language model may lead out of its folder."""
     given = message.parameters
     return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
@@ -349,10 +350,10 @@ def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
     return ""
 
 
-def _holds(dtype: Any, value: float) -> bool:
+def _holds(dtype: np.dtype[np.generic], value: float) -> bool:
     if dtype.kind == "b":
         return value in (0, 1)
-    limits = np.iinfo(dtype)
+    limits = np.iinfo(dtype.name)
     return value.is_integer() and limits.min <= value <= limits.max
 
 

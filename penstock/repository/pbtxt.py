@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from penstock import backends
 from penstock.config import (
@@ -46,6 +46,7 @@ from penstock.repository.parameters import (
     ParameterReader,
     check_names,
 )
+from penstock.repository.pbtxt_fields import Proto
 from penstock.system import devices
 from penstock.types import Signature, TensorSpec, TimeoutAction
 
@@ -87,7 +88,7 @@ LABELS = frozenset(
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-def parse(text: str, where: str = "config.pbtxt") -> Any:
+def parse(text: str, where: str = "config.pbtxt") -> Proto:
     """Parse a message; ConfigError names line and column."""
     from google.protobuf import text_format
 
@@ -100,7 +101,7 @@ def parse(text: str, where: str = "config.pbtxt") -> Any:
         raise ConfigError([f"{where}: {error}"]) from None
 
 
-def resolve(message: Any, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
+def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
     """Resolve the configuration of a version; ConfigError lists all problems. `artifact` is a file
     named by the operator, which may be anywhere."""
     return _Resolver(message, name, folder, artifact).resolve()
@@ -112,7 +113,7 @@ def describe(config: ModelConfig) -> str:
     return to_text(to_message(config))
 
 
-def write(config: ModelConfig, base: Any = None) -> str:
+def write(config: ModelConfig, base: Proto = None) -> str:
     """Format the config.pbtxt of a version, without a version policy and without an SLO that comes
     from the evidence. `base` is the message being edited: its fields beyond a ModelConfig stay."""
     message = to_message(config, base)
@@ -122,13 +123,13 @@ def write(config: ModelConfig, base: Any = None) -> str:
     return to_text(message)
 
 
-def to_text(message: Any) -> str:
+def to_text(message: Proto) -> str:
     from google.protobuf import text_format
 
     return str(text_format.MessageToString(message))
 
 
-def to_message(config: ModelConfig, base: Any = None) -> Any:
+def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message = _types().ModelConfig()
     if base is not None:
         message.CopyFrom(base)
@@ -152,13 +153,13 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
     return message
 
 
-def to_json(config: ModelConfig) -> dict[str, Any]:
+def to_json(config: ModelConfig) -> dict[str, object]:
     """Return the body of `/config`: every plain field, numbers as numbers (protobuf's own JSON
     writes 64-bit ones as text)."""
     return to_dict(to_served(config))
 
 
-def to_served(config: ModelConfig) -> Any:
+def to_served(config: ModelConfig) -> Proto:
     """Return config.pbtxt as written, completed with resolved values, as Triton's API does."""
     written = parse(config.written)
     message = to_message(config, written)
@@ -178,9 +179,9 @@ def to_served(config: ModelConfig) -> Any:
     return message
 
 
-def to_dict(message: Any) -> dict[str, Any]:
+def to_dict(message: Proto) -> dict[str, object]:
     """Convert a ModelConfig message, as for `to_json`."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         is_message = field.message_type is not None
@@ -201,11 +202,11 @@ def to_dict(message: Any) -> dict[str, Any]:
     return values
 
 
-def _plain(field: Any, value: Any) -> Any:
+def _plain(field: Proto, value: object) -> object:
     return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
 
 
-def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
+def _describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
     known = {item.name: item for item in target}
     num_old = len(target)
     for spec in specs:
@@ -222,7 +223,7 @@ def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
     del target[:num_old]
 
 
-def _describe_instances(groups: Any, config: ModelConfig) -> None:
+def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     """Keep groups that already match; otherwise rebuild them with the first as template."""
     said = [device for group in groups for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
@@ -242,7 +243,7 @@ def _describe_instances(groups: Any, config: ModelConfig) -> None:
         group.gpus[:] = [int(index)] if index else []
 
 
-def _describe_warmups(target: Any, warmups: Sequence[Warmup]) -> None:
+def _describe_warmups(target: Proto, warmups: Sequence[Warmup]) -> None:
     del target[:]
     for warmup in warmups:
         item = target.add()
@@ -266,7 +267,7 @@ def _counts(config: ModelConfig) -> list[tuple[str, int]]:
     return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
 
 
-def _describe_batching(message: Any, policy: BatchPolicy) -> None:
+def _describe_batching(message: Proto, policy: BatchPolicy) -> None:
     message.ClearField("dynamic_batching")
     if not policy.is_dynamic:
         return
@@ -284,7 +285,7 @@ def _describe_batching(message: Any, policy: BatchPolicy) -> None:
             _describe_queue(batching.priority_queue_policy[level], queue)
 
 
-def _describe_queue(target: Any, queue: QueuePolicy) -> None:
+def _describe_queue(target: Proto, queue: QueuePolicy) -> None:
     target.timeout_action = target.TimeoutAction.Value(queue.timeout_action)
     target.default_timeout_microseconds = round(queue.default_timeout_s * 1e6)
     target.allow_timeout_override = queue.allow_timeout_override
@@ -294,7 +295,7 @@ def _describe_queue(target: Any, queue: QueuePolicy) -> None:
 class _Resolver:
     """Resolves a message and files to a ModelConfig, collecting problems."""
 
-    def __init__(self, message: Any, name: str, folder: Path, artifact: Path | None) -> None:
+    def __init__(self, message: Proto, name: str, folder: Path, artifact: Path | None) -> None:
         self._message = message
         self._name = name
         self._folder = folder
@@ -486,7 +487,7 @@ class _Resolver:
             max_batch,
         )
 
-    def _spec(self, kind: str, index: int, item: Any) -> TensorSpec:
+    def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"
         known = _types().DataType
         datatype = "INVALID"
@@ -568,7 +569,7 @@ class _Resolver:
             policies=policies,
         )
 
-    def _priorities(self, batching: Any) -> tuple[QueuePolicy, ...]:
+    def _priorities(self, batching: Proto) -> tuple[QueuePolicy, ...]:
         """Return the default policy, then one per level."""
         levels, default = batching.priority_levels, batching.default_priority_level
         own = batching.priority_queue_policy
@@ -603,7 +604,7 @@ class _Resolver:
         return [device for group in groups for device in _devices(group, backend)]
 
 
-def _ineffective(config: ModelConfig, message: Any) -> list[str]:
+def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
     """Return warnings about fields that have no effect combined with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
@@ -625,7 +626,7 @@ def _ineffective(config: ModelConfig, message: Any) -> list[str]:
     return [f"{path}: has no effect; {why}" for path, why in found]
 
 
-def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
+def _not_in_slo_mode(message: Proto) -> list[tuple[str, str]]:
     fields = (
         "dynamic_batching.preferred_batch_size",
         "dynamic_batching.max_queue_delay_microseconds",
@@ -635,7 +636,7 @@ def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
     return [(path, f"parameters.{SLO} decides") for path in fields if _is_set(message, path)]
 
 
-def _is_set(message: Any, path: str) -> bool:
+def _is_set(message: Proto, path: str) -> bool:
     """Whether a field is set."""
     head, _, rest = path.partition(".")
     present = {descriptor.name for descriptor, _ in message.ListFields()}
@@ -654,7 +655,7 @@ def _inside(base: Path, file: str, limit: Path) -> Path | None:
     return path if path.is_relative_to(limit) else None
 
 
-def _devices(group: Any, backend: str) -> list[str]:
+def _devices(group: Proto, backend: str) -> list[str]:
     """Return the device of each instance of a group. Without a kind they run on GPUs, if the
     backend supports them and there are any."""
     count = max(1, int(group.count))
@@ -667,7 +668,7 @@ def _devices(group: Any, backend: str) -> list[str]:
     return [where if is_gpu else CPU] * count
 
 
-def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
+def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:
     """Return invalid fields, each with its problem."""
     found: list[tuple[str, str]] = []
     if group.count < 0:
@@ -685,7 +686,7 @@ def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
     return found
 
 
-def _queue_policy(message: Any) -> QueuePolicy:
+def _queue_policy(message: Proto) -> QueuePolicy:
     action = message.TimeoutAction.Name(message.timeout_action)
     return QueuePolicy(
         timeout_action=cast(TimeoutAction, action),
@@ -729,7 +730,7 @@ def _without(spec: TensorSpec, skip: int) -> TensorSpec:
     return replace(spec, shape=spec.shape[skip:])
 
 
-def _types() -> Any:
+def _types() -> Proto:
     from tritonclient.grpc import model_config_pb2
 
     return model_config_pb2

@@ -9,8 +9,10 @@ message have no effect until they are listed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
+# A protobuf message, or a part of one; the generated classes have no types.
+Proto: TypeAlias = Any
 _QUEUE = "timeout_action default_timeout_microseconds allow_timeout_override max_queue_size"
 _BATCHING = (
     "preferred_batch_size max_queue_delay_microseconds preserve_ordering priority_levels "
@@ -76,12 +78,12 @@ REASONS = {
 }
 
 
-def unused(message: Any) -> list[str]:
+def unused(message: Proto) -> list[str]:
     """Return a warning for each field that is set without effect, beginning with its path."""
     return [f"{path}: has no effect; {reason}" for path, reason in _unused(message, "", "")]
 
 
-def _unused(message: Any, path: str, where: str) -> Iterator[tuple[str, str]]:
+def _unused(message: Proto, path: str, where: str) -> Iterator[tuple[str, str]]:
     """`path` names the field in the tables, `where` in this message."""
     for field, value in message.ListFields():
         name = f"{path}{field.name}"
@@ -97,7 +99,7 @@ def _unused(message: Any, path: str, where: str) -> Iterator[tuple[str, str]]:
                 yield from _unused(item, f"{name}.", f"{item_place}.")
 
 
-def _messages(field: Any, value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _messages(field: Proto, value: Proto, place: str) -> Iterator[tuple[str, Proto]]:
     """Yield the messages of a field, each with its place. A map of plain values has none."""
     if field.message_type.GetOptions().map_entry:
         if field.message_type.fields_by_name["value"].message_type is not None:
