@@ -196,7 +196,9 @@ class Connection(asyncio.Protocol):
         self._limits = server.limits
         self._lifecycle = server.lifecycle
         self._known_heads = server.known_heads
-        self._reader = MessageReader(self, server.limits, server.screen)
+        self._reader = MessageReader(
+            server.limits, server.screen, self._enqueue, self._expect_continue
+        )
         self._transport: asyncio.Transport | None = None
         self._running: Exchange | None = None
         self._waiting: deque[Message | Rejection] = deque()
@@ -294,7 +296,7 @@ class Connection(asyncio.Protocol):
         elif self._owes_continue:
             self._continue()
 
-    def expect_continue(self) -> None:
+    def _expect_continue(self) -> None:
         """Send 100 Continue once the messages before this one are answered."""
         self._owes_continue = True
         self._continue()
@@ -359,7 +361,7 @@ class Connection(asyncio.Protocol):
     def is_running(self) -> bool:
         return self._running is not None
 
-    def enqueue(self, item: Message | Rejection) -> None:
+    def _enqueue(self, item: Message | Rejection) -> None:
         """Handle what was read, after the messages before it."""
         self._owes_continue = False
         if self._is_closing:
@@ -401,7 +403,7 @@ class Connection(asyncio.Protocol):
         """Refuse the message and drop all bytes that follow."""
         self._is_deaf = True
         self._reader.stop()
-        self.enqueue(refusal)
+        self._enqueue(refusal)
 
     def _refuse_now(self, rejection: Rejection) -> None:
         self.write(_refusal(rejection.status, str(rejection)))

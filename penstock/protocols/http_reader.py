@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 from urllib.parse import quote, unquote_to_bytes
 
 import httptools
@@ -83,47 +83,38 @@ Message = tuple[MessageHead, Buffer]
 Screen = Callable[[MessageHead], bool]
 
 
-class Receiver(Protocol):
-    """A connection, as its reader sees it."""
-
-    def enqueue(self, item: Message | Rejection, /) -> None:
-        """Take a complete message."""
-
-    def expect_continue(self) -> None:
-        """The client waits for 100 Continue before it sends the body."""
-
-
 class MessageReader:
     """The message that a connection is receiving. `screen` decides by its head whether a long body
-    is read."""
+    is read; `receive` gets each complete message; `expect_continue` is called if the client waits
+    for 100 Continue before it sends the body."""
 
-    def __init__(self, connection: Receiver, limits: HttpLimits, screen: Screen) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        limits: HttpLimits,
+        screen: Screen,
+        receive: Callable[[Message], None],
+        expect_continue: Callable[[], None],
+    ) -> None:
         self._limits = limits
         self._screen = screen
+        self._receive = receive
+        self._expect_continue = expect_continue
         self._parser = httptools.HttpRequestParser(self)
         self._refusal: Message | Rejection | None = None
-        # Between two messages.
-        self.at_boundary = True
-        self.has_head = False
-        self._target = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._header_bytes = 0
-        self._head_bytes = 0
-        self._chunk_bytes = 0
         self._is_upgrade = False
-        self._num_headers = 0
         self._head: MessageHead | None = None
         self._body = bytearray()
-        self._first_part: bytes = b""
         self._num_complete = 0
+        self.on_message_begin()
+        # Between two messages.
+        self.at_boundary = True
 
     @property
     def num_body_bytes(self) -> int:
         return len(self._body)
 
     def feed(self, data: bytes) -> Message | Rejection | None:
-        """Parse; the connection gets each complete message. Return a refusal if no bytes after
+        """Parse; complete messages go to `receive`. Return a refusal if no bytes after
         these can be read: a rejection, or a head that the handler refuses."""
         self._num_complete = 0
         try:
@@ -145,7 +136,7 @@ class MessageReader:
     def close(self) -> None:
         """Break the cycles with the parser and the connection, which only the GC would free."""
         self._drop_body()
-        del self._parser, self._connection
+        del self._parser, self._receive, self._expect_continue
 
     def _feed(self, data: bytes) -> None:
         while data:
@@ -204,7 +195,7 @@ class MessageReader:
         self.at_boundary = False
         self.has_head = False
         self._target = b""
-        self._headers = {}
+        self._headers: dict[bytes, bytes] = {}
         self._header_bytes = 0
         self._head_bytes = 0
         self._chunk_bytes = 0
@@ -274,7 +265,7 @@ class MessageReader:
             self._refusal = head, b""
             raise Rejection(400, "refused by its head")
         if expects:
-            self._connection.expect_continue()
+            self._expect_continue()
 
     def _path_and_query(self) -> bytes:
         """Return path and query of the target; a target in absolute form also sets the host."""
@@ -308,7 +299,7 @@ class MessageReader:
         self._num_complete += 1
         body = self._first_part or self._body
         self._drop_body()
-        self._connection.enqueue((self._head, body))
+        self._receive((self._head, body))
 
     def _drop_body(self) -> None:
         """Drop the body, which its exchange has: an idle connection keeps none."""

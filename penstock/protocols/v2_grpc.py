@@ -187,8 +187,7 @@ class Service:
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = _caller(self._gate, context)
-        stream = InferStream(self._infer, messages, context, caller)
-        stream.check = lambda: self._gate.check_caller("infer", caller)
+        stream = InferStream(self._infer, messages, context, caller, self._gate)
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(stream.read(group))
@@ -276,12 +275,16 @@ class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
     def __init__(
-        self, infer: Answer, messages: AsyncIterator[bytes], context: Context, caller: bytes
+        self,
+        infer: Answer,
+        messages: AsyncIterator[bytes],
+        context: Context,
+        caller: bytes,
+        gate: Gate,
     ) -> None:
         self._infer = infer
         self._caller = caller
-        # Raises NotAllowed once the key is no longer allowed to send requests.
-        self.check: Callable[[], None] = lambda: None
+        self._gate = gate
         # Why the stream ends before its client ends it.
         self.refusal: BaseException | None = None
         self._messages = messages
@@ -296,7 +299,8 @@ class InferStream:
     async def read(self, group: asyncio.TaskGroup) -> None:
         try:
             async for data in self._messages:
-                self.check()
+                # NotAllowed once the key is no longer allowed to send requests.
+                self._gate.check_caller("infer", self._caller)
                 await self._slots.acquire()
                 self._answers.put_nowait(group.create_task(self._answer(data)))
         except NotAllowed as error:
