@@ -242,7 +242,6 @@ WITHOUT_OWN_TEST = {
     "serving/__init__.py": "empty",
     "protocols/v2_routes.py": "tests/protocols/test_v2_http.py and e2e/test_control.py ask it",
     "serving/lifecycle.py": "values only; tests/protocols/test_v2_http.py drains with it",
-    "serving/management.py": "tests/protocols/test_v2_http.py and test_fronts.py ask it",
     "serving/control.py": "tests/protocols/test_fronts.py and e2e/test_control.py ask it",
     "serving/lanes.py": "tests/serving/test_batcher.py and test_slo_batcher.py queue through it",
     "serving/running_batch.py": "values only; tests/serving/test_model.py looks at them",
