@@ -310,24 +310,18 @@ class V2Http:
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
-        limit = self._limits.max_body_bytes
+        packed, limit = exchange.body, self._limits.max_body_bytes
         try:
-            packed = exchange.body
-            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
             try:
+                exchange.body = await asyncio.to_thread(
+                    compression.inflate, packed, encoding, limit
+                )
                 call.json_bytes = self._json_bytes(exchange)
-            except PenstockError:
+            except PenstockError as error:
                 exchange.body = packed
-                raise
-        except PenstockError as error:
-            self._refuse(call, exchange, error)
-            return
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while handling %r", exchange.head.path)
-            exchange.reply_error(500, "internal error")
-            return
-        try:
-            self._infer(call, exchange)
+                self._refuse(call, exchange, error)
+            else:
+                self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
             self._note_refusal(exchange, call, error)
