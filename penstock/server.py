@@ -62,7 +62,7 @@ METRICS_BODY_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """LoadProgress of loading."""
+    """How far loading is."""
 
     num_loaded: int
     num_models: int
@@ -139,7 +139,7 @@ class Server:
             self.lifecycle,
             config.id,
             tells_reasons=gate.keys is None,
-            fronts=self._fronts,
+            fronts=lambda: [front.use() for front in self._fronts],
         )
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.

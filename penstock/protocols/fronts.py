@@ -40,6 +40,7 @@ from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.serving.metrics import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
@@ -539,20 +540,18 @@ class Front:
         self.port = spec.opening.port
 
     @property
-    def name(self) -> str:
-        return self._spec.name
-
-    @property
-    def protocol(self) -> str:
-        return self._spec.protocol
-
-    @property
-    def number(self) -> int:
-        return self._spec.number
-
-    @property
     def pid(self) -> int:
         return self._session.life.pid if self._session is not None else 0
+
+    def use(self) -> FrontUse:
+        """Describe the process, for metrics and explanations."""
+        spec = self._spec
+        # The gRPC library does not report its number of connections.
+        num_connections = None if spec.protocol == "grpc" else self.num_connections
+        number = str(spec.number or "")
+        return FrontUse(
+            spec.protocol, self.num_restarts, number, num_connections, spec.name, self.pid
+        )
 
     @property
     def num_running(self) -> int:

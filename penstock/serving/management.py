@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 
@@ -44,27 +43,6 @@ EXTENSIONS = (
 BUSY_S = 0.25
 
 
-class FrontProcess(Protocol):
-    """The state of a front that a scrape reports."""
-
-    num_restarts: int
-    num_connections: int
-
-    @property
-    def name(self) -> str:
-        """The front's name in the log."""
-
-    @property
-    def protocol(self) -> str: ...
-
-    @property
-    def number(self) -> int:
-        """From 1 if there are several of a protocol; otherwise 0."""
-
-    @property
-    def pid(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ManagementCall:
     """One call, whatever its protocol. `action` is the name of a handler in the route table."""
@@ -77,9 +55,9 @@ class ManagementCall:
 
 
 class ManagementApi:
-    """Answers calls with JSON; raises PenstockError to refuse. `fronts` are the front processes,
-    also those added later. Health needs no key; with `tells_reasons` it says why the server is not
-    ready, otherwise it only names the models."""
+    """Answers calls with JSON; raises PenstockError to refuse. `fronts` returns the front
+    processes. Health needs no key; with `tells_reasons` it says why the server is not ready,
+    otherwise it only names the models."""
 
     def __init__(
         self,
@@ -88,7 +66,7 @@ class ManagementApi:
         lifecycle: Lifecycle | None = None,
         server_id: str = "penstock",
         tells_reasons: bool = True,
-        fronts: Sequence[FrontProcess] = (),
+        fronts: Callable[[], Sequence[FrontUse]] = lambda: (),
     ) -> None:
         self.catalog = catalog
         self.control = control
@@ -181,14 +159,14 @@ class ManagementApi:
         """Return the metrics as Prometheus text."""
         # Reading /proc takes a moment per process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
-        return expose(self.catalog.pending(), host, [_use(front) for front in self._fronts])
+        return expose(self.catalog.pending(), host, self._fronts())
 
     async def _processes(self) -> list[ProcessState]:
         """Return the core and the fronts, with their CPU use over BUSY_S."""
         shown = [ProcessState("core", os.getpid(), 0.0)]
-        for front in self._fronts:
+        for front in self._fronts():
             if front.pid:
-                shown.append(ProcessState(front.name, front.pid, 0.0, _num_connections(front)))
+                shown.append(ProcessState(front.name, front.pid, 0.0, front.num_connections))
         pids = [each.pid for each in shown]
         before, began = await asyncio.to_thread(cpu_s, pids), time.monotonic()
         await asyncio.sleep(BUSY_S)
@@ -201,10 +179,9 @@ class ManagementApi:
 
     def _members(self) -> Iterator[Member]:
         """Yield the other processes of this server."""
-        for front in self._fronts:
+        for front in self._fronts():
             if front.pid:
-                number = str(front.number or "")
-                yield Member(front.pid, f"{front.protocol}_front", instance=number)
+                yield Member(front.pid, f"{front.protocol}_front", instance=front.front)
         for model in self.catalog:
             config = model.config
             for instance in model.instances:
@@ -224,16 +201,6 @@ class ManagementApi:
 
     def _find(self, call: ManagementCall) -> Served:
         return self.catalog.find(call.model_name, call.model_version)
-
-
-def _use(front: FrontProcess) -> FrontUse:
-    number = str(front.number or "")
-    return FrontUse(front.protocol, front.num_restarts, number, _num_connections(front))
-
-
-def _num_connections(front: FrontProcess) -> int | None:
-    # The gRPC library does not report its number of connections.
-    return None if front.protocol == "grpc" else front.num_connections
 
 
 def _json(body: object) -> bytes:
