@@ -1,4 +1,4 @@
-"""KServe v2 / Triton over HTTP: the router and the fast path of inference.
+"""KServe v2 / Triton over HTTP: admits messages, and the fast path of inference.
 
 Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
 errors to statuses by one table. The core and the front processes share this code; they differ only
