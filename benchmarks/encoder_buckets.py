@@ -44,7 +44,7 @@ from rich.table import Table
 
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.errors import PenstockError
-from penstock.serving import model as model_module
+from penstock.serving import request_queue
 from penstock.serving.batcher import Batcher
 from penstock.serving.model import Model
 from penstock.types import CallbackSink, Request, Response, TensorSpec, from_array, to_array
@@ -266,7 +266,7 @@ async def measured(
     buckets, batcher, pad_to = POLICIES[policy]
     assert base.padding is not None
     chosen = replace(base, padding=replace(base.padding, buckets=buckets) if buckets else None)
-    with mock.patch.object(model_module, "Batcher", batcher):
+    with mock.patch.object(request_queue, "Batcher", batcher):
         model = Model(chosen)
     await model.start()
     try:

@@ -247,6 +247,11 @@ class ModelConfig:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Labels of this version in log lines."""
+        return {"model": self.name, "version": self.version}
+
+    @property
     def unkept_note(self) -> str:
         """Note for the log at load and `penstock inspect` about an SLO that was not kept."""
         if not self.unkept_slo:

@@ -2,7 +2,7 @@
 
     PenstockError
     ├── InvalidRequest     the client sent something that cannot be run
-    ├── TooLarge           ... because it is too large
+    │   └── TooLarge       ... because it is too large
     ├── NotFound           no such model, version or route
     ├── NotAllowed         the caller may not do this, or it is disabled on this server
     ├── NotReady           it exists but cannot answer now
@@ -31,7 +31,14 @@ class PenstockError(Exception):
 
 
 class InvalidRequest(PenstockError):
+    """`field` is the invalid field of the request and `code` one word for the problem, if known."""
+
     reason = "invalid"
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 class TooLarge(InvalidRequest):

@@ -2,14 +2,15 @@
 
 import random
 
-from penstock.llm.engine import Asked
-from penstock.llm.params import Sampling
-from penstock.llm.sequence import Ending
+from msgspec.structs import replace
+
+from penstock.llm.messages import GenerateRequest
+from penstock.sampling_params import SamplingParams
 
 SAMPLINGS = [
-    Sampling(temperature=0.0, num_logprobs=0),
-    Sampling(temperature=1.0, seed=77, num_logprobs=0),
-    Sampling(temperature=0.8, seed=5, top_p=0.9, top_k=40, num_logprobs=0),
+    SamplingParams(temperature=0.0, num_logprobs=0),
+    SamplingParams(temperature=1.0, seed=77, num_logprobs=0),
+    SamplingParams(temperature=0.8, seed=5, top_p=0.9, top_k=40, num_logprobs=0),
 ]
 
 
@@ -22,7 +23,7 @@ def generated(engine, asked, due=()):
             engine.add(due.pop())
         for piece in engine.step():
             if piece.request == asked.id:
-                found.append((piece.token, piece.likelihood.logprob))
+                found.append((piece.token, piece.logprobs.logprob))
     return found
 
 
@@ -35,15 +36,19 @@ def differences(engine, vocabulary, num_tokens=40, num_others=8):
 
     wrong = []
     for number, length in enumerate((1, 3, 17, 40, 90)):
-        sampling, ending = SAMPLINGS[number % len(SAMPLINGS)], Ending(num_tokens)
+        params = replace(SAMPLINGS[number % len(SAMPLINGS)], max_tokens=num_tokens)
         tokens = prompt(length)
         # A salt of its own: cached blocks must not hide what would be computed.
-        alone = generated(engine, Asked(0, tokens, sampling, ending, salt=f"{number}a"))
+        alone = generated(
+            engine, GenerateRequest(0, tokens, replace(params, cache_salt=f"{number}a"))
+        )
         others = [
-            Asked(1 + n, prompt(chance.randrange(1, 60)), Sampling(seed=n), Ending(30 + n))
+            GenerateRequest(
+                1 + n, prompt(chance.randrange(1, 60)), SamplingParams(seed=n, max_tokens=30 + n)
+            )
             for n in range(num_others)
         ]
-        asked = Asked(0, tokens, sampling, ending, salt=f"{number}b")
+        asked = GenerateRequest(0, tokens, replace(params, cache_salt=f"{number}b"))
         among = generated(engine, asked, others)
         place = next((n for n, (a, b) in enumerate(zip(alone, among, strict=True)) if a != b), None)
         if place is not None:

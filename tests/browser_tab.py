@@ -95,7 +95,7 @@ class Tab:
             self.call("Browser.close")
         os.close(self._to)
         self._stream.close()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=60)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         while True:

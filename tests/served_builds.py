@@ -11,7 +11,7 @@ from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Situation
+from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
 from penstock.repository import layout
@@ -142,12 +142,12 @@ def a_situation(
     facts: Facts | None = None,
     num_cores: int = 2,
     is_exhaustive: bool = False,
-) -> Situation:
+) -> PassContext:
     plan = Plan(
         "m.onnx", "model", "out", slo=parse(slo) if slo else None, is_exhaustive=is_exhaustive
     )
     examples = Examples(rows, None, Split((), (), ()), "", "") if rows else None
-    return Situation(
+    return PassContext(
         plan,
         Machine("a processor", num_cores, 1 << 33, ()),
         Build(Candidate(), Path("nowhere/model"), config),

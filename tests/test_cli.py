@@ -21,13 +21,13 @@ import psutil
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
+from waiting import wait_until
 
 import penstock
 from penstock.cli import main
 from penstock.repository import layout, versions
 from penstock.system.exit_codes import ExitCode
 
-pytestmark = pytest.mark.timeout(30)
 WriteOnnx = Callable[..., Path]
 NULL = """
 backend: "null"
@@ -75,11 +75,11 @@ def run_penstock(*arguments: str | Path, **environment: str) -> Ended:
         env={**os.environ, **environment},
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=15)
+            stdout, stderr = process.communicate(timeout=60)
         finally:
             process.kill()
     assert "Traceback" not in stderr, stderr
-    assert workers_of(process.pid) == []
+    wait_until(lambda: workers_of(process.pid) == [])
     return Ended(process.returncode, stdout, stderr)
 
 
@@ -101,7 +101,7 @@ class Running:
     banner: str
 
     def get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -110,7 +110,7 @@ class Running:
             connection.close()
 
     def post(self, path: str, body: bytes) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
             connection.request("POST", path, body)
             response = connection.getresponse()
@@ -120,7 +120,7 @@ class Running:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=60)
 
 
 @contextmanager
@@ -253,7 +253,7 @@ def test_a_quiet_server_prints_nothing(tmp_path: Path) -> None:
                     time.sleep(0.05)  # Nothing tells that it is ready.
         finally:
             process.terminate()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         out.seek(0)
         assert out.read() == ""
 
@@ -577,7 +577,7 @@ def test_signal_ends_server_and_workers(examples: Path, number: int, code: ExitC
         workers = workers_of(server.process.pid)
         assert len(workers) == 4
         assert server.stop(number) == code
-        assert psutil.wait_procs(workers, timeout=5)[1] == []
+        assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
@@ -585,7 +585,7 @@ def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
         workers = workers_of(server.process.pid)
         assert len(workers) == 4
         server.stop(signal.SIGKILL)
-        assert psutil.wait_procs(workers, timeout=5)[1] == []
+        assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 @pytest.mark.slow
@@ -598,7 +598,7 @@ def test_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
                 assert process.poll() is None
                 time.sleep(0.05)  # Nothing tells that a process has appeared.
             process.terminate()
-            process.wait(timeout=8)
+            process.wait(timeout=60)
         finally:
             process.kill()
 
@@ -640,7 +640,7 @@ def test_banner_fits_a_terminal_of_80_columns(examples: Path) -> None:
         finally:
             for child in psutil.Process(process.pid).children():
                 child.terminate()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     table = [line for line in plain.splitlines() if "READY" in line]
     assert [line.split()[0] for line in table] == ["digits", "identity", "simple", "text_length"]
@@ -664,7 +664,7 @@ def test_slow_loading_is_told(tmp_path: Path) -> None:
                     break
         finally:
             process.terminate()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
             process.stdout.close()
         log.seek(0)
         # On a busy machine the quick one may not be loaded either.
@@ -685,7 +685,7 @@ def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
                 assert process.poll() is None
                 time.sleep(0.05)  # Nothing tells that a file has grown.
             process.terminate()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         assert os.pread(out.fileno(), 1, 0) == b""
         log.seek(0)
         lines = [json.loads(line) for line in log]

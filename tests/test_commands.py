@@ -201,7 +201,7 @@ def test_sigint_while_files_are_read_is_an_interruption(name: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "reading\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

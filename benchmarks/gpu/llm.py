@@ -32,20 +32,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+
 from penstock.backends.packed_encoder import has_triton
-from penstock.llm.engine import Asked, Engine, Piece
+from penstock.llm.engine import Engine
 from penstock.llm.engine_main import load
-from penstock.llm.messages import Settings
-from penstock.llm.params import Sampling
-from penstock.llm.sequence import Ending
+from penstock.llm.messages import GenerateRequest, Settings, pack_tokens
+from penstock.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -142,8 +143,8 @@ class Watch:
         self.runner = runner
         self.steps: list[tuple[bool, int, Any]] = []
 
-    def run(self, step: Any, samplings: Any) -> Any:
-        ran = self.runner.run(step, samplings)
+    def run(self, step: Any) -> Any:
+        ran = self.runner.run(step)
         is_generating = all(chunk.count == 1 for chunk in step.chunks)
         self.steps.append((is_generating, step.num_tokens, ran))
         return ran
@@ -174,15 +175,14 @@ def drawn(chance: random.Random, count: int, vocabulary: int) -> list[int]:
     return [chance.randrange(vocabulary) for _ in range(count)]
 
 
-def requests(pairs: Sequence[tuple[int, int]], vocabulary: int) -> list[Asked]:
+def requests(pairs: Sequence[tuple[int, int]], vocabulary: int) -> list[GenerateRequest]:
     """Of so many tokens in and out each."""
     chance = random.Random(SEED)
     return [
-        Asked(
+        GenerateRequest(
             number,
-            drawn(chance, num_in, vocabulary),
-            Sampling(temperature=0.6, seed=number),
-            Ending(num_out),
+            pack_tokens(drawn(chance, num_in, vocabulary)),
+            SamplingParams(temperature=0.6, seed=number, max_tokens=num_out),
         )
         for number, (num_in, num_out) in enumerate(pairs)
     ]
@@ -321,12 +321,11 @@ def itl(bench: Bench) -> dict[str, Any]:
     return found | watch.figures(times[-1] - times[0])
 
 
-def first_token_s(engine: Engine, asked: Asked) -> float:
+def first_token_s(engine: Engine, asked: GenerateRequest) -> float:
     began = time.perf_counter()
     engine.add(asked)
-    pieces: list[Piece] = []
-    while not pieces:
-        pieces = engine.step()
+    while not engine.step():
+        pass
     took_s = time.perf_counter() - began
     finish(engine)
     return took_s
@@ -341,14 +340,14 @@ def prefix(bench: Bench) -> dict[str, Any]:
     vocabulary = TINY["vocab_size"] if bench.is_tiny else LLAMA["vocab_size"]
     warm_up(engine, vocabulary)
     chance = random.Random(SEED)
-    sampling, ending = Sampling(temperature=0.0), Ending(4)
+    params = SamplingParams(temperature=0.0, max_tokens=4)
     new, known = [], []
     for number in range(scale.num_tries):
         prompt = drawn(chance, scale.num_prefix, vocabulary)
         for times, which in ((new, 0), (known, 1)):
             # The last tokens are another question about the same text.
             tokens = [*prompt[:-2], which, number]
-            asked = Asked(2 * number + which, tokens, sampling, ending)
+            asked = GenerateRequest(2 * number + which, pack_tokens(tokens), params)
             times.append(first_token_s(engine, asked))
     return {
         "miss_ms": 1e3 * statistics.median(new[1:]),
@@ -369,7 +368,7 @@ def beside_transformers(bench: Bench) -> dict[str, Any]:
     return {"ours_per_s": rate, **theirs, "ratio": rate / theirs["transformers_per_s"]}
 
 
-def transformers_rate(bench: Bench, wishes: list[Asked]) -> dict[str, Any]:
+def transformers_rate(bench: Bench, wishes: list[GenerateRequest]) -> dict[str, Any]:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -380,7 +379,7 @@ def transformers_rate(bench: Bench, wishes: list[Asked]) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="paged|sdpa"
         ).eval()
-    num_out = wishes[0].ending.max_tokens
+    num_out = wishes[0].params.max_tokens
     # Nothing ends a sequence but its length.
     asked = GenerationConfig(
         max_new_tokens=num_out, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True

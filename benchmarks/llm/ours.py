@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from penstock.llm.blocks import BlockPool
 from penstock.llm.cache import Cache
 from penstock.llm.checkpoint import open_checkpoint
-from penstock.llm.engine import Asked, Engine
+from penstock.llm.engine import Engine
+from penstock.llm.messages import GenerateRequest, pack_tokens
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.pace import Pace, Targets
-from penstock.llm.params import Sampling
-from penstock.llm.runner import Ran, Runner
+from penstock.llm.runner import Runner, SampledStep
 from penstock.llm.scheduler import Limits, Scheduler, Step
-from penstock.llm.sequence import Ending
 from penstock.llm.text import Text, of_gguf
+from penstock.sampling_params import SamplingParams
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class TracedRunner:
     decoder: KeepingDecoder
     trace: Trace = field(default_factory=Trace)
 
-    def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
-        ran = self.runner.run(step, samplings)
+    def run(self, step: Step) -> SampledStep:
+        ran = self.runner.run(step)
         sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
         if sampled:
             assert self.decoder.last is not None
@@ -126,6 +127,6 @@ def _engine(room: Room, runner: Runner | TracedRunner) -> Engine:
     return Engine(scheduler, runner, Pace(Targets()), time.monotonic)
 
 
-def asked(number: int, tokens: Sequence[int], num_tokens: int) -> Asked:
+def asked(number: int, tokens: Sequence[int], num_tokens: int) -> GenerateRequest:
     """Greedy, and no token ends it."""
-    return Asked(number, list(tokens), GREEDY, Ending(num_tokens))
+    return GenerateRequest(number, pack_tokens(tokens), replace(GREEDY, max_tokens=num_tokens))

@@ -12,7 +12,6 @@ after the graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,14 +25,15 @@ from penstock.backends.torch_cuda import Device, Mark, Replayable
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
+from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Places
-from penstock.llm.params import Likelihood, PromptPart, Sampling
-from penstock.llm.runner import Ran, num_told, prompts_of, row_of
+from penstock.llm.runner import SampledStep, num_followed, prompt_logprobs, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
 from penstock.llm.scheduler import Chunk, Limits, Step
-from penstock.llm.sequence import Ending, Sequence
+from penstock.llm.sequence import Sequence
 from penstock.llm.table_rows import Changes, TableRows
+from penstock.sampling_params import SamplingParams
 from penstock.types import Array
 
 log = logging.getLogger("penstock.engine")
@@ -71,8 +71,8 @@ class Staged:
 
 
 @dataclass(slots=True)
-class Begun:
-    """A launched step. Tokens and likelihoods are those of its sampled chunks, in order."""
+class LaunchedStep:
+    """A launched step. Tokens and logprobs are those of its sampled chunks, in order."""
 
     begin: Mark
     end: Mark
@@ -81,8 +81,8 @@ class Begun:
     places: list[int]
     # Sampled chunks that were sampled again, by their place among the sampled ones.
     others: list[int] = field(default_factory=list)
-    ran: Ran | None = None
-    prompts: Mapping[int, PromptPart] = field(default_factory=dict)
+    resampled: SampledStep | None = None
+    prompt_logprobs: Many[PromptLogprobsChunk] = ()
     _tokens: list[int] | None = None
 
     @property
@@ -95,11 +95,11 @@ class Begun:
         return self._tokens
 
     @property
-    def likelihoods(self) -> list[Likelihood | None]:
-        found: list[Likelihood | None] = [None] * len(self.places)
-        if self.ran is not None:
-            for place, told in zip(self.others, self.ran.likelihoods, strict=True):
-                found[place] = told
+    def logprobs(self) -> list[Logprobs | None]:
+        found: list[Logprobs | None] = [None] * len(self.places)
+        if self.resampled is not None:
+            for place, each in zip(self.others, self.resampled.logprobs, strict=True):
+                found[place] = each
         return found
 
     @property
@@ -178,7 +178,7 @@ class CudaRunner:
             found["without_cuda_graph"] = f"{len(self.problems)} sizes, {size} first: {problem}"
         return found
 
-    def run(self, step: Step, samplings: dict[int, Sampling]) -> Begun:
+    def run(self, step: Step) -> LaunchedStep:
         """Launch a step without waiting for it. A token that the host does not know yet must be the
         last that its sequence sampled in the step before."""
         staged = self._next_staged()
@@ -186,10 +186,10 @@ class CudaRunner:
         chunks = [step.chunks[number] for number in order]
         held, new, changes = self._rows.take(chunks)
         for place in new:
-            sampling = samplings[chunks[place].sequence.id]
-            self._parameters[held[place].row] = parameters_of(sampling)
+            params = chunks[place].sequence.params
+            self._parameters[held[place].row] = parameters_of(params)
         rows = np.array([each.row for each in held], np.int32)
-        is_told = _wants_prompts(chunks, samplings)
+        is_told = _wants_prompts(chunks)
         laid = self._laid(chunks, rows, staged, changes, is_told=is_told)
         # Back to the order of the step.
         where = np.argsort(order)
@@ -198,21 +198,21 @@ class CudaRunner:
         with torch.inference_mode(), self._device.lane("compute"):
             begin = self._device.mark("compute")
             self._send(staged, laid)
-            prompts: Mapping[int, PromptPart] = {}
+            prompts: Many[PromptLogprobsChunk] = ()
             if laid.is_graph:
                 self._replay(laid)
             else:
                 hidden = self._run_eagerly(laid, staged, places)
                 places = list(range(len(places)))
-                prompts = prompts_of(Step(chunks), samplings, hidden, self._decoder.logits)
+                prompts = prompt_logprobs(Step(chunks), hidden, self._decoder.logits)
             chosen = [step.chunks[number] for number in sampled]
-            again = self._drawn_again(chosen, samplings, places, rows[where[sampled]])
+            again = self._sample_again(chosen, places, rows[where[sampled]])
             num = max(places, default=-1) + 1
             if num:
                 staged.drawn[:num].copy_(self._drawn[:num], non_blocking=True)
             end = self._device.mark("compute")
         staged.mark = end
-        return Begun(begin, end, staged.drawn[:num], places, *again, prompts)
+        return LaunchedStep(begin, end, staged.drawn[:num], places, *again, prompts)
 
     # Inputs of a step.
 
@@ -345,44 +345,35 @@ class CudaRunner:
         torch.mm(hidden, self._decoder.head.t(), out=logits)
         operations.draw(logits, sheet, self._drawn[:num], self._last)
 
-    def _drawn_again(
-        self,
-        chunks: Many[Chunk],
-        samplings: dict[int, Sampling],
-        places: list[int],
-        rows: Array,
-    ) -> tuple[list[int], Ran | None]:
+    def _sample_again(
+        self, chunks: Many[Chunk], places: list[int], rows: Array
+    ) -> tuple[list[int], SampledStep | None]:
         """Sample again, from the same logits, the rows that need more than the graph does."""
-        others = [
-            number
-            for number, chunk in enumerate(chunks)
-            if is_other(chunk, samplings[chunk.sequence.id])
-        ]
+        others = [number for number, chunk in enumerate(chunks) if is_other(chunk)]
         if not others:
             return [], None
-        asked = [row_of(chunks[n], samplings[chunks[n].sequence.id]) for n in others]
+        asked = [row_of(chunks[number]) for number in others]
         device = self._sheet.device
         where = torch.tensor([places[number] for number in others], device=device)
         sampled = sample(self._logits[where], asked)
         tokens = sampled.tokens.int()
         self._drawn[where] = tokens
         self._last[torch.from_numpy(rows[others]).to(device).long()] = tokens
-        return others, Ran(sampled, [row.sampling.num_logprobs for row in asked])
+        return others, SampledStep(sampled, [row.params.num_logprobs for row in asked])
 
     # Memory.
 
     def _rehearse(self) -> None:
         """Run a prefill step of the largest size."""
         limits, left = self._limits, self._limits.max_tokens
-        step, samplings = Step(), {}
+        step, params = Step(), SamplingParams(max_tokens=1)
         while left > 0 and len(step.chunks) < limits.max_sequences:
             number, count = -1 - len(step.chunks), min(left, limits.max_length)
-            sequence = Sequence(number, [0] * count, Ending(1))
+            sequence = Sequence(number, [0] * count, params)
             blocks = [0] * -(-count // self._block_size)
             step.chunks.append(Chunk(sequence, 0, count, True, 0, blocks))
-            samplings[number] = Sampling(temperature=1.0)
             left -= count
-        self.run(step, samplings).end.synchronize()
+        self.run(step).end.synchronize()
         self.num_eager = 0
 
     def _next_staged(self) -> Staged:
@@ -415,31 +406,31 @@ class CudaRunner:
         return rows
 
 
-def _wants_prompts(chunks: Many[Chunk], samplings: Mapping[int, Sampling]) -> bool:
+def _wants_prompts(chunks: Many[Chunk]) -> bool:
     """Return whether a request wants the logprobs of its prompt."""
     return any(
-        samplings[chunk.sequence.id].num_prompt_logprobs is not None and num_told(chunk) > 0
+        chunk.sequence.params.num_prompt_logprobs is not None and num_followed(chunk) > 0
         for chunk in chunks
     )
 
 
-def is_other(chunk: Chunk, sampling: Sampling) -> bool:
+def is_other(chunk: Chunk) -> bool:
     """Return whether the chunk needs more sampling features than a graph has."""
-    if sampling.has_penalties or sampling.bias or sampling.num_logprobs is not None:
+    params = chunk.sequence.params
+    if params.has_penalties or params.logit_bias or params.num_logprobs is not None:
         return True
-    sequence = chunk.sequence
-    is_held = chunk.end - sequence.num_prompt < sequence.ending.min_tokens
-    return is_held and bool(sequence.ending.stop_tokens)
+    is_held = chunk.end - chunk.sequence.num_prompt < params.min_tokens
+    return is_held and bool(params.stop_token_ids)
 
 
-def parameters_of(sampling: Sampling) -> Array:
+def parameters_of(params: SamplingParams) -> Array:
     """Return the batch-table columns from KEY on; the key is that of zero tokens."""
     found = np.zeros(NUM_PARAMETERS, np.int32)
-    found[:1] = np.array([key_of(sampling.seed, 0) & MASK], np.uint32).view(np.int32)
-    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    found[:1] = np.array([key_of(params.seed or 0, 0) & MASK], np.uint32).view(np.int32)
+    temperature = 0.0 if params.is_greedy else params.temperature
     found[1:2] = np.array([temperature], np.float32).view(np.int32)
-    found[2] = sampling.top_k
-    found[3:] = np.array([sampling.top_p, sampling.min_p], np.float32).view(np.int32)
+    found[2] = params.top_k
+    found[3:] = np.array([params.top_p, params.min_p], np.float32).view(np.int32)
     return found
 
 

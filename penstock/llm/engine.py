@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.llm.messages import GenerateRequest, Logprobs, PromptLogprobsChunk, TokenEvent
 from penstock.llm.pace import Pace, Work
-from penstock.llm.params import Likelihood, PromptPart, Sampling
 from penstock.llm.scheduler import Scheduler, Step
-from penstock.llm.sequence import Ending, Reason, Sequence
+from penstock.llm.sequence import Reason, Sequence
+from penstock.sampling_params import SamplingParams
 
 Clock = Callable[[], float]
 PROBE_EVERY = 50
@@ -29,67 +32,27 @@ PROBE_EVERY = 50
 NEWEST = 0.1
 
 
-class Ran(Protocol):
+class StepResult(Protocol):
     """Result of a step: one entry for each sampled sequence, in order."""
 
     @property
     def tokens(self) -> list[int]: ...
     @property
-    def likelihoods(self) -> Many[Likelihood | None]: ...
+    def logprobs(self) -> Many[Logprobs | None]: ...
     @property
-    def prompts(self) -> Mapping[int, PromptPart]:
-        """Prompt logprobs, by sequence id."""
+    def prompt_logprobs(self) -> Many[PromptLogprobsChunk]: ...
 
 
-class Runs(Protocol):
+class StepRunner(Protocol):
     """Runner of steps; it may wait for the device only when the tokens are read."""
 
-    def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran: ...
+    def run(self, step: Step) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request: one prompt, continued `num` times. A client's request with several prompts becomes
-    one of these for each prompt; admission is decided for all of them with the first."""
-
-    id: int
-    tokens: Many[int]
-    sampling: Sampling
-    ending: Ending
-    num: int = 1
-    priority: int = 0
-    salt: str = ""
-    # For requests of several prompts. Others: the id of the first. First: the tokens of the others.
-    leader: int | None = None
-    num_following: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A new token of one sequence of a request."""
-
-    request: int
-    # Which of the request's sequences.
-    index: int
-    token: int
-    reason: Reason
-    # Prompt tokens found in the cache.
-    num_found: int
-    likelihood: Likelihood | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Logprobs of a part of a request's prompt."""
-
-    request: int
-    part: PromptPart
-
-
-@dataclass(frozen=True, slots=True)
-class UnderWay:
+class StepInFlight:
     step: Step
-    ran: Ran
+    result: StepResult
     began: float
 
 
@@ -105,7 +68,7 @@ class Engine:
     """Invariant: a request is in `_sequences` until all its sequences have ended."""
 
     scheduler: Scheduler
-    runner: Runs
+    runner: StepRunner
     pace: Pace
     clock: Clock
     limits: Limits = field(default_factory=Limits)
@@ -113,16 +76,13 @@ class Engine:
     # runner.
     num_ahead: int = 0
     # Prompt logprobs not yet taken by the caller.
-    told: list[Told] = field(default_factory=list)
-    _under_way: deque[UnderWay] = field(default_factory=deque)
+    prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
+    _in_flight: deque[StepInFlight] = field(default_factory=deque)
     # Moving average of the tokens that a sequence generates.
     _usual: float | None = None
     # Time of the last commit.
     _committed: float = 0.0
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
-    _samplings: dict[int, Sampling] = field(default_factory=dict)
-    # Request id and index of each sequence, by sequence id.
-    _places: dict[int, tuple[int, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     # Requests that were too slow even alone; counted to let a probe through.
     _num_too_slow: int = 0
@@ -131,31 +91,36 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._sequences and not self._under_way
+        return not self._sequences and not self._in_flight
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: GenerateRequest) -> None:
         """Queue a request; raise InvalidRequest if it can never run, Overloaded if it would be
         late."""
-        self._check(asked)
+        params = request.params
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=self._num_fitting(request))
+        self._check(request, params.max_tokens or 0)
         arrived = self.clock()
         leader: Sequence | None = None
-        self._sequences[asked.id] = made = []
-        for index in range(asked.num):
+        self._sequences[request.id] = made = []
+        for index in range(params.n):
             sequence = Sequence(
                 next(self._ids),
-                list(asked.tokens),
-                asked.ending,
+                list(request.tokens),
+                _of_number(params, index),
                 arrived,
-                asked.priority,
-                asked.salt,
-                is_cached=asked.sampling.num_prompt_logprobs is None,
+                request.id,
+                index,
+                is_cached=params.num_prompt_logprobs is None,
                 leader=leader,
             )
             leader = leader or sequence
             made.append(sequence)
-            self._places[sequence.id] = asked.id, index
-            self._samplings[sequence.id] = _of_number(asked.sampling, index)
             self.scheduler.add(sequence)
+
+    def _num_fitting(self, request: GenerateRequest) -> int:
+        """Return how many tokens fit the context after the prompt."""
+        return self.scheduler.limits.max_length - len(request.tokens)
 
     def give_up(self, request: int, reason: Reason = "abort") -> None:
         """Abort a request; its blocks are free for the next step."""
@@ -170,7 +135,7 @@ class Engine:
             self.scheduler.end(sequences[index], "stop")
             self._forget_ended(request)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[TokenEvent]:
         """Launch the next step, and return the new tokens of the oldest step in flight; empty if
         there is nothing to do."""
         began = self.clock()
@@ -182,54 +147,57 @@ class Engine:
         )
         self.scheduler.note_begun(step, began)
         if not step.chunks:
-            return self._finish() if self._under_way else []
-        # Keep them with the step: a sequence may end before it runs.
-        samplings = {each.sequence.id: self._samplings[each.sequence.id] for each in step.chunks}
-        pieces: list[Piece] = []
-        if any(sampling.has_penalties for sampling in samplings.values()):
+            return self._finish() if self._in_flight else []
+        events: list[TokenEvent] = []
+        if any(chunk.sequence.params.has_penalties for chunk in step.chunks):
             # Penalties depend on tokens that are still in flight.
-            while self._under_way:
-                pieces += self._finish()
-        self._under_way.append(UnderWay(step, self.runner.run(step, samplings), began))
-        while len(self._under_way) > self.num_ahead:
-            pieces += self._finish()
-        return pieces
+            while self._in_flight:
+                events += self._finish()
+        self._in_flight.append(StepInFlight(step, self.runner.run(step), began))
+        while len(self._in_flight) > self.num_ahead:
+            events += self._finish()
+        return events
 
-    def _finish(self) -> list[Piece]:
+    def _finish(self) -> list[TokenEvent]:
         """Commit the oldest step in flight."""
-        done = self._under_way.popleft()
-        step, ran = done.step, done.ran
-        tokens = ran.tokens
+        done = self._in_flight.popleft()
+        step, result = done.step, done.result
+        tokens = result.tokens
         sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
-        likelihoods = dict(zip(sampled, ran.likelihoods, strict=True))
-        for number, part in ran.prompts.items():
-            if number in self._places:
-                self.told.append(Told(self._places[number][0], part))
+        logprobs = dict(zip(sampled, result.logprobs, strict=True))
+        self.prompt_logprobs += [
+            each for each in result.prompt_logprobs if each.request in self._sequences
+        ]
         new = self.scheduler.commit(step, tokens)
         now = self.clock()
         self.pace.add(_work_of(step), now - max(done.began, self._committed))
         self._committed = now
-        pieces = []
-        for each in new:
-            request, index = self._places[each.sequence.id]
-            reason, found = each.sequence.reason, each.sequence.num_found
-            likelihood = likelihoods[each.sequence.id]
-            pieces.append(Piece(request, index, each.token, reason, found, likelihood))
-        for piece in pieces:
-            if piece.reason:
-                self._forget_ended(piece.request)
-        return pieces
+        events = [
+            TokenEvent(
+                sequence.request,
+                sequence.index,
+                token,
+                sequence.reason,
+                sequence.num_found,
+                logprobs[sequence.id],
+            )
+            for sequence, token in new
+        ]
+        for event in events:
+            if event.reason:
+                self._forget_ended(event.request)
+        return events
 
     def fail(self) -> list[int]:
         """End all requests after a failed step, and return their ids."""
-        self._under_way.clear()
+        self._in_flight.clear()
         requests = list(self._sequences)
         for request in requests:
             self.give_up(request, "error")
         return requests
 
-    def _check(self, asked: Asked) -> None:
-        num_prompt, max_tokens = len(asked.tokens), asked.ending.max_tokens
+    def _check(self, request: GenerateRequest, max_tokens: int) -> None:
+        num_prompt = len(request.tokens)
         if max_tokens < 1:
             raise InvalidRequest(f"{max_tokens} tokens are asked for; expected at least 1")
         if not self.scheduler.fits(num_prompt, max_tokens):
@@ -238,51 +206,51 @@ class Engine:
                 f"the prompt has {num_prompt} tokens and {max_tokens} are asked for; expected at "
                 f"most {limits.max_length} together"
             )
-        if asked.num > self.limits.max_sequences_of_request:
+        if request.params.n > self.limits.max_sequences_of_request:
             raise InvalidRequest(
-                f"n is {asked.num}; expected at most {self.limits.max_sequences_of_request}"
+                f"n is {request.params.n}; expected at most {self.limits.max_sequences_of_request}"
             )
-        refusal = self._refusal(asked)
+        refusal = self._refusal(request)
         if refusal is not None:
-            if asked.leader is None:
-                self._refused = asked.id, refusal
+            if request.leader is None:
+                self._refused = request.id, refusal
             raise refusal
 
-    def _refusal(self, asked: Asked) -> PenstockError | None:
+    def _refusal(self, request: GenerateRequest) -> PenstockError | None:
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
-        if asked.leader is not None:
+        if request.leader is not None:
             # The leader was added just before and may have ended since.
             leader, refusal = self._refused
-            return refusal if leader == asked.leader else None
+            return refusal if leader == request.leader else None
         promised_s = self.pace.targets.ttft_s
         if promised_s is None or not self.pace.is_known:
             return None
         before = [*self.scheduler.running, *self.scheduler.waiting]
-        if (refusal := self._refusal_alone(asked, promised_s)) is not None or not before:
+        if (refusal := self._refusal_alone(request, promised_s)) is not None or not before:
             return refusal
         lefts = [each.num_left for each in before if not each.num_generated]
         if self.scheduler.shares_prompts:
             # Prompts share each step evenly, so others get at most as much as this one meanwhile.
-            own = len(asked.tokens) + asked.num_following
+            own = len(request.tokens) + request.num_following
             lefts = [min(each, own) for each in lefts]
         left = sum(lefts)
         work = self._work()
-        first_s = self.pace.first_token_s(left, len(asked.tokens) + asked.num_following, work)
+        first_s = self.pace.first_token_s(left, len(request.tokens) + request.num_following, work)
         first_s += self._steps_to_a_place() * self.pace.step_s(work)
         if first_s <= promised_s:
             return None
         text = f"the first token would come after {first_s:.2g} s"
         return Overloaded(text, first_s - promised_s, "predicted_late")
 
-    def _refusal_alone(self, asked: Asked, promised_s: float) -> PenstockError | None:
+    def _refusal_alone(self, request: GenerateRequest, promised_s: float) -> PenstockError | None:
         """Refuse a prompt that takes too long even on an idle server, where a retry is pointless.
         One in `PROBE_EVERY` is let through, as the machine may have become faster."""
-        num_prompt = len(asked.tokens)
+        num_prompt = len(request.tokens)
         alone_s = self.pace.first_token_s(0, num_prompt, Work(0, 0))
         if alone_s <= promised_s:
             return None
-        num_new = num_prompt - self._num_cached(asked)
+        num_new = num_prompt - self._num_cached(request)
         alone_s = self.pace.first_token_s(0, num_new, Work(0, 0))
         if alone_s <= promised_s:
             return None
@@ -295,13 +263,14 @@ class Engine:
             "shorter prompt"
         )
 
-    def _num_cached(self, asked: Asked) -> int:
+    def _num_cached(self, request: GenerateRequest) -> int:
         """Return how many tokens of its prompt are in the cache."""
-        if asked.sampling.num_prompt_logprobs is not None:
+        if request.params.num_prompt_logprobs is not None:
             return 0
         size = self.scheduler.pool.block_size
-        keys = Sequence(-1, list(asked.tokens), asked.ending, salt=asked.salt)
-        return len(self.scheduler.pool.found(keys.keys(len(asked.tokens) - 1, size))) * size
+        params = replace(request.params, max_tokens=1)
+        keys = Sequence(-1, list(request.tokens), params).keys(len(request.tokens) - 1, size)
+        return len(self.scheduler.pool.found(keys)) * size
 
     def _steps_to_a_place(self) -> float:
         """Estimate the steps until a new request gets a batch slot: running sequences end one after
@@ -318,7 +287,7 @@ class Engine:
 
     def _left(self, sequence: Sequence) -> float:
         """Estimate the tokens that it will still generate."""
-        most = float(sequence.ending.max_tokens)
+        most = float(sequence.max_tokens)
         usual = most if self._usual is None else min(most, self._usual)
         return max(1.0, usual - sequence.num_generated)
 
@@ -338,15 +307,13 @@ class Engine:
         if sequence.reason in ("stop", "length"):
             known = sequence.num_generated if self._usual is None else self._usual
             self._usual = known + NEWEST * (sequence.num_generated - known)
-        self._places.pop(sequence.id, None)
-        self._samplings.pop(sequence.id, None)
 
 
-def _of_number(sampling: Sampling, index: int) -> Sampling:
+def _of_number(params: SamplingParams, index: int) -> SamplingParams:
     """Vary the seed for each sequence of a request, and report prompt logprobs only once."""
     if not index:
-        return sampling
-    return replace(sampling, seed=sampling.seed + index, num_prompt_logprobs=None)
+        return params
+    return replace(params, seed=(params.seed or 0) + index, num_prompt_logprobs=None)
 
 
 def _work_of(step: Step) -> Work:

@@ -15,27 +15,26 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import CPU
 from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
 from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import Asked, Engine, Limits, Piece
+from penstock.llm.engine import Engine, Limits
+from penstock.llm.messages import GenerateRequest, TokenEvent, pack_tokens
 from penstock.llm.pace import Pace, Targets
-from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
-from penstock.llm.sequence import Ending
 from penstock.processes.start import begin_life, take_part
 from penstock.repository.manifest import check_digests
+from penstock.sampling_params import SamplingParams
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")
 MAX_ERROR_CHARS = 500
 # Prompt tokens whose logprobs go into one message.
-MAX_TOLD = 1024
+MAX_PROMPT_LOGPROBS = 1024
 # Failed steps in a row before the process exits: the GPU may be lost to this process only.
 MAX_FAILURES = 3
 # Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
@@ -56,7 +55,7 @@ class EngineProcess:
         self._engine: Engine | None = None
         self._num_failures = 0
         # Computed tokens at the last report to the core.
-        self._num_told = 0
+        self._num_reported = 0
 
     def serve(self) -> None:
         """Serve until the core closes the socket or sends Stop."""
@@ -83,7 +82,7 @@ class EngineProcess:
         if isinstance(message, messages.Stop):
             return False
         assert self._engine is not None, "it is loaded first"
-        if isinstance(message, messages.Generate):
+        if isinstance(message, messages.GenerateRequest):
             self._add(self._engine, message)
         elif isinstance(message, messages.GiveUp):
             for request in message.requests:
@@ -129,22 +128,20 @@ class EngineProcess:
         )
         return True
 
-    def _add(self, engine: Engine, message: messages.Generate) -> None:
+    def _add(self, engine: Engine, message: messages.GenerateRequest) -> None:
         try:
-            engine.add(asked_of(message))
+            engine.add(message)
         except PenstockError as error:
-            self._send(_refusal(message.request, error))
+            self._send(_refusal(message.id, error))
         except Exception as error:  # Engine loop: one bad request must not affect others.
             log.exception("a request cannot be added")
-            engine.give_up(message.request, "error")
-            self._send(
-                messages.Refused(message.request, describe_error(error)[:MAX_ERROR_CHARS], False)
-            )
+            engine.give_up(message.id, "error")
+            self._send(messages.Refused(message.id, describe_error(error)[:MAX_ERROR_CHARS], False))
 
     def _step(self, engine: Engine) -> None:
         began = time.perf_counter()
         try:
-            pieces = engine.step()
+            events = engine.step()
         except Exception as error:  # Engine loop: a failed step ends the requests in flight.
             log.exception("a step failed")
             reason = describe_error(error)[:MAX_ERROR_CHARS]
@@ -154,48 +151,34 @@ class EngineProcess:
                 raise SystemExit(f"{self._num_failures} steps in a row failed: {reason}") from None
             return
         self._num_failures = 0
-        for told in _drained(engine):
-            self._send(told)
-        if pieces or engine.scheduler.num_computed > self._num_told:
-            self._num_told = engine.scheduler.num_computed
-            self._send(_told(engine, pieces, time.perf_counter() - began))
+        for chunk in _take_prompt_logprobs(engine):
+            self._send(chunk)
+        if events or engine.scheduler.num_computed > self._num_reported:
+            self._num_reported = engine.scheduler.num_computed
+            self._send(_report(engine, events, time.perf_counter() - began))
 
     def _send(self, message: messages.FromEngine) -> None:
         self._sock.send(messages.encode(message))
 
 
-def _drained(engine: Engine) -> Iterator[messages.Prompt]:
+def _take_prompt_logprobs(engine: Engine) -> Iterator[messages.PromptLogprobsChunk]:
     """Take the new prompt logprobs, in messages of limited size."""
-    told, engine.told = engine.told, []
-    for each in told:
-        likelihoods = [_likely(likelihood) for likelihood in each.part.likelihoods]
-        for start in range(0, len(likelihoods), MAX_TOLD):
-            part = tuple(likelihoods[start : start + MAX_TOLD])
-            yield messages.Prompt(each.request, each.part.start + start, part)
+    chunks, engine.prompt_logprobs = engine.prompt_logprobs, []
+    for each in chunks:
+        for start in range(0, len(each.logprobs), MAX_PROMPT_LOGPROBS):
+            part = each.logprobs[start : start + MAX_PROMPT_LOGPROBS]
+            yield messages.PromptLogprobsChunk(each.request, each.start + start, part)
 
 
-def _likely(told: Likelihood) -> messages.Likely:
-    return told.logprob, tuple(told.top_tokens), tuple(told.top_logprobs)
-
-
-def _told(engine: Engine, pieces: list[Piece], step_s: float) -> messages.Pieces:
+def _report(engine: Engine, events: list[TokenEvent], step_s: float) -> messages.StepReport:
     scheduler = engine.scheduler
-    return messages.Pieces(
-        tuple(piece.request for piece in pieces),
-        tuple(piece.index for piece in pieces),
-        tuple(piece.token for piece in pieces),
-        tuple(piece.reason for piece in pieces),
-        tuple(piece.num_found for piece in pieces),
+    return messages.StepReport(
+        events,
         len(scheduler.running),
         len(scheduler.waiting),
         scheduler.pool.num_free,
         scheduler.num_preemptions,
         step_s,
-        {
-            place: _likely(told)
-            for place, piece in enumerate(pieces)
-            if (told := piece.likelihood) is not None
-        },
         num_computed=scheduler.num_computed,
         num_asked=scheduler.pool.counts.num_asked,
         num_cached=scheduler.pool.counts.num_found,
@@ -207,22 +190,6 @@ def _refusal(request: int, error: PenstockError) -> messages.Refused:
     if isinstance(error, Overloaded):
         return messages.Refused(request, str(error), True, error.retry_after_s, error.reason)
     return messages.Refused(request, str(error), False)
-
-
-def asked_of(message: messages.Generate) -> Asked:
-    sampling = replace(Sampling(), **message.sampling, bias=message.bias)  # type: ignore[arg-type]
-    stops = frozenset(message.stop_tokens)
-    return Asked(
-        message.request,
-        messages.unpacked(message.tokens),
-        sampling,
-        Ending(message.max_tokens, stops, message.min_tokens),
-        message.num,
-        message.priority,
-        message.salt,
-        message.leader,
-        message.num_following,
-    )
 
 
 def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
@@ -272,9 +239,10 @@ def learn_pace(engine: Engine) -> None:
     targets, engine.pace.targets = engine.pace.targets, Targets()
     for number, share in enumerate(PROMPT_SHARES):
         size = max(1, min(int(limits.max_tokens * share), limits.max_length - NUM_LEARNT))
-        asked = Asked(-1 - number, [0] * size, Sampling(), Ending(NUM_LEARNT), salt=f"{number}")
+        params = SamplingParams(max_tokens=NUM_LEARNT, cache_salt=f"{number}")
+        request = GenerateRequest(-1 - number, pack_tokens([0] * size), params)
         with contextlib.suppress(PenstockError):  # The cache may be too small for the prompt.
-            engine.add(asked)
+            engine.add(request)
         while not engine.is_idle:
             engine.step()
     engine.pace.targets = targets

@@ -1,29 +1,16 @@
-"""A text request from its arrival to its last token: parameters, progress, and its sink."""
+"""A text request in the core, from its arrival to its last token: its progress and its sink."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import PenstockError
-from penstock.llm.params import Likelihood, Sampling
-from penstock.llm.sequence import Ending
+from penstock.llm.messages import GenerateRequest, Logprobs, TokenEvent
 from penstock.llm.stops import StopTexts
 
 if TYPE_CHECKING:
     from penstock.llm.token_bytes import Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A new token of one sequence; `reason` is empty until the sequence ends."""
-
-    index: int
-    text: str
-    token: int
-    reason: str
-    likelihood: Likelihood | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +20,15 @@ class Totals:
     num_prompt: int
     num_generated: int
     # Prompt tokens found in the prefix cache.
-    num_found: int
+    num_cached: int
 
 
 class GenerationSink(Protocol):
     """Receiver of a request's output, called on the core's event loop."""
 
-    def part(self, part: Part) -> None: ...
+    def token(self, event: TokenEvent) -> None:
+        """A sequence has got a token, with its text."""
+
     def finished(self, totals: Totals) -> None:
         """All sequences have ended, each with its reason."""
 
@@ -48,7 +37,7 @@ class GenerationSink(Protocol):
 
 
 @dataclass(slots=True)
-class Going:
+class SequenceOutput:
     """Progress of one sequence: its detokenizer, stop strings and counts."""
 
     stream: Stream
@@ -64,33 +53,27 @@ class Going:
 class Generation:
     """One text request. Ends exactly once: `finished`, `failed`, or cancelled by the client."""
 
-    tokens: Sequence[int]
-    sampling: Sampling
-    ending: Ending
+    request: GenerateRequest
     sink: GenerationSink
-    stops: Sequence[str] = ()
-    num: int = 1
-    priority: int = 0
-    salt: str = ""
-    # For prompts submitted together: `leader` is the first of them (None in the leader itself);
-    # the leader's `num_following` counts the prompt tokens of the others.
-    leader: Generation | None = None
-    num_following: int = 0
     # Digest of the request's API key; empty if it came without one.
     caller: bytes = b""
     # Arrival time; 0: the time of admission.
     arrived: float = 0.0
     # The model sets the following fields on admission.
     admitted: float = 0.0
-    id: int = -1
-    going: list[Going] = field(default_factory=list)
-    num_found: int = 0
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    num_cached: int = 0
     # Prompt logprobs, if requested; the first token has none.
-    prompt_likelihoods: list[Likelihood | None] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     first_at: float | None = None
     last_at: float | None = None
     is_ended: bool = False
 
     @property
+    def num_prompt(self) -> int:
+        return len(self.request.tokens)
+
+    @property
     def totals(self) -> Totals:
-        return Totals(len(self.tokens), sum(each.num_tokens for each in self.going), self.num_found)
+        num_generated = sum(each.num_tokens for each in self.outputs)
+        return Totals(self.num_prompt, num_generated, self.num_cached)

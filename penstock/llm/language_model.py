@@ -8,12 +8,10 @@ engine. Knows no protocol: each request carries its sink.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
 
@@ -27,8 +25,7 @@ from penstock.errors import (
     QuotaExceeded,
 )
 from penstock.llm import messages
-from penstock.llm.generation import Generation, Going, Part
-from penstock.llm.params import Likelihood, Sampling
+from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.llm.token_bytes import Vocabulary
@@ -40,7 +37,6 @@ from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.supervisor import Life, StartLife, await_death
 from penstock.types import CANCELLED
 from penstock.wire.frames import MAX_FRAME_BYTES
-from penstock.wire.openai_v1 import Invalid
 
 log = logging.getLogger("penstock.llm")
 MODULE = "penstock.llm.engine_main"
@@ -52,9 +48,7 @@ MAX_LOAD_DEATHS = 3
 # An engine is hung if it is silent for `hang_s` or `SLOWER` times its slowest step, whichever is
 # longer; before the first step, for `FIRST_STEP` times `hang_s`.
 SLOWER, FIRST_STEP = 20, 10
-PLAIN = Sampling()
 EngineLife: StartLife = partial(ProcessLife, module=MODULE)
-OF_MESSAGES = [each.name for each in fields(Sampling) if each.name != "bias"]
 
 
 class LlmModel:
@@ -77,7 +71,7 @@ class LlmModel:
         self.reason = ""
         self.ready: messages.Ready | None = None
         # The engine's report of its last step.
-        self.last: messages.Pieces | None = None
+        self.last: messages.StepReport | None = None
         self.num_restarts = 0
         self._settings = settings
         self._quotas = quotas or Quotas()
@@ -87,7 +81,6 @@ class LlmModel:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, Generation] = {}
-        self._ids = itertools.count()
         self._given_up: list[int] = []
         self._life: Life | None = None
         self._sender: Sender | None = None
@@ -169,41 +162,41 @@ class LlmModel:
 
     def cancel_with(self, generation: Generation, error: PenstockError) -> None:
         """Drop a request and report the error to its sink."""
-        if generation.id in self._open:
+        if generation.request.id in self._open:
             self._give_up(generation, error)
             generation.sink.failed(error)
 
     def _give_up(self, generation: Generation, error: PenstockError) -> None:
-        if self._left(generation.id) is None:
+        if self._left(generation.request.id) is None:
             return
         self.metrics.failed(generation, error, self._clock())
         if not self._given_up:
             # Cancellations of one loop iteration share a message.
             self._loop.call_soon(self._send_given_up)
-        self._given_up.append(generation.id)
+        self._given_up.append(generation.request.id)
         self._check_idle()
 
     def _admit(self, generation: Generation) -> None:
         ready = self.ready
         if self.state != "READY" or ready is None or self._sender is None:
             raise self.not_ready()
-        self._check(generation, ready)
+        self._check(generation.request, ready)
         if self._quotas.is_active:
             self._check_quota(generation.caller)
-        generation.id = next(self._ids)
         generation.admitted = self._clock()
         generation.arrived = generation.arrived or generation.admitted
         data = self._encoded(generation)
-        generation.going = [
-            Going(self.vocabulary.stream(generation.tokens), StopTexts(generation.stops))
-            for _ in range(generation.num)
+        request = generation.request
+        generation.outputs = [
+            SequenceOutput(self.vocabulary.stream(request.tokens), StopTexts(request.params.stop))
+            for _ in range(request.params.n)
         ]
         if not self._open:
             self._heard = self._loop.time()
-        self._open[generation.id] = generation
+        self._open[request.id] = generation
         if self._quotas.is_active:
-            self._shares.enter(generation, generation.caller, generation.num)
-            self._quotas.use_tokens(generation.caller, len(generation.tokens), generation.admitted)
+            self._shares.enter(generation, generation.caller, request.params.n)
+            self._quotas.use_tokens(generation.caller, len(request.tokens), generation.admitted)
         self._idle.clear()
         assert self._sender is not None
         self._sender.send(data)
@@ -246,28 +239,8 @@ class LlmModel:
 
     def _encoded(self, generation: Generation) -> bytes:
         """Encode the request for the engine. InvalidRequest if it does not fit a datagram."""
-        sampling = generation.sampling
-        different = {
-            name: value
-            for name in OF_MESSAGES
-            if (value := getattr(sampling, name)) != getattr(PLAIN, name)
-        }
-        message = messages.Generate(
-            generation.id,
-            messages.packed(generation.tokens),
-            different,
-            dict(sampling.bias),
-            generation.ending.max_tokens,
-            generation.ending.min_tokens,
-            tuple(generation.ending.stop_tokens),
-            generation.num,
-            generation.priority,
-            generation.salt,
-            None if generation.leader is None else generation.leader.id,
-            generation.num_following,
-        )
         try:
-            data = messages.encode(message)
+            data = messages.encode(generation.request)
         except OverflowError:
             raise InvalidRequest("a number has more than 64 bits") from None
         if len(data) > self._most_bytes:
@@ -276,19 +249,20 @@ class LlmModel:
             )
         return data
 
-    def _check(self, generation: Generation, ready: messages.Ready) -> None:
+    def _check(self, request: messages.GenerateRequest, ready: messages.Ready) -> None:
         """Check what the engine relies on."""
-        if not generation.tokens:
+        if not request.tokens:
             raise InvalidRequest("the prompt is empty; expected at least one token")
         most = min(ready.max_length, messages.MAX_PROMPT_TOKENS)
-        if len(generation.tokens) > most:
+        if len(request.tokens) > most:
             raise InvalidRequest(
-                f"the prompt has {len(generation.tokens)} tokens; expected at most {most}"
+                f"the prompt has {len(request.tokens)} tokens; expected at most {most}"
             )
+        params = request.params
         # The model's own stop tokens are not checked: they may lie beyond its vocabulary.
-        stops = generation.ending.stop_tokens - self.vocabulary.stop_tokens
-        _check_tokens(generation.tokens, "", ready.vocabulary)
-        _check_tokens(generation.sampling.bias, "logit_bias", ready.vocabulary)
+        stops = params.stop_token_ids - self.vocabulary.stop_tokens
+        _check_tokens(request.tokens, "", ready.vocabulary)
+        _check_tokens(params.logit_bias, "logit_bias", ready.vocabulary)
         _check_tokens(stops, "stop_token_ids", ready.vocabulary)
 
     def _send_given_up(self) -> None:
@@ -334,10 +308,10 @@ class LlmModel:
 
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
-            case messages.Prompt():
-                self._take_prompt(message)
-            case messages.Pieces():
+            case messages.StepReport():
                 self._take(message)
+            case messages.PromptLogprobsChunk():
+                self._take_prompt(message)
             case messages.Refused():
                 self._refuse(message)
             case messages.Failed():
@@ -358,70 +332,61 @@ class LlmModel:
         if not self._loaded.done():
             self._loaded.set_result(None)
 
-    def _take_prompt(self, message: messages.Prompt) -> None:
+    def _take_prompt(self, message: messages.PromptLogprobsChunk) -> None:
         """Store prompt logprobs, which arrive before the request's first token."""
         generation = self._open.get(message.request)
         if generation is not None:
-            known = generation.prompt_likelihoods
-            known += [None] * (len(generation.tokens) - len(known))
-            for place, told in enumerate(message.likelihoods, message.start):
-                known[place] = Likelihood(*told)
+            known = generation.prompt_logprobs
+            known += [None] * (generation.num_prompt - len(known))
+            known[message.start : message.start + len(message.logprobs)] = message.logprobs
 
-    def _take(self, message: messages.Pieces) -> None:
-        self.last = message
-        self._slowest_s = max(self._slowest_s, message.step_s)
+    def _take(self, report: messages.StepReport) -> None:
+        self.last = report
+        self._slowest_s = max(self._slowest_s, report.step_s)
         now = self._clock()
-        self.metrics.step(message)
-        for place, request in enumerate(message.requests):
-            index, reason = message.indices[place], message.reasons[place]
-            token, num_found = message.tokens[place], message.num_found[place]
-            told = message.likelihoods.get(place)
-            likelihood = None if told is None else Likelihood(*told)
-            generation = self._open.get(request)
-            if generation is not None and not generation.going[index].is_ended:
-                generation.num_found = num_found
+        self.metrics.step(report)
+        for event in report.events:
+            generation = self._open.get(event.request)
+            if generation is not None and not generation.outputs[event.index].is_ended:
+                generation.num_cached = event.num_cached
                 try:
-                    self._give(generation, Part(index, "", token, reason, likelihood), now)
+                    self._give(generation, event, now)
                 except Exception:  # Its sink or detokenizer failed; other requests continue.
                     log.exception("%s: an answer cannot be given", self.name)
                     self.cancel_with(generation, BackendFailed("internal error; this is a bug"))
         self._check_idle()
 
-    def _give(self, generation: Generation, part: Part, now: float) -> None:
-        """Detokenize a token and pass it to the request's sink; `part` has no text yet."""
-        index, token, reason = part.index, part.token, part.reason
-        going = generation.going[index]
-        self.metrics.token(generation, going, now)
+    def _give(self, generation: Generation, event: messages.TokenEvent, now: float) -> None:
+        """Detokenize a token and pass it to the request's sink."""
+        token, params = event.token, generation.request.params
+        output = generation.outputs[event.index]
+        self.metrics.token(generation, output, now)
         if self._quotas.is_active:
             self._quotas.use_tokens(generation.caller, 1, now)
-        going.num_tokens += 1
+        output.num_tokens += 1
         generation.first_at = now if generation.first_at is None else generation.first_at
-        generation.last_at = going.last_at = now
+        generation.last_at = output.last_at = now
         # The text of a stop token is not part of the answer.
-        is_end = reason == "stop" and token in generation.ending.stop_tokens
-        text = "" if is_end else going.stream.add(token)
-        if going.num_tokens > generation.ending.min_tokens:
+        is_end = event.reason == "stop" and token in params.stop_token_ids
+        text = "" if is_end else output.stream.add(token)
+        if output.num_tokens > params.min_tokens:
             # Stop strings do not apply to the first `min_tokens` tokens.
-            text = going.stops.add(text)
-        if going.stops.found is not None:
-            if not reason:
-                self._send(messages.EndText(generation.id, index))
-            reason = "stop"
-        elif reason:
-            text += self._rest(going)
-        going.is_ended, going.reason = bool(reason), reason
-        generation.sink.part(replace(part, text=text, reason=reason))
-        if going.is_ended and all(each.is_ended for each in generation.going):
+            text = output.stops.add(text)
+        if output.stops.found is not None:
+            if not event.reason:
+                self._send(messages.EndText(event.request, event.index))
+            event.reason = "stop"
+        elif event.reason:
+            text += _rest(output)
+        event.text = text
+        output.is_ended, output.reason = bool(event.reason), event.reason
+        generation.sink.token(event)
+        if output.is_ended and all(each.is_ended for each in generation.outputs):
             self._finish(generation)
-
-    def _rest(self, going: Going) -> str:
-        """Return the text held back, cut at the first stop string."""
-        text = going.stops.add(going.stream.rest())
-        return text if going.stops.found is not None else text + going.stops.rest()
 
     def _finish(self, generation: Generation) -> None:
         """Finish a request, unless its sink has cancelled it meanwhile."""
-        if self._left(generation.id) is not None:
+        if self._left(generation.request.id) is not None:
             self.metrics.finished(generation, self._clock())
             try:
                 generation.sink.finished(generation.totals)
@@ -436,7 +401,9 @@ class LlmModel:
             error: PenstockError = InvalidRequest(message.reason)
             if message.is_overload:
                 error = Overloaded(message.reason, message.retry_after_s, message.kind)
-                self._shares.refused(sum(each.num for each in self._open.values()), self._clock())
+                self._shares.refused(
+                    sum(each.request.params.n for each in self._open.values()), self._clock()
+                )
             self.metrics.refused(error, self._clock() - generation.arrived)
             generation.sink.failed(error)
             self._check_idle()
@@ -502,9 +469,15 @@ class LlmModel:
         self.metrics.restarted()
 
 
+def _rest(output: SequenceOutput) -> str:
+    """Return the text held back, cut at the first stop string."""
+    text = output.stops.add(output.stream.rest())
+    return text if output.stops.found is not None else text + output.stops.rest()
+
+
 def _check_tokens(tokens: Collection[int], field: str, vocabulary: int) -> None:
-    """Raise Invalid for a token outside the vocabulary; it names `field` unless that is empty."""
+    """Raise InvalidRequest for a token outside the vocabulary."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         strange = next(each for each in tokens if not 0 <= each < vocabulary)
         text = f"token {strange}; expected 0 to {vocabulary - 1}"
-        raise Invalid(f"{field}: {text}" if field else text, field or None)
+        raise InvalidRequest(f"{field}: {text}" if field else text, field or None)

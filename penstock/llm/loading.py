@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.llm import operations
 from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint
-from penstock.llm.engine import Runs
+from penstock.llm.engine import StepRunner
 from penstock.llm.messages import Settings
 from penstock.llm.models.decoder import ON_CPU, Decoder
 from penstock.llm.models.int4 import Int4Product
@@ -125,7 +125,7 @@ def step_bytes(shape: Shape, limits: Limits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    runner: Runs
+    runner: StepRunner
     # Steps that it may launch ahead, before the previous one is committed.
     num_ahead: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)

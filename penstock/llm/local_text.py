@@ -14,8 +14,8 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, NotReady, PenstockError
-from penstock.llm.asking import generation_of
-from penstock.llm.generation import Generation, Part, Totals
+from penstock.llm.generation import Generation, Totals
+from penstock.llm.messages import TokenEvent
 from penstock.llm.text_model import TextModel
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
@@ -117,7 +117,7 @@ class _Answer:
 
     def encoded(self, tokens: list[list[int]]) -> None:
         try:
-            self.generation = generation_of(self.model, self.asked.wishes, tokens[0], self, "")
+            self.generation = self.model.new_generation(tokens[0], self.asked.params, self)
         except PenstockError as error:
             self.failed(error)
             return
@@ -125,9 +125,9 @@ class _Answer:
 
     # Receives the answer.
 
-    def part(self, part: Part) -> None:
-        if part.text:
-            self.pieces.put(part.text)
+    def token(self, event: TokenEvent) -> None:
+        if event.text:
+            self.pieces.put(event.text)
 
     def finished(self, totals: Totals) -> None:
         self._end(None)
@@ -151,6 +151,6 @@ def _parse(
         asked = openai_v1.read_completion(msgspec.json.encode({**fields, "prompt": prompt}))
     else:
         asked = openai_v1.read_chat(msgspec.json.encode({**fields, "messages": list(prompt)}))
-    if asked.wishes.num != 1:
-        raise InvalidRequest(f"n is {asked.wishes.num}; expected 1: call it once for each answer")
+    if asked.params.n != 1:
+        raise InvalidRequest(f"n is {asked.params.n}; expected 1: call it once for each answer")
     return asked

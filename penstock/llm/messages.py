@@ -1,35 +1,31 @@
 """Messages between the core and an engine, each one datagram (see `wire.frames`).
 
-    core → engine   Load, Generate, GiveUp, EndText, Stop
-    engine → core   Ready, LoadFailed, Prompt, Pieces, Refused, Failed
+    core → engine   Load, GenerateRequest, GiveUp, EndText, Stop
+    engine → core   Ready, LoadFailed, PromptLogprobsChunk, StepReport, Refused, Failed
 
-Tokens travel as bytes, four each. All results of a step are one message.
+Prompts travel as bytes, four a token. All results of a step are one message.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from penstock.config import DEFAULT_HANG_S
+from penstock.sampling_params import SamplingParams
 from penstock.wire.frames import MAX_FRAME_BYTES, Frame
 
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:  # Python 3.11 has no generic arrays.
+    Tokens = array
 VERSION = 1
-TOKEN_TYPE = "I"
+TOKEN_TYPE: Literal["I"] = "I"
 # Limit of a prompt; the other fields of a message are small.
 MAX_PROMPT_TOKENS = (MAX_FRAME_BYTES - (1 << 16)) // 4
-
-
-def packed(tokens: Sequence[int]) -> bytes:
-    return array(TOKEN_TYPE, tokens).tobytes()
-
-
-def unpacked(data: bytes) -> list[int]:
-    found = array(TOKEN_TYPE)
-    found.frombytes(data)
-    return found.tolist()
 
 
 class Settings(Frame, tag="set"):
@@ -68,19 +64,14 @@ class Load(Frame, tag="load"):
     settings: Settings
 
 
-class Generate(Frame, tag="gen"):
-    """A request. `sampling` has the fields of `params.Sampling` that differ from the defaults."""
+class GenerateRequest(Frame, tag="gen"):
+    """One prompt, continued `params.n` times. A client's request with several prompts becomes one
+    of these for each prompt; admission is decided for all of them with the first."""
 
-    request: int
-    tokens: bytes
-    sampling: dict[str, float | int | None]
-    bias: dict[int, float]
-    max_tokens: int
-    min_tokens: int
-    stop_tokens: tuple[int, ...]
-    num: int
-    priority: int
-    salt: str
+    id: int
+    tokens: Tokens
+    params: SamplingParams
+    # For requests of several prompts. Others: the id of the first. First: the tokens of the others.
     leader: int | None = None
     num_following: int = 0
 
@@ -115,23 +106,41 @@ class LoadFailed(Frame, tag="lf"):
     problems: tuple[str, ...]
 
 
-class Pieces(Frame, tag="new"):
-    """Results of a step: one entry per token, possibly none; reasons are empty while a sequence
-    continues."""
+class Logprobs(Frame):
+    """Logprob of a token, and the most likely tokens with theirs."""
 
-    requests: tuple[int, ...]
-    indices: tuple[int, ...]
-    tokens: tuple[int, ...]
-    reasons: tuple[str, ...]
-    num_found: tuple[int, ...]
-    # State after the step.
+    logprob: float
+    top_tokens: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+
+class TokenEvent(Frame):
+    """A new token of one sequence, on its whole way from the engine to the request's sink."""
+
+    request: int
+    # Which of the request's sequences.
+    index: int
+    token: int
+    # Why the sequence ended; empty while it continues.
+    reason: str
+    # Prompt tokens found in the prefix cache.
+    num_cached: int
+    # None: not requested.
+    logprobs: Logprobs | None = None
+    # Set by the core, which detokenizes.
+    text: str = ""
+
+
+class StepReport(Frame, tag="new"):
+    """Results of a step, and the engine's state after it."""
+
+    # Possibly empty.
+    events: list[TokenEvent]
     num_running: int
     num_waiting: int
     num_free_blocks: int
     num_preemptions: int
     step_s: float
-    # Logprobs by place in `tokens`, for requests that want them.
-    likelihoods: dict[int, tuple[float, tuple[int, ...], tuple[float, ...]]] = {}
     # Tokens since the engine was loaded: computed, looked up in the cache, found there.
     num_computed: int = 0
     num_asked: int = 0
@@ -140,15 +149,12 @@ class Pieces(Frame, tag="new"):
     waits_s: tuple[float, ...] = ()
 
 
-Likely = tuple[float, tuple[int, ...], tuple[float, ...]]
-
-
-class Prompt(Frame, tag="prompt"):
-    """Logprobs of the tokens of a request's prompt, from `start` on."""
+class PromptLogprobsChunk(Frame, tag="prompt"):
+    """Logprobs of prompt tokens, the first of them at `start`; position 0 never has one."""
 
     request: int
     start: int
-    likelihoods: tuple[Likely, ...]
+    logprobs: Sequence[Logprobs]
 
 
 class Refused(Frame, tag="no"):
@@ -169,11 +175,32 @@ class Failed(Frame, tag="bad"):
     reason: str
 
 
-ToEngine = Load | Generate | GiveUp | EndText | Stop
-FromEngine = Ready | LoadFailed | Prompt | Pieces | Refused | Failed
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
+ToEngine = Load | GenerateRequest | GiveUp | EndText | Stop
+FromEngine = Ready | LoadFailed | PromptLogprobsChunk | StepReport | Refused | Failed
+
+
+def pack_tokens(tokens: Iterable[int]) -> Tokens:
+    return array(TOKEN_TYPE, tokens)
+
+
+def unpack_tokens(data: bytes) -> Tokens:
+    found = array(TOKEN_TYPE)
+    found.frombytes(data)
+    return found
+
+
+def _encode_array(tokens: object) -> bytes:
+    assert isinstance(tokens, array)
+    return tokens.tobytes()
+
+
+def _decode_array(kind: object, data: bytes) -> Tokens:
+    return unpack_tokens(data)
+
+
+_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
 
 def decode_to_engine(data: bytes | memoryview) -> ToEngine:

@@ -31,7 +31,7 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.llm import text_messages as messages
-from penstock.llm.messages import unpacked
+from penstock.llm.messages import unpack_tokens
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.channel import Sender
 from penstock.processes.life import ProcessLife
@@ -348,7 +348,7 @@ class Renderer:
     def _handle(self, message: messages.FromRenderer) -> None:
         match message:
             case messages.Encoded():
-                self._finish(message.job, [unpacked(each) for each in message.tokens])
+                self._finish(message.job, [unpack_tokens(each).tolist() for each in message.tokens])
             case messages.NotEncoded():
                 kinds = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
                 self._finish(message.job, kinds[message.kind](message.reason))

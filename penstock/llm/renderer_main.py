@@ -27,7 +27,7 @@ from penstock.errors import (
     error_text,
 )
 from penstock.llm import text_messages as messages
-from penstock.llm.messages import packed
+from penstock.llm.messages import pack_tokens
 from penstock.llm.text import Text, read_text
 from penstock.processes.start import begin_life, take_part
 
@@ -99,7 +99,7 @@ class RendererProcess:
 
     def _run(self, message: messages.EncodeTexts | messages.EncodeChat) -> None:
         try:
-            found = [packed(tokens) for tokens in self._tokens(message)]
+            found = [pack_tokens(tokens).tobytes() for tokens in self._tokens(message)]
             self._send(messages.Encoded(message.job, found))
         except OSError:
             pass  # The core has gone.

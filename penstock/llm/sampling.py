@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.llm.params import Sampling
+from penstock.sampling_params import SamplingParams
 
 # Constants of a 32-bit hash (murmur3's finaliser), computed in 64-bit integers.
 FACTORS = 0x85EBCA6B, 0xC2B2AE35
@@ -28,7 +28,7 @@ STEPS = 0x9E3779B1, 0x7FEB352D
 class Row:
     """Sampling input of one sequence."""
 
-    sampling: Sampling
+    params: SamplingParams
     # Number of tokens that it has.
     position: int
     # Needed for penalties only.
@@ -54,7 +54,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
     logits = logits.float()
     told = told_of(logits, rows)
     changed = biased(logits, rows)
-    places = [place for place, row in enumerate(rows) if not row.sampling.is_greedy]
+    places = [place for place, row in enumerate(rows) if not row.params.is_greedy]
     if places:
         drawn = [rows[place] for place in places]
         index = torch.tensor(places, device=logits.device)
@@ -76,7 +76,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
 
 def told_of(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, int] | None:
     """Return the logprobs before any logits processor, and the number of top places wanted."""
-    wanted = [row.sampling.num_logprobs for row in rows if row.sampling.num_logprobs is not None]
+    wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
     return (logits.log_softmax(1), max(wanted)) if wanted else None
 
 
@@ -84,15 +84,15 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Apply penalties, bias and banned tokens."""
     found = logits
     for place, row in enumerate(rows):
-        sampling = row.sampling
-        if not sampling.bias and not sampling.has_penalties and not row.banned:
+        params = row.params
+        if not params.logit_bias and not params.has_penalties and not row.banned:
             continue
         found = found.clone() if found is logits else found
-        if sampling.has_penalties:
+        if params.has_penalties:
             found[place] = penalised(found[place], row)
-        if sampling.bias:
-            tokens = torch.tensor(list(sampling.bias), device=logits.device)
-            values = torch.tensor(list(sampling.bias.values()), device=logits.device)
+        if params.logit_bias:
+            tokens = torch.tensor(list(params.logit_bias), device=logits.device)
+            values = torch.tensor(list(params.logit_bias.values()), device=logits.device)
             found[place, tokens] += values
         # Tokens outside the vocabulary cannot be sampled anyway.
         if banned := [token for token in row.banned if token < logits.shape[1]]:
@@ -101,38 +101,38 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def penalised(logits: Tensor, row: Row) -> Tensor:
-    sampling, device = row.sampling, logits.device
-    if sampling.repetition_penalty != 1:
+    params, device = row.params, logits.device
+    if params.repetition_penalty != 1:
         seen = torch.tensor([*row.prompt, *row.generated], device=device).unique()
         values = logits[seen]
-        factor = sampling.repetition_penalty
+        factor = params.repetition_penalty
         logits = logits.index_copy(
             0, seen, torch.where(values > 0, values / factor, values * factor)
         )
-    if row.generated and (sampling.presence_penalty or sampling.frequency_penalty):
+    if row.generated and (params.presence_penalty or params.frequency_penalty):
         generated = torch.tensor(list(row.generated), device=device)
         counts = generated.bincount(minlength=len(logits)).to(logits.dtype)
-        logits = logits - sampling.frequency_penalty * counts
-        logits = logits - sampling.presence_penalty * (counts > 0)
+        logits = logits - params.frequency_penalty * counts
+        logits = logits - params.presence_penalty * (counts > 0)
     return logits
 
 
 def noised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Apply temperature and cuts, and add noise: the argmax is a random sample."""
     device = logits.device
-    samplings = [row.sampling for row in rows]
-    temperatures = torch.tensor([each.temperature for each in samplings], device=device)
+    params = [row.params for row in rows]
+    temperatures = torch.tensor([each.temperature for each in params], device=device)
     logits = logits / temperatures[:, None]
-    if any(each.is_cut for each in samplings):
-        logits = cut(logits, samplings)
+    if any(each.is_cut for each in params):
+        logits = cut(logits, params)
     return logits + gumbel(rows, logits.shape[1], device)
 
 
-def cut(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def cut(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     device = logits.device
-    most = torch.tensor([each.top_k for each in samplings], device=device)
-    share = torch.tensor([each.top_p for each in samplings], device=device)
-    least = torch.tensor([each.min_p for each in samplings], device=device)
+    most = torch.tensor([each.top_k for each in params], device=device)
+    share = torch.tensor([each.top_p for each in params], device=device)
+    least = torch.tensor([each.min_p for each in params], device=device)
     return without(logits, most, share, least)
 
 
@@ -156,7 +156,7 @@ def without(logits: Tensor, most: Tensor, share: Tensor, least: Tensor) -> Tenso
 
 def gumbel(rows: Sequence[Row], size: int, device: torch.device) -> Tensor:
     """Return Gumbel noise [rows, size], from each row's seed and position."""
-    keys = [key_of(row.sampling.seed, row.position) for row in rows]
+    keys = [key_of(row.params.seed or 0, row.position) for row in rows]
     return noise(torch.tensor(keys, device=device), size)
 
 

@@ -72,14 +72,6 @@ class Step:
         return sum(chunk.is_sampled for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class New:
-    """A new token of a sequence; the sequence's reason is set if it was the last."""
-
-    sequence: Sequence
-    token: int
-
-
 class Scheduler:
     """Invariant: a sequence is in `waiting` without blocks, or in `running`, or it has ended. Both
     lists are sorted by rank."""
@@ -105,7 +97,7 @@ class Scheduler:
         return is_short and self.pool.num_needed(num_computed) <= self.pool.num_blocks
 
     def add(self, sequence: Sequence) -> None:
-        assert self.fits(sequence.num_prompt, sequence.ending.max_tokens)
+        assert self.fits(sequence.num_prompt, sequence.max_tokens)
         insort(self.waiting, sequence, key=RANK)
 
     def end(self, sequence: Sequence, reason: Reason) -> None:
@@ -131,12 +123,13 @@ class Scheduler:
             self._admit(step, most, shares)
         return step
 
-    def commit(self, step: Step, sampled: Many[int]) -> list[New]:
-        """Take the sampled tokens of a step, one for each sampled chunk, in order. Steps are
-        committed in the order in which they were planned."""
+    def commit(self, step: Step, sampled: Many[int]) -> list[tuple[Sequence, int]]:
+        """Take the sampled tokens of a step, one for each sampled chunk, in order, and return those
+        of sequences that had not ended. Steps are committed in the order in which they were
+        planned."""
         self.num_computed += step.num_tokens
         tokens = iter(sampled)
-        new: list[New] = []
+        new: list[tuple[Sequence, int]] = []
         for chunk in step.chunks:
             new.extend(self._commit(chunk, tokens))
         return new
@@ -267,7 +260,7 @@ class Scheduler:
 
     # Commit.
 
-    def _commit(self, chunk: Chunk, tokens: Iterator[int]) -> Iterator[New]:
+    def _commit(self, chunk: Chunk, tokens: Iterator[int]) -> Iterator[tuple[Sequence, int]]:
         sequence = chunk.sequence
         token = next(tokens) if chunk.is_sampled else None
         if sequence.state == "ended":
@@ -282,7 +275,7 @@ class Scheduler:
         reason = sequence.ends_with(token)
         if reason:
             self.end(sequence, reason)
-        yield New(sequence, token)
+        yield sequence, token
 
     def _name(self, sequence: Sequence, num_computed: int) -> None:
         """Register the blocks that are now full in the prefix cache."""

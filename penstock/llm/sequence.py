@@ -6,21 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.llm.blocks import first_key, next_key
+from penstock.sampling_params import SamplingParams
 
 State = Literal["waiting", "running", "ended"]
 # Finish reasons of OpenAI, and two of our own.
 Reason = Literal["", "stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Stop conditions of a sequence; stop strings are checked elsewhere."""
-
-    # Limit of generated tokens.
-    max_tokens: int
-    stop_tokens: frozenset[int] = frozenset()
-    # Stop tokens are ignored before this many tokens.
-    min_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,17 +26,18 @@ class Sequence:
     id: int
     # The prompt, then the generated tokens.
     tokens: list[int]
-    ending: Ending
+    # With `max_tokens` set. Stop strings are checked elsewhere.
+    params: SamplingParams
     arrived: float = 0.0
-    # Lower values come first.
-    priority: int = 0
-    # Blocks are shared only between sequences with the same salt.
-    salt: str = ""
+    # Its request, and its place among the request's sequences.
+    request: int = -1
+    index: int = 0
     # Whether it may reuse cached blocks of other sequences.
     is_cached: bool = True
     # Sequence with the same prompt that computes it first; this one then finds it in the cache.
     leader: Sequence | None = None
     num_prompt: int = field(init=False)
+    max_tokens: int = field(init=False)
     state: State = "waiting"
     reason: Reason = ""
     blocks: list[int] = field(default_factory=list)
@@ -64,12 +55,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         assert self.tokens, "a prompt has at least one token"
-        self.num_prompt = len(self.tokens)
+        assert self.params.max_tokens is not None
+        self.num_prompt, self.max_tokens = len(self.tokens), self.params.max_tokens
 
     @property
     def rank(self) -> tuple[int, float, int]:
         """Scheduling order; unique for each sequence."""
-        return self.priority, self.arrived, self.id
+        return self.params.priority, self.arrived, self.id
 
     @property
     def num_generated(self) -> int:
@@ -78,7 +70,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens not planned yet, including those being sampled, whose positions are known."""
-        if self.num_generated + self.num_ahead >= self.ending.max_tokens:
+        if self.num_generated + self.num_ahead >= self.max_tokens:
             # The last token is never computed.
             return max(0, len(self.tokens) + self.num_ahead - 1 - self.num_planned)
         return len(self.tokens) + self.num_ahead - self.num_planned
@@ -87,12 +79,12 @@ class Sequence:
         """Return the keys of the full blocks among the first `num_tokens` tokens, which are
         known."""
         for start in range(len(self._keys) * block_size, num_tokens - block_size + 1, block_size):
-            parent = self._keys[-1] if self._keys else first_key(self.salt)
+            parent = self._keys[-1] if self._keys else first_key(self.params.cache_salt)
             self._keys.append(next_key(parent, self.tokens[start : start + block_size]))
         return self._keys[: num_tokens // block_size]
 
     def ends_with(self, token: int) -> Reason:
         """Return the reason if the sequence ends with this token, which it has just got, or ""."""
-        if token in self.ending.stop_tokens and self.num_generated > self.ending.min_tokens:
+        if token in self.params.stop_token_ids and self.num_generated > self.params.min_tokens:
             return "stop"
-        return "length" if self.num_generated >= self.ending.max_tokens else ""
+        return "length" if self.num_generated >= self.max_tokens else ""

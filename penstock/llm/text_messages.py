@@ -65,7 +65,7 @@ class TextFailed(Frame, tag="lf"):
 
 
 class Encoded(Frame, tag="done"):
-    """Tokens of each text, four bytes each (see `messages.packed`)."""
+    """Tokens of each text, four bytes each (see `messages.pack_tokens`)."""
 
     job: int
     tokens: list[bytes]

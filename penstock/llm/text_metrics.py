@@ -15,8 +15,8 @@ from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.serving.metrics import Family, ModelMetrics, histogram_lines, label_text
 
 if TYPE_CHECKING:
-    from penstock.llm.generation import Generation, Going
-    from penstock.llm.messages import Pieces, Ready
+    from penstock.llm.generation import Generation, SequenceOutput
+    from penstock.llm.messages import Ready, StepReport
 
 PREFIX = "penstock:"
 # Why an engine ended: it crashed, or it was killed after being silent for too long.
@@ -105,32 +105,32 @@ class TextMetrics:
         self.prompt_tokens = Distribution(())
         self.generated_tokens = Distribution(())
         self.step_tokens = Distribution(STEP_TOKENS)
-        self._told = EngineTotals()
+        self._reported = EngineTotals()
         self._num_blocks = 0
 
     # The engine.
 
     def loaded(self, ready: Ready) -> None:
         """Reset the totals for a new engine."""
-        self._told = EngineTotals()
+        self._reported = EngineTotals()
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
         if bounds != self.prompt_tokens.bounds:
             self.prompt_tokens, self.generated_tokens = Distribution(bounds), Distribution(bounds)
 
-    def step(self, pieces: Pieces) -> None:
-        told = self._told
-        self.num_running, self.num_waiting = pieces.num_running, pieces.num_waiting
-        self.cache_use = 1 - pieces.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
-        self.num_preemptions += pieces.num_preemptions - told.num_preemptions
-        self.num_asked += pieces.num_asked - told.num_asked
-        self.num_cached += pieces.num_cached - told.num_cached
-        if pieces.num_computed > told.num_computed:
-            self.step_tokens.add(pieces.num_computed - told.num_computed)
-        for wait_s in pieces.waits_s:
+    def step(self, report: StepReport) -> None:
+        last = self._reported
+        self.num_running, self.num_waiting = report.num_running, report.num_waiting
+        self.cache_use = 1 - report.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
+        self.num_preemptions += report.num_preemptions - last.num_preemptions
+        self.num_asked += report.num_asked - last.num_asked
+        self.num_cached += report.num_cached - last.num_cached
+        if report.num_computed > last.num_computed:
+            self.step_tokens.add(report.num_computed - last.num_computed)
+        for wait_s in report.waits_s:
             self.queue_s.add(wait_s)
-        told.num_preemptions, told.num_computed = pieces.num_preemptions, pieces.num_computed
-        told.num_asked, told.num_cached = pieces.num_asked, pieces.num_cached
+        last.num_preemptions, last.num_computed = report.num_preemptions, report.num_computed
+        last.num_asked, last.num_cached = report.num_asked, report.num_cached
 
     def idle(self) -> None:
         """Zero the gauges: no client waits, and the engine aborts what it still has."""
@@ -145,18 +145,18 @@ class TextMetrics:
 
     # Requests.
 
-    def token(self, generation: Generation, going: Going, now: float) -> None:
-        """Count a token, before `generation` and `going` are updated."""
+    def token(self, generation: Generation, output: SequenceOutput, now: float) -> None:
+        """Count a token, before `generation` and `output` are updated."""
         self.num_generated_tokens += 1
         if generation.first_at is None:
-            self.num_prompt_tokens += len(generation.tokens)
+            self.num_prompt_tokens += generation.num_prompt
             self.first_token_s.add(now - generation.arrived)
-        if going.last_at is not None:
-            self.next_token_s.add(now - going.last_at)
+        if output.last_at is not None:
+            self.next_token_s.add(now - output.last_at)
 
     def finished(self, generation: Generation, now: float) -> None:
         total_s = now - generation.arrived
-        reasons = {each.reason for each in generation.going}
+        reasons = {each.reason for each in generation.outputs}
         # If any of several texts hit the limit, operators want to see that.
         self.num_ended["length" if "length" in reasons else "stop"] += 1
         self._ended(generation, now)
@@ -177,8 +177,8 @@ class TextMetrics:
 
     def _ended(self, generation: Generation, now: float) -> None:
         self.request_s.add(now - generation.arrived)
-        self.prompt_tokens.add(len(generation.tokens))
-        numbers = [each.num_tokens for each in generation.going]
+        self.prompt_tokens.add(generation.num_prompt)
+        numbers = [each.num_tokens for each in generation.outputs]
         self.generated_tokens.add(sum(numbers))
         first_at, last_at = generation.first_at, generation.last_at
         if first_at is not None and last_at is not None and max(numbers) > 1:

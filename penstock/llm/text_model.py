@@ -7,18 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
+import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from msgspec.structs import replace
+
 from penstock.config import LLM, ModelConfig
-from penstock.errors import ConfigError, NotReady, PenstockError, TooLarge, Unsupported
-from penstock.llm.generation import Generation
+from penstock.errors import (
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
+from penstock.llm.engine import Limits
+from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.language_model import EngineLife, LlmModel
+from penstock.llm.messages import GenerateRequest, pack_tokens
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
 from penstock.llm.settings import settings_of
 from penstock.llm.token_bytes import Vocabulary
+from penstock.sampling_params import SamplingParams
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
@@ -35,6 +49,10 @@ TENSORS = (
 )
 # What the engine and the renderer import.
 PACKAGES = ("torch", "tokenizers")
+# Limit of sequences per request.
+MAX_CHOICES = Limits().max_sequences_of_request
+# The code of errors about prompts that do not fit the context, as in OpenAI's API.
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Prompts: texts, or lists of tokens.
 Given = Sequence[str | list[int]]
 
@@ -81,6 +99,7 @@ class TextModel:
             job_s=self._settings.text_timeout_s, max_waiting=self._settings.max_waiting
         )
         self._quotas = quotas
+        self._ids = itertools.count()
         self._start_life = start_life
         self._start_renderer = start_renderer
         self._engine: LlmModel | None = None
@@ -251,6 +270,32 @@ class TextModel:
     def max_waiting(self) -> int:
         """How many sequences may wait for their first token."""
         return self._settings.max_waiting
+
+    def new_generation(
+        self, tokens: Sequence[int], params: SamplingParams, sink: GenerationSink
+    ) -> Generation:
+        """Return a request of one prompt, with the model's stop tokens and a seed. InvalidRequest
+        if prompt and output exceed the model's length."""
+        if params.n > MAX_CHOICES:
+            raise InvalidRequest(f"n is {params.n}; expected at most {MAX_CHOICES}", "n")
+        max_tokens, left = params.max_tokens, self.max_length - len(tokens)
+        if left < (1 if max_tokens is None else max_tokens):
+            asked = f" and {max_tokens} are to follow" if max_tokens else ""
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens{asked}; expected at most {self.max_length} "
+                "together",
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+        stops = params.stop_token_ids
+        params = replace(
+            params,
+            seed=secrets.randbits(62) if params.seed is None else params.seed,
+            # 0: the client wants the prompt only. Prefill still samples a token, which is dropped.
+            max_tokens=1 if max_tokens == 0 else max_tokens,
+            stop_token_ids=stops if params.ignore_eos else stops | self.vocabulary.stop_tokens,
+        )
+        request = GenerateRequest(next(self._ids), pack_tokens(tokens), params)
+        return Generation(request, sink)
 
     def generate(self, generation: Generation) -> None:
         """Submit a request. Every outcome goes to its sink, refusals too."""

@@ -11,14 +11,16 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.optimizer import disturbance, goals, outcomes, phases, shapes
 from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.answer_source import HELD_OUT
 from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import num_to_bring
+from penstock.optimizer.findings import Finalist, Findings
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS
-from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization
-from penstock.optimizer.search import Finalist, Findings, Search
+from penstock.optimizer.search import Search
 from penstock.optimizer.time_plan import CutOff
 
 # A proof that contradicts itself or earlier measurements is repeated once.
@@ -39,46 +41,50 @@ class Choice:
     doubts: list[str] = field(default_factory=list)
 
 
-def choose(lab: Lab, findings: Findings) -> Choice:
+def choose(evaluator: Evaluator, findings: Findings) -> Choice:
     """Return the first finalist that passes on the held-out set. Each test of it spends a part of
     alpha, so that repeated testing does not inflate false positives."""
     refused: dict[str, Judgement] = {}
     for finalist in findings.finalists:
-        choice = _admitted(lab, finalist, refused)
+        choice = _admitted(evaluator, finalist, refused)
         if choice is not None:
             return choice
     raise AssertionError("the original is a finalist, and equals itself")
 
 
-def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Choice | None:
+def _admitted(
+    evaluator: Evaluator, finalist: Finalist, refused: dict[str, Judgement]
+) -> Choice | None:
     """Judge a finalist on the held-out set; if it fails, add it to `refused` and return None. This
     applies to every step, lossless or not; only the original is always admitted."""
-    if lab.examples is None:
+    if evaluator.run.examples is None:
         return Choice(finalist, None, refused)
     candidate, model = finalist.build.candidate, finalist.contender.candidate
     alpha = spent_alpha(len(refused))
     if not candidate.steps:
-        return Choice(finalist, lab.judge_lossless(finalist.build, HELD_OUT, alpha), refused)
+        return Choice(
+            finalist, evaluator.gate.judge_lossless(finalist.build, HELD_OUT, alpha), refused
+        )
     if candidate.key in refused or model.key in refused:
         return None
-    judge = lab.judge if finalist.contender.is_lossy else lab.judge_lossless
+    judge = evaluator.gate.judge if finalist.contender.is_lossy else evaluator.gate.judge_lossless
     # In its serving configuration: users get its batching and padding too.
     judgement = judge(finalist.build, HELD_OUT, alpha)
     if not judgement.is_passed:
         # Other ways to serve the same model fail too; but the original model itself is not refused.
         refused[model.key if model.steps else candidate.key] = judgement
         return None
-    judgement = _held_to_server(lab, finalist, judgement)
+    judgement = _held_to_server(evaluator, finalist, judgement)
     if not judgement.is_passed:
         refused[candidate.key] = judgement
         return None
     return Choice(finalist, judgement, refused)
 
 
-def _held_to_server(lab: Lab, finalist: Finalist, judgement: Judgement) -> Judgement:
+def _held_to_server(evaluator: Evaluator, finalist: Finalist, judgement: Judgement) -> Judgement:
     """Fail the judgement if the server's answers differ from those that were judged."""
     try:
-        problem = lab.check_served(finalist.build, is_lossy=finalist.contender.is_lossy)
+        problem = evaluator.check_served(finalist.build, is_lossy=finalist.contender.is_lossy)
     except PenstockError as error:
         problem = str(error)
     if not problem:
@@ -87,43 +93,43 @@ def _held_to_server(lab: Lab, finalist: Finalist, judgement: Judgement) -> Judge
     return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
 
 
-def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimization:
+def conclude(evaluator: Evaluator, search: Search, command: str, created: str) -> Optimization:
     """Choose, prove and conclude; return everything but the version's number."""
     findings = search.findings
-    plan = lab.plan
+    plan = evaluator.run.plan
     assert plan.slo is not None
     found = Optimization(
         name=plan.name,
         source=plan.model,
-        source_text=lab.subject.text,
-        source_digest=lab.subject.digest,
+        source_text=evaluator.run.subject.text,
+        source_digest=evaluator.run.subject.digest,
         slo=str(plan.slo),
-        accuracy_budget="" if lab.examples is None else str(lab.budget),
-        data_text=lab.data_text,
-        machine=lab.machine,
+        accuracy_budget="" if evaluator.run.examples is None else str(evaluator.gate.budget),
+        data_text=evaluator.run.samples.text,
+        machine=evaluator.run.machine,
         created=created,
         command=command,
         out=plan.out,
         price_per_hour=plan.price_per_hour,
-        notes=_notes(lab, findings),
+        notes=_notes(evaluator, findings),
         tries=findings.tries,
         skipped=findings.skipped,
         profile=findings.profile,
         profiled=findings.profiled,
-        work=str(lab.journal.path.parent),
+        work=str(evaluator.run.journal.path.parent),
     )
-    search.prove(findings.finalists[0].build.candidate)
-    choice = finish(findings, lambda: choose(lab, findings))
-    _prove(lab, search, choice, found)
-    other = _better_proven(lab, search, choice, found)
+    search.progress.begin_proof(findings.finalists[0].build.candidate)
+    choice = finish(findings, lambda: choose(evaluator, findings))
+    _prove(evaluator, search, choice, found)
+    other = _better_proven(evaluator, search, choice, found)
     if other is not None:
-        choice = _proven_again(lab, search, choice, other, found)
+        choice = _proven_again(evaluator, search, choice, other, found)
     if _original_does(choice, found):
         how = "measured in turns, " if found.is_proven else ""
         chosen = choice.finalist.build.candidate
         found.notes.append(f"{how}the original does as well as {chosen}, and is simpler")
         choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
-        original = _admitted(lab, choice.finalist, choice.refused)
+        original = _admitted(evaluator, choice.finalist, choice.refused)
         choice.held_out = None if original is None else original.held_out
         found.after = found.before
         choice.doubts = [] if found.after is None else list(found.after.disturbances)
@@ -135,28 +141,32 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     )
     outcomes.settle_served(findings.tries, found.chosen, findings.proofs)
     found.held_out = choice.held_out
-    found.unchecked = [*lab.unchecked, *_not_compared(lab, choice)]
-    found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
-    found.notes += _narrowed(lab, choice)
-    _note_disturbances(lab, choice, found)
+    found.unchecked = [*evaluator.run.unchecked, *_not_compared(evaluator, choice)]
+    found.notes += [
+        *_clipped(evaluator, choice),
+        *_examples_wanted(evaluator, findings),
+        *_failed(found),
+    ]
+    found.notes += _narrowed(evaluator, choice)
+    _note_disturbances(evaluator, choice, found)
     found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
     if found.outcome != "kept" and found.after is not None:
-        more = _can_add_instances(lab, choice)
+        more = _can_add_instances(evaluator, choice)
         found.binding = goals.binding(found.after, plan.slo, can_add_instances=more)
     found.phases = phases.waterfall(found)
     return found
 
 
-def _can_add_instances(lab: Lab, choice: Choice) -> bool:
+def _can_add_instances(evaluator: Evaluator, choice: Choice) -> bool:
     """Return whether the machine has room for more instances than were timed."""
     config = choice.finalist.build.config
     timed = [number for number, _ in choice.finalist.contender.times]
-    most = max(number for number, _ in shapes.arrangements(config, lab.machine.num_cores))
+    most = max(number for number, _ in shapes.arrangements(config, evaluator.run.machine.num_cores))
     return most > max([config.num_instances, *timed])
 
 
-def _clipped(lab: Lab, choice: Choice) -> list[str]:
-    shares = lab.clipped(choice.finalist.build)
+def _clipped(evaluator: Evaluator, choice: Choice) -> list[str]:
+    shares = evaluator.data.clipped(choice.finalist.build)
     return [
         f"input '{name}': {share:.2%} of held-out values lie outside of the calibrated range"
         for name, share in shares.items()
@@ -164,17 +174,17 @@ def _clipped(lab: Lab, choice: Choice) -> list[str]:
     ]
 
 
-def _narrowed(lab: Lab, choice: Choice) -> list[str]:
+def _narrowed(evaluator: Evaluator, choice: Choice) -> list[str]:
     sizes = shape_folding.narrowing(choice.finalist.build.candidate)
     if not sizes:
         return []
-    rows = f"the {len(lab.rows):,} rows of the data all have this size"
+    rows = f"the {len(evaluator.run.rows):,} rows of the data all have this size"
     return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
 
 
-def _not_compared(lab: Lab, choice: Choice) -> list[str]:
+def _not_compared(evaluator: Evaluator, choice: Choice) -> list[str]:
     """Say on how many rows a lossless choice was compared, if not on all."""
-    judged, total = choice.held_out, len(lab.rows)
+    judged, total = choice.held_out, len(evaluator.run.rows)
     if judged is None or not 0 < judged.num_compared < total:
         return []
     if not choice.finalist.build.candidate.steps:
@@ -193,7 +203,7 @@ def _failed(found: Optimization) -> list[str]:
     return [f"{text}, most often: {after.failure}" if after.failure else text]
 
 
-def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
+def _examples_wanted(evaluator: Evaluator, findings: Findings) -> list[str]:
     """Say how many examples the accuracy gate needs to decide on undecided candidates."""
     wanted = [
         each.accuracy.num_needed
@@ -202,17 +212,17 @@ def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
     ]
     if not wanted:
         return []
-    total = num_to_bring(min(wanted), bool(lab.plan.calibration))
+    total = num_to_bring(min(wanted), bool(evaluator.run.plan.calibration))
     return [f"too few examples to judge some candidates: provide about {total:,} in total"]
 
 
-def _notes(lab: Lab, findings: Findings) -> list[str]:
+def _notes(evaluator: Evaluator, findings: Findings) -> list[str]:
     cut = outcomes.cut_notes(
         findings.tries,
         is_interrupted=findings.is_interrupted,
         is_out_of_time=findings.is_out_of_time,
     )
-    return lab.notes + cut + findings.notes
+    return evaluator.run.notes + cut + findings.notes
 
 
 def _saved(choice: Choice, found: Optimization) -> Candidate:
@@ -221,27 +231,27 @@ def _saved(choice: Choice, found: Optimization) -> Candidate:
 
 
 def _prove(
-    lab: Lab, search: Search, choice: Choice, found: Optimization, to_save: str = ""
+    evaluator: Evaluator, search: Search, choice: Choice, found: Optimization, to_save: str = ""
 ) -> bool:
     """Measure original and choice in turns, at the SLO's load and up to the highest rate of each.
     Return False if that did not run: `found` then has the figures of the search. `to_save` names
     what an interruption would save; empty: the choice, or the original if that does as well."""
     findings = search.findings
-    original, chosen = lab.original, choice.finalist.build
+    original, chosen = evaluator.run.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
     found.proof_failure = ""
     if findings.is_interrupted:
         return False
     builds = [original, chosen] if chosen.candidate.steps else [original]
-    if not search.has_time_to_prove(len(builds)):
+    if not search.budget.has_time_to_prove(len(builds)):
         if not found.is_proven:
             found.notes.append(outcomes.NO_PROOF)
         return False
     is_proven = False
     for attempt in range(MAX_PROOFS):
-        search.prove(chosen.candidate, to_save or str(_saved(choice, found)))
+        search.progress.begin_proof(chosen.candidate, to_save or str(_saved(choice, found)))
         try:
-            measured = lab.prove(builds, search.left_s, attempt)
+            measured = evaluator.measurements.prove(builds, search.budget.left_s, attempt)
         except (PenstockError, KeyboardInterrupt) as error:
             findings.is_interrupted = isinstance(error, KeyboardInterrupt)
             _note_end(error, chosen.candidate, found, is_proven=is_proven)
@@ -249,11 +259,11 @@ def _prove(
         found.before, found.after = measured[0], measured[-1]
         found.is_proven = is_proven = True
         findings.proofs |= {original.candidate.key: measured[0], chosen.candidate.key: measured[-1]}
-        _note_doubts(lab, findings, choice, found)
+        _note_doubts(evaluator, findings, choice, found)
         doubts = [*choice.doubts, *found.before.disturbances]
         if disturbance.is_close(found.after):
             doubts.append("close to the limit")
-        has_time = search.has_time_to_prove(len(builds))
+        has_time = search.budget.has_time_to_prove(len(builds))
         if not doubts or not has_time or attempt + 1 == MAX_PROOFS:
             break
         found.notes.append(f"measured again: {doubts[0]}")
@@ -278,11 +288,13 @@ def _note_end(
             found.proof_failure = "" if is_proven else str(error)
 
 
-def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
+def _note_doubts(
+    evaluator: Evaluator, findings: Findings, choice: Choice, found: Optimization
+) -> None:
     """Collect what contradicts the proof, for the choice and for the original."""
     assert found.before is not None and found.after is not None
-    assert lab.plan.slo is not None
-    rate = None if lab.plan.slo.rate is None else lab.plan.slo.rate.per_s
+    assert evaluator.run.plan.slo is not None
+    rate = None if evaluator.run.plan.slo.rate is None else evaluator.run.plan.slo.rate.per_s
     before = [] if findings.original is None else [findings.original]
     original = disturbance.BuildHistory("original", found.before, before)
     finalist = choice.finalist
@@ -300,25 +312,27 @@ def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimizati
         found.notes.append(gap)
 
 
-def _note_disturbances(lab: Lab, choice: Choice, found: Optimization) -> None:
+def _note_disturbances(evaluator: Evaluator, choice: Choice, found: Optimization) -> None:
     """If the verdict cannot stand, record what contradicts it and what disturbed the machine, and
     drop all timings from the journal so that none is reused."""
     if not choice.doubts:
         return
     servings = [each for each in (found.before, found.after) if each is not None]
     found.disturbances = [*choice.doubts, *disturbance.disturbances(servings)]
-    lab.journal.forget(TIMINGS)
+    evaluator.run.journal.forget(TIMINGS)
 
 
-def _better_proven(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Choice | None:
+def _better_proven(
+    evaluator: Evaluator, search: Search, choice: Choice, found: Optimization
+) -> Choice | None:
     """If the first choice misses the SLO in its proof, return the next finalist that did better and
     is admitted, provided there is time to prove it."""
     for finalist in _ahead(search.findings, choice, found):
-        if not search.has_time_to_prove(2):
+        if not search.budget.has_time_to_prove(2):
             if found.is_proven:
                 found.notes.append(f"{finalist.build.candidate} {UNPROVEN}")
             return None
-        other = _admitted(lab, finalist, choice.refused)
+        other = _admitted(evaluator, finalist, choice.refused)
         if other is not None:
             return other
     return None
@@ -336,14 +350,14 @@ def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[
 
 
 def _proven_again(
-    lab: Lab, search: Search, first: Choice, other: Choice, found: Optimization
+    evaluator: Evaluator, search: Search, first: Choice, other: Choice, found: Optimization
 ) -> Choice:
     """Prove the other choice too; return the one with the better proof, or the first if the other
     has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
     failure = found.proof_failure
     candidate = other.finalist.build.candidate
-    if not _prove(lab, search, other, found, BEST_MEASURED) and is_proven:
+    if not _prove(evaluator, search, other, found, BEST_MEASURED) and is_proven:
         found.notes.append(f"{candidate} {UNPROVEN}")
         found.before, found.after, found.proof_failure = before, after, failure
         return first

@@ -3,7 +3,7 @@
 The check at load (`serving/proof`) uses random rows, and a model may treat those well and still
 change its answers next to an outlier. This one uses the examples, including the extreme ones. An
 answer in a batch must equal the answer alone; padded, the answer without padding; and repeated, the
-first answer. Runs in a trial's child process, called by the lab.
+first answer. Runs in a trial's child process, called by the evaluator.
 """
 
 from __future__ import annotations

@@ -22,18 +22,22 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer import disk, evidence, folders, passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import Optimization
+from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.repository import layout
 
 # Below the repository; readers of repositories skip names that start with a dot.
@@ -69,30 +73,39 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         disk.check_room(Path(plan.out), subject.build.folder, is_resumed=is_resumed)
         with Journal(work / run, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
-            with closing(Lab(plan, machine, subject, examples, journal)) as lab:
-                return _found(lab, watch, command, run, began)
+            is_on_gpu = subject.build.config.uses_gpu
+            findings = Findings()
+            budget = TimeBudget(plan, findings, time.monotonic, began, is_on_gpu=is_on_gpu)
+            progress = ProgressReporter(
+                watch, findings, budget, is_on_gpu=is_on_gpu, has_data=bool(plan.data)
+            )
+            context = RunContext(plan, machine, subject, examples, journal, budget, progress.tell)
+            with closing(Evaluator(context)) as evaluator:
+                search = Search(evaluator, findings, budget, progress, passes.sequence())
+                return _found(evaluator, search, command, run)
 
 
-def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
+def _found(evaluator: Evaluator, search: Search, command: str, key: str) -> Optimization:
+    run, budget = evaluator.run, search.budget
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    search = Search(lab, watch, passes.sequence(), began=began)
-    planned = time_plan.describe(lab.time, lab.plan, is_on_gpu=lab.original.config.uses_gpu)
+    is_on_gpu = run.original.config.uses_gpu
+    planned = time_plan.describe(budget.planned, run.plan, is_on_gpu=is_on_gpu)
     if planned:
-        lab.notes.append(planned)
-        search.announce(planned)
+        run.notes.append(planned)
+        search.progress.announce(planned)
     began_check = time.monotonic()
-    lab.check_rows()
-    lab.check_data()
-    search.learn_judging(time.monotonic() - began_check)
+    evaluator.inspector.check_rows()
+    evaluator.data.check()
+    budget.learn_judging(time.monotonic() - began_check)
     findings = search.run()
     if not findings.finalists:
         # Interrupted before the original was measured: there is nothing to keep.
         raise KeyboardInterrupt
-    found = conclude(lab, search, command, created)
+    found = conclude(evaluator, search, command, created)
     assert found.chosen is not None
-    build = without_promise(_as_committed(lab, found.chosen), found)
+    build = without_promise(_as_committed(evaluator, found.chosen), found)
     try:
-        lab.keep_chosen(build, search.left_s)
+        evaluator.builder.keep_chosen(build, budget.left_s)
     except PenstockError as error:
         found.notes.append(f"each start of the version repeats the timing of its matmuls: {error}")
     except KeyboardInterrupt:
@@ -102,11 +115,11 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         found.notes.append(
             "each start of the version repeats the timing of its matmuls: interrupted"
         )
-    found.elapsed_s = time.monotonic() - began
-    note_resumed(found, lab.journal)
+    found.elapsed_s = budget.elapsed_s
+    note_resumed(found, run.journal)
     found.headline = headline(found)
     found.build_folder = str(build.folder)
-    finish(findings, lambda: evidence.try_commit(build, found, run))
+    finish(findings, lambda: evidence.try_commit(build, found, key))
     return found
 
 
@@ -127,11 +140,14 @@ def note_resumed(found: Optimization, journal: Journal) -> None:
         found.notes.append(f"{discarded}: the machine runs at another speed now")
 
 
-def _as_committed(lab: Lab, chosen: Candidate) -> Build:
+def _as_committed(evaluator: Evaluator, chosen: Candidate) -> Build:
     """Return the build to commit: batching is off in its file if rows must not share a batch. Our
     server detects that itself; others follow the file."""
-    build = lab.build(chosen)
-    if not build.config.batching.is_dynamic or not lab.facts(build).batching_problem:
+    build = evaluator.builder.build(chosen)
+    if (
+        not build.config.batching.is_dynamic
+        or not evaluator.inspector.facts(build).batching_problem
+    ):
         return build
     off = shapes.with_batching(build.config, {"mode": "off"}, None)
     return replace(build, config=off)

@@ -28,7 +28,7 @@ from penstock.optimizer.simulate import (
 from penstock.slo import Slo
 
 if TYPE_CHECKING:
-    from penstock.optimizer.passes import Situation
+    from penstock.optimizer.passes import PassContext
 
 Settings = dict[str, str]
 # Instances, and threads of each.
@@ -263,14 +263,14 @@ class Shape:
 class Ranking:
     """Ranks shapes of one model by simulation."""
 
-    def __init__(self, situation: Situation) -> None:
-        self._config = situation.build.config
-        self._facts = situation.facts
+    def __init__(self, context: PassContext) -> None:
+        self._config = context.build.config
+        self._facts = context.facts
         if self._facts.padding_problem:
             # The server detects this too, and batches equal lengths only.
             self._config = replace(self._config, padding=None)
-        self._slo = situation.plan.slo
-        self._lengths = row_lengths(fitted(situation.rows, self._config), self._config)
+        self._slo = context.plan.slo
+        self._lengths = row_lengths(fitted(context.rows, self._config), self._config)
 
     def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:
         """Return the predicted highest rate; 0 if it is below `above` or none keeps the SLO."""
@@ -356,20 +356,20 @@ class Ranking:
         return max(options, key=lambda each: self.rate(table, {**base, **each}))
 
 
-def shapes(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
+def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
     """Return steps of the batching and instances passes for everything with known batch times, with
     the predicted highest rate of each; best first."""
-    ranking = Ranking(situation)
+    ranking = Ranking(context)
     found: list[Shape] = []
-    tables = [*situation.times.values()]
-    if situation.build.config.device == CPU:
-        tables += derived(situation.times, situation.machine.num_cores)
+    tables = [*context.times.values()]
+    if context.build.config.device == CPU:
+        tables += derived(context.times, context.machine.num_cores)
     for table in tables:
         found += ranking.batching(table)
     found.sort(key=lambda shape: -shape.rate)
-    if not found and situation.times:
+    if not found and context.times:
         # No rate keeps the SLO: use the arrangement with the lowest latency of a single request.
-        table = min(situation.times.values(), key=alone_s)
+        table = min(context.times.values(), key=alone_s)
         found = [Shape({"mode": "off"}, table.num_instances, table.num_threads, 0.0)]
     return [(steps_of(shape), shape.rate) for shape in found]
 

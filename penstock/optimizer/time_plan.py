@@ -2,7 +2,7 @@
 
 Owns the arithmetic: how long one load is measured, how many rounds the proof has, whether highest
 rates are searched for, how much time is reserved for finalists and proof. Knows no processes and no
-clock; the search, the lab and the served measurements use it.
+clock; the search and the evaluator use it.
 """
 
 from __future__ import annotations

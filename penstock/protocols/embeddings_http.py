@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import CLASSIFIER, TOKEN_CLASSIFIER, ModelConfig
-from penstock.errors import BackendFailed, PenstockError
+from penstock.errors import BackendFailed, InvalidRequest, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import kind_of, reply_error
@@ -37,7 +37,7 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import EmbeddingsRequest, Invalid, Known
+from penstock.wire.openai_v1 import EmbeddingsRequest, Known
 
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
@@ -70,12 +70,12 @@ class EmbeddingsHttp:
         with counted(model, exchange.received):
             texts = [each for each in asked.inputs if isinstance(each, str)]
             if len(texts) < len(asked.inputs):
-                raise Invalid("input: tokens are not served here; expected texts", "input")
+                raise InvalidRequest("input: tokens are not served here; expected texts", "input")
             embedder = embedder_of(model.config)
             size = embedder.size
             if asked.num_dimensions is not None and 0 < size < asked.num_dimensions:
                 text = f"dimensions is {asked.num_dimensions}; expected at most {size}"
-                raise Invalid(text, "dimensions")
+                raise InvalidRequest(text, "dimensions")
         answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
         exchange.waiter = answer
         answer.begin(texts)
@@ -98,11 +98,11 @@ class Embedder:
 
 
 def embedder_of(config: ModelConfig) -> Embedder:
-    """Return how to ask a model for vectors. Invalid, with its inputs and outputs, if it is not an
-    embedding model."""
+    """Return how to ask a model for vectors. InvalidRequest, with its inputs and outputs, if it is
+    not an embedding model."""
     kind = CLASSIFIERS.get(config.postprocess.function) if config.postprocess else None
     if kind is not None:
-        raise Invalid(
+        raise InvalidRequest(
             f"model '{config.name}' is {kind}: it has scores, no embedding; expected an embedding "
             f"model. Ask /v2/models/{config.name}/infer for labels and scores",
             "model",
@@ -111,7 +111,7 @@ def embedder_of(config: ModelConfig) -> Embedder:
     others = [each for each in config.inputs if each not in texts and not each.is_optional]
     vectors = [each for each in config.outputs if _is_vector(each)]
     if len(texts) != 1 or others or len(vectors) != 1:
-        raise Invalid(
+        raise InvalidRequest(
             f"model '{config.name}' takes {_told(config.inputs)} and gives "
             f"{_told(config.outputs)}; expected one text (BYTES, of one element) and one vector of "
             "floats a row",
@@ -126,7 +126,7 @@ def is_embedder(config: ModelConfig) -> bool:
     """Whether the model takes one text and returns one vector for each row."""
     try:
         embedder_of(config)
-    except Invalid:
+    except InvalidRequest:
         return False
     return True
 
@@ -261,7 +261,7 @@ def _cut(vectors: Vectors, num_dimensions: int | None) -> Vectors:
         return vectors
     if num_dimensions > vectors.shape[-1]:
         text = f"dimensions is {num_dimensions}; expected at most {vectors.shape[-1]}"
-        raise Invalid(text, "dimensions")
+        raise InvalidRequest(text, "dimensions")
     cut = vectors[:, :num_dimensions]
     lengths = np.linalg.norm(cut, axis=1, keepdims=True)
     return np.asarray(cut / np.where(lengths > 0, lengths, 1), dtype=np.float32)

@@ -81,7 +81,7 @@ class GenerateHttp:
 
         def go_on(found: Sequence[list[int]]) -> None:
             prompts = [Prompt(each, asked.text if asked.is_echoed else "") for each in found]
-            job = Job(exchange, model, form, asked.wishes, prompts, asked.id, self._is_logged)
+            job = Job(exchange, model, form, asked.params, prompts, asked.id, self._is_logged)
             job = replace(job, param="text_input")
             if asked.is_streamed:
                 begin(StreamedAnswer(job))

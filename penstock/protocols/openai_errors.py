@@ -22,7 +22,6 @@ from penstock.errors import (
 )
 from penstock.protocols.http import Exchange
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Invalid, TooLargeField
 
 KINDS: dict[type[PenstockError], tuple[int, str]] = {
     InvalidRequest: (400, "invalid_request_error"),
@@ -81,10 +80,8 @@ def retry_after(error: PenstockError) -> bytes:
 def place_of(error: PenstockError) -> tuple[str | None, str | None]:
     """Return the invalid field, and OpenAI's code for it."""
     match error:
-        case Invalid():
-            return error.param, error.code
-        case TooLargeField():
-            return error.param, error.code
+        case InvalidRequest():
+            return error.field, error.code
         case NotFound():
             return "model", "model_not_found"
         case NotAllowed(needs_key=True):

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
-from penstock.errors import BackendFailed, NotReady, PenstockError
+from penstock.errors import BackendFailed, InvalidRequest, NotReady, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
@@ -29,7 +29,7 @@ from penstock.protocols.text_answers import (
     begin,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Choice, Head, Invalid, Known, Usage
+from penstock.wire.openai_v1 import Choice, Head, Known, Usage
 
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
@@ -146,7 +146,9 @@ class OpenAiHttp:
             names = [each.name for each in self._models.known()]
             if len(names) != 1:
                 told = ", ".join(names) or "none"
-                raise Invalid(f"model: expected one of those that are loaded: {told}", "model")
+                raise InvalidRequest(
+                    f"model: expected one of those that are loaded: {told}", "model"
+                )
             (name,) = names
         return self._models.find(name)
 
@@ -165,8 +167,8 @@ class OpenAiHttp:
                 Prompt(tokens, _echo(model.vocabulary, each) if asked.is_echoed else "")
                 for tokens, each in zip(found, asked.prompts, strict=True)
             ]
-            job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
-            if asked.is_echoed and asked.wishes.num_logprobs is not None:
+            job = Job(exchange, model, form, asked.params, prompts, form.head.id, self._is_logged)
+            if asked.is_echoed and asked.params.num_logprobs is not None:
                 job = replace(job, tells_prompts=True)
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
@@ -180,7 +182,7 @@ class OpenAiHttp:
 
         def go_on(found: Sequence[list[int]]) -> None:
             prompts = [Prompt(tokens) for tokens in found]
-            job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
+            job = Job(exchange, model, form, asked.params, prompts, form.head.id, self._is_logged)
             job = replace(job, param="messages")
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 

@@ -11,30 +11,25 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec.structs import replace as replace_params
+
 from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
-from penstock.llm.asking import generation_of
-from penstock.llm.generation import Generation, Part, Totals
-from penstock.llm.params import Likelihood
+from penstock.llm.generation import Generation, Totals
+from penstock.llm.messages import Logprobs, TokenEvent
+from penstock.llm.text_model import CONTEXT_LENGTH_EXCEEDED
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error, status_at
+from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import (
-    CONTEXT_LENGTH_EXCEEDED,
-    Choice,
-    Invalid,
-    TokenLogprob,
-    TooLargeField,
-    Usage,
-    Wishes,
-)
+from penstock.wire.openai_v1 import Choice, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
@@ -116,14 +111,14 @@ class Reading:
                 raise with_field(error, self.param) from None
 
 
-def with_field(error: InvalidRequest, param: str) -> InvalidRequest:
-    """Return the error with `param` as its field, unless it names one already."""
-    if isinstance(error, TooLargeField) or (isinstance(error, Invalid) and error.param):
-        return error
-    if isinstance(error, TooLarge):
-        # Only a text that cannot fit the context is too large here.
-        return TooLargeField(str(error), param, CONTEXT_LENGTH_EXCEEDED)
-    return Invalid(str(error), param, error.code if isinstance(error, Invalid) else None)
+def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
+    """Return the error with `field`, unless it names one already."""
+    if not error.field:
+        error.field = field
+        if isinstance(error, TooLarge):
+            # Only a text that cannot fit the context is too large here.
+            error.code = CONTEXT_LENGTH_EXCEEDED
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,7 @@ class Job:
     exchange: Exchange
     model: TextModel
     form: Form
-    wishes: Wishes
+    params: SamplingParams
     prompts: Sequence[Prompt]
     # The request's id in the log.
     id: str = ""
@@ -153,33 +148,33 @@ class Job:
     @property
     def is_of_prompts(self) -> bool:
         """Whether no tokens are requested, only the prompts."""
-        return self.wishes.max_tokens == 0
+        return self.params.max_tokens == 0
 
 
 def begin(answer: Answer) -> None:
-    job = answer.job
-    num_asked = len(job.prompts) * job.wishes.num
-    if num_asked > job.model.max_waiting:
-        text = f"n x prompts is {num_asked}; expected at most {job.model.max_waiting} in a request"
-        raise Invalid(text, "n")
-    wishes = job.wishes
-    salt = salt_of(job.exchange.head.headers, wishes.cache_salt)
+    job, model = answer.job, answer.job.model
+    num_asked = len(job.prompts) * job.params.n
+    if num_asked > model.max_waiting:
+        text = f"n x prompts is {num_asked}; expected at most {model.max_waiting} in a request"
+        raise InvalidRequest(text, "n")
+    params = replace_params(
+        job.params,
+        cache_salt=salt_of(job.exchange.head.headers, job.params.cache_salt),
+        num_prompt_logprobs=job.params.num_logprobs if job.tells_prompts else None,
+    )
     for number, prompt in enumerate(job.prompts):
         sink = PromptSink(answer, number, prompt.echo)
-        generation = generation_of(job.model, wishes, prompt.tokens, sink, salt)
-        if job.tells_prompts:
-            num = wishes.num_logprobs
-            generation.sampling = replace(generation.sampling, num_prompt_logprobs=num)
+        generation = model.new_generation(prompt.tokens, params, sink)
         generation.arrived, generation.caller = job.exchange.received, job.exchange.caller
         answer.generations.append(generation)
-    first, *others = answer.generations
+    first, *others = (each.request for each in answer.generations)
     first.num_following = sum(len(each.tokens) for each in others)
     for each in others:
-        each.leader = first
+        each.leader = first.id
     job.exchange.waiter = answer
     for generation in list(answer.generations):
         if not answer.is_over:
-            job.model.generate(generation)
+            model.generate(generation)
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
@@ -218,8 +213,8 @@ class PromptSink:
     number: int
     echo: str
 
-    def part(self, part: Part) -> None:
-        self.answer.part(self.number, part, self.echo)
+    def token(self, event: TokenEvent) -> None:
+        self.answer.token(self.number, event, self.echo)
 
     def finished(self, totals: Totals) -> None:
         self.answer.finished(totals)
@@ -229,7 +224,7 @@ class PromptSink:
 
 
 @dataclass(slots=True)
-class Growing:
+class PartialChoice:
     """A choice that is still being generated."""
 
     text: str = ""
@@ -263,12 +258,12 @@ class Answer:
         self.form = job.form
         self.generations: list[Generation] = []
         self.is_over = False
-        self.choices: dict[int, Growing] = {}
+        self.choices: dict[int, PartialChoice] = {}
         self.usage = Usage(0, 0)
         self.job = job
         self._model = job.model
-        self._num = job.wishes.num
-        self._has_logprobs = job.wishes.num_logprobs is not None
+        self._num = job.params.n
+        self._has_logprobs = job.params.num_logprobs is not None
         self._num_finished = 0
 
     def abandon(self) -> None:
@@ -276,29 +271,31 @@ class Answer:
         self._give_up()
         self._note(CANCELLED)
 
-    def part(self, number: int, part: Part, echo: str) -> None:
-        place = number * self._num + part.index
-        choice = self.choices.setdefault(place, Growing())
-        text = "" if self.job.is_of_prompts else part.text
+    def token(self, number: int, event: TokenEvent, echo: str) -> None:
+        place = number * self._num + event.index
+        choice = self.choices.setdefault(place, PartialChoice())
+        text = "" if self.job.is_of_prompts else event.text
         if not choice.has_begun:
             text = echo + text
-        logprobs = self._logprobs(choice, number, part) if self._has_logprobs else None
-        self.grow(choice, Choice(place, text, part.reason or None, logprobs))
+        logprobs = self._logprobs(choice, number, event) if self._has_logprobs else None
+        self.grow(choice, Choice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
 
-    def _logprobs(self, choice: Growing, number: int, part: Part) -> list[TokenLogprob]:
-        """Return the logprobs of a part; before a choice's first, those of the prompt if wanted."""
+    def _logprobs(
+        self, choice: PartialChoice, number: int, event: TokenEvent
+    ) -> list[TokenLogprob]:
+        """Return the logprobs of a token; before the first, those of the prompt if wanted."""
         found: list[TokenLogprob] = []
         vocabulary, generation = self._model.vocabulary, self.generations[number]
         if choice.places is None:
-            before = () if self.job.tells_prompts else generation.tokens
+            tokens = generation.request.tokens
+            before = () if self.job.tells_prompts else tokens
             choice.places = TokenPlaces(vocabulary.stream(before))
             if self.job.tells_prompts:
-                told = generation.prompt_likelihoods
-                for token, likelihood in zip_longest(generation.tokens, told):
-                    found.append(self._named(token, likelihood, choice.places))
-        if part.likelihood is not None and not self.job.is_of_prompts:
-            found.append(self._named(part.token, part.likelihood, choice.places))
+                for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
+                    found.append(self._named(token, logprobs, choice.places))
+        if event.logprobs is not None and not self.job.is_of_prompts:
+            found.append(self._named(event.token, event.logprobs, choice.places))
         return found
 
     def finished(self, totals: Totals) -> None:
@@ -306,7 +303,7 @@ class Answer:
         self.usage = Usage(
             known.num_prompt + totals.num_prompt,
             known.num_generated + (0 if self.job.is_of_prompts else totals.num_generated),
-            known.num_cached + totals.num_found,
+            known.num_cached + totals.num_cached,
         )
         self._num_finished += 1
         if self._num_finished == len(self.generations):
@@ -339,20 +336,18 @@ class Answer:
                 told.add(each)
             access_log.generated(status, self._model.config, told, kind)
 
-    def _named(
-        self, token: int, likelihood: Likelihood | None, places: TokenPlaces
-    ) -> TokenLogprob:
+    def _named(self, token: int, logprobs: Logprobs | None, places: TokenPlaces) -> TokenLogprob:
         """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
         vocabulary, place = self._model.vocabulary, places.add(token)
-        if likelihood is None:
+        if logprobs is None:
             return TokenLogprob(vocabulary.piece(token), math.nan, offset=place)
         top = [
             (vocabulary.piece(other), logprob)
-            for other, logprob in zip(likelihood.top_tokens, likelihood.top_logprobs, strict=True)
+            for other, logprob in zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
         ]
-        return TokenLogprob(vocabulary.piece(token), likelihood.logprob, top, place)
+        return TokenLogprob(vocabulary.piece(token), logprobs.logprob, top, place)
 
-    def grow(self, choice: Growing, new: Choice) -> None:
+    def grow(self, choice: PartialChoice, new: Choice) -> None:
         raise NotImplementedError
 
     def end(self) -> None:
@@ -363,7 +358,7 @@ class Answer:
 
 
 class WholeAnswer(Answer):
-    def grow(self, choice: Growing, new: Choice) -> None:
+    def grow(self, choice: PartialChoice, new: Choice) -> None:
         choice.text += new.text
         choice.reason = new.reason
         choice.logprobs += new.logprobs or ()
@@ -387,7 +382,7 @@ class OneEventAnswer(WholeAnswer):
 
 
 class StreamedAnswer(Answer):
-    def grow(self, choice: Growing, new: Choice) -> None:
+    def grow(self, choice: PartialChoice, new: Choice) -> None:
         if not self.exchange.is_streaming:
             self.exchange.start_stream(200, _EVENTS)
         data = b"" if choice.has_begun else self.form.begin(new.index)
@@ -409,7 +404,7 @@ class StreamedAnswer(Answer):
         # End every choice with a reason, so that clients know that nothing more comes.
         reason = "abort" if isinstance(error, Cancelled | NotReady) else "error"
         for place in range(len(self.generations) * self._num):
-            choice = self.choices.setdefault(place, Growing())
+            choice = self.choices.setdefault(place, PartialChoice())
             if choice.reason is None:
                 self.grow(choice, Choice(place, "", reason))
         self.exchange.stream(self.form.error(error))

@@ -22,7 +22,7 @@ from penstock.repository import layout
 from penstock.optimizer import examples
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.this_machine import read_machine
-from penstock.optimizer.passes import Workshop, find
+from penstock.optimizer.passes import BuildContext, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import open_subject
 
@@ -38,7 +38,7 @@ has_batch = config.max_batch_size > 0
 data = None
 if plan.data:
     data = examples.open_examples(plan, config.inputs, has_batch, config.classes)
-workshop = Workshop(plan, read_machine(), data, home / "cache")
+workshop = BuildContext(plan, read_machine(), data, home / "cache")
 for number, step in enumerate(steps, 1):
     folder = home / str(number) / plan.name
     folder.parent.mkdir()

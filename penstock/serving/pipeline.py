@@ -34,9 +34,10 @@ from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import Sequencer
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
-from penstock.serving.model import QUEUE_TIMEOUT, Model
+from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
 
@@ -222,9 +223,9 @@ class StagePipeline:
         self._metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.models: list[Model] = []
         for stage in stages:
-            model = Model(stage.config, start_life=start_life, clock=clock)
             name = f"{config.name}:{stage.name}"
-            model.metrics = ModelMetrics(name, config.version, config.metric_tags)
+            metrics = ModelMetrics(name, config.version, config.metric_tags)
+            model = Model(stage.config, start_life=start_life, clock=clock, metrics=metrics)
             self.models.append(model)
         policy = config.batching
         self._quotas = quotas or Quotas()
@@ -281,7 +282,7 @@ class StagePipeline:
 
     @property
     def labels(self) -> dict[str, str]:
-        return {"model": self.config.name, "version": self.config.version}
+        return self.config.labels
 
     @property
     def is_ready(self) -> bool:

@@ -95,7 +95,7 @@ class Planner:
 
     def __init__(self, config: ModelConfig, slab_bytes: int) -> None:
         self._config = config
-        self._slab_bytes = slab_bytes
+        self.slab_bytes = slab_bytes
         self._has_rows = config.max_batch_size > 0 and all(
             spec.datatype != "BYTES" for spec in config.inputs
         )
@@ -322,7 +322,7 @@ class Planner:
         layout = None
         if self._has_rows and len(present) == len(self._config.inputs):
             row_bytes = column_bytes(self._config, row_shapes)
-            layout = Layout.fitting(row_bytes, self._slab_bytes, self._config.max_batch_size)
+            layout = Layout.fitting(row_bytes, self.slab_bytes, self._config.max_batch_size)
             if layout is not None and layout.capacity < num_rows:
                 layout = None
         key = (present, row_shapes, layout is not None)

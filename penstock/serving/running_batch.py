@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from penstock.serving.metrics import Waits
 from penstock.types import Request
+from penstock.wire import frames
 
 
 class RunningBatch:
-    """`extents` are its offsets in the input spill; `closed_by` says why it took no more requests.
-    The number of tokens is 0 if the model has no token budget."""
+    """`extents` are those of each request, if they have no rows; `closed_by` says why it took no
+    more requests. The number of tokens is 0 if the model has no token budget."""
 
     __slots__ = (
         "closed_by",
@@ -27,7 +28,7 @@ class RunningBatch:
         self.num_rows = 0
         self.num_tokens = 0
         self.started = started
-        self.extents: list[int] = []
+        self.extents: list[tuple[frames.Extent, ...]] = []
         self.instance = 0
         self.closed_by = ""
 

@@ -216,12 +216,10 @@ class Supervisor:
     def __init__(
         self,
         config: ModelConfig,
-        listener: Listener,
         input_spill: Segment,
         start_life: StartLife = ProcessLife,
     ) -> None:
         self._config = config
-        self._listener = listener
         self._input_spill = input_spill
         self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
@@ -254,6 +252,22 @@ class Supervisor:
         num_ready = sum(spare.is_ready and not spare.is_leaving for spare in self._spares)
         return num_ready > 0 and num_ready >= self._num_spares_wanted
 
+    def can_spare_worker(self, waits_for_spares: bool) -> bool:
+        """Whether losing a worker would leave another to serve, or a spare. If some spares are
+        missing and nobody waits for them, a single ready worker is risked only after it has served
+        for as long as it took to start."""
+        if self._spares and (self.has_all_spares or waits_for_spares):
+            return self.has_all_spares
+        ready = [each for each in self.instances if each.is_ready]
+        if len(ready) > 1:
+            return True
+        return any(self._loop.time() - each.ready_at >= each.start_s for each in ready)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether an instance can take another batch."""
+        return any(instance.is_idle for instance in self.instances)
+
     @property
     def _num_spares_wanted(self) -> int:
         start_s = max((each.start_s for each in self._all if each.is_ready), default=0.0)
@@ -263,7 +277,9 @@ class Supervisor:
     def _all(self) -> list[Instance]:
         return [*self.instances, *self._spares]
 
-    def start(self) -> None:
+    def start(self, listener: Listener) -> None:
+        """Start all workers; the listener hears of them until `stop`."""
+        self._listener = listener
         for instance in self.instances:
             self._start(instance)
         self._later(TICK_S, self._tick)
@@ -288,7 +304,8 @@ class Supervisor:
                 await self._all_dead.wait()
         self._view.release()
         self._buffer.close()
-        del self._listener
+        # Not started, it has none.
+        self.__dict__.pop("_listener", None)
 
     def add_slab(self, slab: Slab) -> None:
         """Map a slab in all workers, now and after restarts."""

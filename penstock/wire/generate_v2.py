@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import InvalidRequest
+from penstock.sampling_params import SamplingParams
 from penstock.wire import json_errors
-from penstock.wire.openai_v1 import Choice, Invalid, Raw, Usage, Wishes, read_wishes
+from penstock.wire.openai_v1 import Choice, Raw, Usage, read_sampling_params
 
 # Parameters of Triton's backends that are not served; only empty values are accepted.
 UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")
@@ -26,9 +28,9 @@ BOOLEANS = ("stream", "exclude_input_in_output", "return_finish_reason", *WHOLE_
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class TritonRequest:
     text: str
-    wishes: Wishes
+    params: SamplingParams
     is_streamed: bool
     # Whether the answer begins with the text.
     is_echoed: bool
@@ -45,7 +47,7 @@ class AnswerHead:
 
     model_name: str
     model_version: str
-    asked: GenerateRequest
+    asked: TritonRequest
 
     def json(self) -> dict[str, Any]:
         found = {"model_name": self.model_name, "model_version": self.model_version}
@@ -56,27 +58,27 @@ _body = msgspec.json.Decoder(dict[str, Any])
 _encode = msgspec.json.Encoder().encode
 
 
-def read(body: Raw, is_streaming: bool) -> GenerateRequest:
+def read(body: Raw, is_streaming: bool) -> TritonRequest:
     """Parse a request; `is_streaming`: the path allows a streamed answer."""
     fields = _object(body, "the body")
     text, id = fields.get("text_input"), fields.get("id", "")
     if not isinstance(text, str):
-        raise Invalid("text_input: expected one text", "text_input")
+        raise InvalidRequest("text_input: expected one text", "text_input")
     if not isinstance(id, str):
-        raise Invalid("id: expected a string", "id")
+        raise InvalidRequest("id: expected a string", "id")
     found = _parameters(fields)
     flags = {name: _flag(found, name) for name in BOOLEANS}
     for name in UNSERVED:
         if found.pop(name, None) not in NOTHING:
-            raise Invalid(f"{name} is not supported", name)
+            raise InvalidRequest(f"{name} is not supported", name)
     is_streamed = is_streaming and flags["stream"] is not False
     _check(flags, is_streaming, is_streamed)
-    wishes = read_wishes({**found, "stream": None})
-    if is_streamed and wishes.num > 1:
-        raise Invalid(f"n is {wishes.num}; expected 1 in a stream", "n")
-    return GenerateRequest(
+    params = read_sampling_params({**found, "stream": None})
+    if is_streamed and params.n > 1:
+        raise InvalidRequest(f"n is {params.n}; expected 1 in a stream", "n")
+    return TritonRequest(
         text,
-        wishes,
+        params,
         is_streamed,
         is_echoed=not is_streamed and not flags["exclude_input_in_output"],
         id=id,
@@ -88,22 +90,24 @@ def read(body: Raw, is_streaming: bool) -> GenerateRequest:
 
 def _check(flags: dict[str, bool | None], is_streaming: bool, is_streamed: bool) -> None:
     if flags["stream"] and not is_streaming:
-        raise Invalid("stream: generate gives one answer; ask generate_stream", "stream")
+        raise InvalidRequest("stream: generate gives one answer; ask generate_stream", "stream")
     if is_streamed and flags["exclude_input_in_output"] is False:
         text = "exclude_input_in_output: a stream does not hold the input; expected true"
-        raise Invalid(text, "exclude_input_in_output")
+        raise InvalidRequest(text, "exclude_input_in_output")
     for name in WHOLE_ONLY:
         if is_streamed and flags[name]:
-            raise Invalid(f"{name} is not supported in streams", name)
+            raise InvalidRequest(f"{name} is not supported in streams", name)
 
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
     inner = fields.get("parameters")
     if inner is not None and not isinstance(inner, dict):
-        raise Invalid("parameters: expected an object", "parameters")
+        raise InvalidRequest("parameters: expected an object", "parameters")
     packed = fields.get("sampling_parameters")
     if packed is not None and not isinstance(packed, str):
-        raise Invalid("sampling_parameters: expected JSON as a string", "sampling_parameters")
+        raise InvalidRequest(
+            "sampling_parameters: expected JSON as a string", "sampling_parameters"
+        )
     found = _object(packed.encode(), "sampling_parameters") if packed else {}
     found |= inner or {}
     found |= fields
@@ -115,7 +119,7 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
 def _flag(found: dict[str, Any], name: str) -> bool | None:
     value = found.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Invalid(f"{name}: expected true or false", name)
+        raise InvalidRequest(f"{name}: expected true or false", name)
     return value
 
 
@@ -124,9 +128,11 @@ def _object(data: Raw, what: str) -> dict[str, Any]:
         return _body.decode(data)
     except msgspec.DecodeError as error:
         text = json_errors.explain(data, error)
-        raise Invalid(f"{what} is not a JSON object: {text}") from None
+        raise InvalidRequest(f"{what} is not a JSON object: {text}") from None
     except (UnicodeDecodeError, RecursionError):
-        raise Invalid(f"{what} is not a JSON object in UTF-8, or nested too deeply") from None
+        raise InvalidRequest(
+            f"{what} is not a JSON object in UTF-8, or nested too deeply"
+        ) from None
 
 
 def whole(head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> bytes:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import InvalidRequest, TooLarge
+from penstock.errors import InvalidRequest
+from penstock.sampling_params import SamplingParams
 from penstock.wire import json_errors
 from penstock.wire.openai_fields import (
     OF_CHATS,
@@ -38,32 +39,25 @@ DEFAULT_MAX_TOKENS = 16
 # Largest count or token id.
 LARGEST = (1 << 31) - 1
 MAX_DIGITS, MAX_SHOWN = 10, 40
+# Sampling fields that are numbers, with what they may be.
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, LARGEST),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "n": (1, MAX_N),
+    "priority": (-LARGEST, LARGEST),
+}
 DONE = b"data: [DONE]\n\n"
 MISSING = re.compile(r"Object missing required field `(\w+)`")
 NOTHING_REFUSED: Mapping[str, Asks] = {}
 # Characters of an error, which may quote the request.
 MAX_ERROR_CHARS = 1000
 MAX_MODEL_CHARS = 512
-# OpenAI's code for prompts that do not fit a model's context.
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-
-
-class Invalid(InvalidRequest):
-    """An invalid field."""
-
-    def __init__(self, text: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(text)
-        self.param = param
-        self.code = code
-
-
-class TooLargeField(TooLarge):
-    """A field that is too large."""
-
-    def __init__(self, text: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(text)
-        self.param = param
-        self.code = code
 
 
 # Requests.
@@ -159,34 +153,6 @@ TOKENIZE_FIELDS = TokenizeBody.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Sampling parameters and stop conditions, for chats and completions."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    bias: Mapping[int, float]
-    # None: random.
-    seed: int | None
-    # None: as many as fit.
-    max_tokens: int | None
-    min_tokens: int
-    stops: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    ignores_end: bool
-    num: int
-    # None: not requested.
-    num_logprobs: int | None
-    priority: int
-    # Only requests with the same salt share cached prompts.
-    cache_salt: str
-
-
-@dataclass(frozen=True, slots=True)
 class Streaming:
     is_on: bool
     has_usage: bool
@@ -197,7 +163,7 @@ class CompletionRequest:
     model: str
     # Texts, or lists of tokens.
     prompts: Sequence[str | list[int]]
-    wishes: Wishes
+    params: SamplingParams
     streaming: Streaming
     # Return the prompt too, with its logprobs if those are requested.
     is_echoed: bool
@@ -208,7 +174,7 @@ class CompletionRequest:
 class ChatRequest:
     model: str
     messages: Sequence[Mapping[str, Any]]
-    wishes: Wishes
+    params: SamplingParams
     streaming: Streaming
     template_options: Mapping[str, Any]
 
@@ -251,11 +217,11 @@ def read_completion(body: Raw) -> CompletionRequest:
     # With echo, generating nothing is allowed: the client may want only the prompt.
     least = 0 if found.echo else 1
     most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
-    wishes = _wishes(found, most, num_logprobs, least)
+    params = _params(found, most, num_logprobs, least)
     return CompletionRequest(
         found.model,
         prompts,
-        wishes,
+        params,
         _streaming(found),
         bool(found.echo),
         found.add_special_tokens is not False,
@@ -266,15 +232,15 @@ def read_chat(body: Raw) -> ChatRequest:
     found: ChatBody = _decoded(_chat, body, OF_CHATS)
     messages = _messages(found.messages)
     if found.top_logprobs and not found.logprobs:
-        raise Invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     _check_range("top_logprobs", found.top_logprobs, 0, MAX_LOGPROBS)
     num_logprobs = (found.top_logprobs or 0) if found.logprobs else None
     newer = found.max_completion_tokens
-    wishes = _wishes(found, found.max_tokens if newer is None else newer, num_logprobs)
+    params = _params(found, found.max_tokens if newer is None else newer, num_logprobs)
     return ChatRequest(
         found.model,
         messages,
-        wishes,
+        params,
         _streaming(found),
         _template_options(found),
     )
@@ -290,7 +256,7 @@ def _template_options(found: ChatBody) -> dict[str, Any]:
     return {**(found.chat_template_kwargs or {}), **given}
 
 
-def read_wishes(fields: Mapping[str, Any]) -> Wishes:
+def read_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Read sampling parameters of another protocol; unsupported fields are refused."""
     try:
         found = msgspec.convert(fields, SamplingFields, strict=False)
@@ -298,7 +264,7 @@ def read_wishes(fields: Mapping[str, Any]) -> Wishes:
         raise _wrong(error) from None
     _check_served(fields, {**OF_CHATS, **OF_COMPLETIONS})
     most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
-    return _wishes(found, most, None)
+    return _params(found, most, None)
 
 
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
@@ -313,7 +279,7 @@ def read_embeddings(body: Raw) -> EmbeddingsRequest:
 def read_tokenize(body: Raw) -> TokenizeRequest:
     found: TokenizeBody = _decoded(_tokenize, body, OF_TOKENIZE)
     if (found.prompt is None) == (found.messages is None):
-        raise Invalid("expected either prompt or messages", "prompt")
+        raise InvalidRequest("expected either prompt or messages", "prompt")
     messages = [] if found.messages is None else _messages(found.messages)
     options = dict(found.chat_template_kwargs or {})
     if found.add_generation_prompt is not None:
@@ -343,43 +309,43 @@ def _decoded(
     except msgspec.ValidationError as error:
         raise _wrong(error) from None
     except msgspec.DecodeError as error:
-        raise Invalid(f"the body is not JSON: {json_errors.explain(body, error)}") from None
+        raise InvalidRequest(f"the body is not JSON: {json_errors.explain(body, error)}") from None
     except UnicodeDecodeError:
-        raise Invalid("the body is not JSON: it is not UTF-8") from None
+        raise InvalidRequest("the body is not JSON: it is not UTF-8") from None
     except RecursionError:
-        raise Invalid("the body is nested too deeply") from None
+        raise InvalidRequest("the body is nested too deeply") from None
     _check_served(fields, refused)
     model = fields.get("model")
     if isinstance(model, str) and len(model) > MAX_MODEL_CHARS:
         text = f"model: a name of {len(model)} characters; expected at most {MAX_MODEL_CHARS}"
-        raise Invalid(text, "model")
+        raise InvalidRequest(text, "model")
     return found
 
 
-def _wrong(error: msgspec.ValidationError) -> Invalid:
+def _wrong(error: msgspec.ValidationError) -> InvalidRequest:
     text, _, path = str(error).partition(" - at `$")
-    param = path.strip("`.").split(".")[0].split("[")[0] or None
-    if param is None and (match := MISSING.match(text)):
-        return Invalid(text, match[1])
-    return Invalid(f"{param}: {text}" if param else text, param)
+    field = path.strip("`.").split(".")[0].split("[")[0] or None
+    if field is None and (match := MISSING.match(text)):
+        return InvalidRequest(text, match[1])
+    return InvalidRequest(f"{field}: {text}" if field else text, field)
 
 
 def _check_served(fields: Mapping[str, Any], refused: Mapping[str, Asks]) -> None:
     name = find_refused(fields, refused)
     if name is not None:
-        raise Invalid(f"{name} is not supported", name, "unsupported_parameter")
+        raise InvalidRequest(f"{name} is not supported", name, "unsupported_parameter")
     options = fields.get("stream_options")
     inner = find_refused(options, OF_STREAMS) if isinstance(options, Mapping) else None
     if inner is not None:
         text = f"stream_options.{inner} is not supported"
-        raise Invalid(text, "stream_options", "unsupported_parameter")
+        raise InvalidRequest(text, "stream_options", "unsupported_parameter")
 
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     try:
         return read_messages(given)
     except InvalidMessage as error:
-        raise Invalid(str(error), "messages") from None
+        raise InvalidRequest(str(error), "messages") from None
 
 
 def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | list[int]]:
@@ -389,72 +355,57 @@ def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | lis
     lists = [each for each in given if isinstance(each, list)]
     tokens = [each for each in given if isinstance(each, int)]
     if max(len(texts), len(lists), len(tokens)) < len(given) or not given:
-        raise Invalid(f"{name}: expected texts, or tokens, or lists of tokens", name)
+        raise InvalidRequest(f"{name}: expected texts, or tokens, or lists of tokens", name)
     if max(len(texts), len(lists)) > most:
-        raise Invalid(f"{name}: {len(given)} of them; expected at most {most}", name)
+        raise InvalidRequest(f"{name}: {len(given)} of them; expected at most {most}", name)
     if not all(lists):
-        raise Invalid(f"{name}: one of them has no token", name)
+        raise InvalidRequest(f"{name}: one of them has no token", name)
     if not all(0 <= each <= LARGEST for part in (tokens, *lists) for each in part):
-        raise Invalid(f"{name}: expected tokens from 0 on", name)
+        raise InvalidRequest(f"{name}: expected tokens from 0 on", name)
     return [tokens] if tokens else [*texts, *lists]
 
 
-def _wishes(
+def _params(
     found: SamplingFields, max_tokens: int | None, num_logprobs: int | None, least: int = 1
-) -> Wishes:
+) -> SamplingParams:
+    """Check the sampling fields of a request; fields that are null have their defaults."""
     _check_range("max_tokens", max_tokens, least, LARGEST)
-    _check_range("temperature", found.temperature, 0.0, 2.0)
-    _check_range("top_p", found.top_p, 0.0, 1.0)
-    _check_range("top_k", found.top_k, -1, LARGEST)
-    _check_range("seed", found.seed, -(1 << 63), (1 << 63) - 1)
-    _check_range("priority", found.priority, -LARGEST, LARGEST)
-    _check_stop_tokens(found.stop_token_ids or ())
-    _check_range("min_p", found.min_p, 0.0, 1.0)
-    _check_range("n", found.n, 1, MAX_N)
-    _check_range("presence_penalty", found.presence_penalty, -2.0, 2.0)
-    _check_range("frequency_penalty", found.frequency_penalty, -2.0, 2.0)
-    _check_range("repetition_penalty", found.repetition_penalty, 0.01, 10.0)
     _check_range("min_tokens", found.min_tokens, 0, max_tokens)
-    return Wishes(
-        temperature=_or(found.temperature, 1.0),
-        top_p=_or(found.top_p, 1.0),
-        # vLLM's -1 means all; here it is 0.
-        top_k=max(0, found.top_k or 0),
-        min_p=_or(found.min_p, 0.0),
-        presence_penalty=_or(found.presence_penalty, 0.0),
-        frequency_penalty=_or(found.frequency_penalty, 0.0),
-        repetition_penalty=_or(found.repetition_penalty, 1.0),
-        bias=_bias(found.logit_bias or {}),
-        seed=found.seed,
+    _check_stop_tokens(found.stop_token_ids or ())
+    given: dict[str, Any] = {}
+    for name, (low, high) in RANGES.items():
+        value = getattr(found, name)
+        if value is not None:
+            _check_range(name, value, low, high)
+            given[name] = value
+    # vLLM's -1 means all; here it is 0.
+    given["top_k"] = max(0, found.top_k or 0)
+    return SamplingParams(
+        **given,
         max_tokens=max_tokens,
         min_tokens=found.min_tokens or 0,
-        stops=_stops(found.stop),
-        stop_tokens=tuple(found.stop_token_ids or ()),
-        ignores_end=bool(found.ignore_eos),
-        num=found.n or 1,
+        logit_bias=_bias(found.logit_bias or {}),
+        stop=_stops(found.stop),
+        stop_token_ids=frozenset(found.stop_token_ids or ()),
+        ignore_eos=bool(found.ignore_eos),
         num_logprobs=num_logprobs,
-        priority=found.priority or 0,
         cache_salt=found.cache_salt or "",
     )
 
 
 def check_tokens(name: str, tokens: Sequence[int], num_known: int) -> None:
-    """Raise Invalid that names the first token outside a vocabulary of this size."""
+    """Raise InvalidRequest that names the first token outside a vocabulary of this size."""
     for token in tokens:
         if not 0 <= token < num_known:
             text = f"{name}: token {str(token)[:MAX_SHOWN]}; expected 0 to {num_known - 1}"
-            raise Invalid(text, name)
+            raise InvalidRequest(text, name)
 
 
 def _check_stop_tokens(tokens: Sequence[int]) -> None:
     name = "stop_token_ids"
     if len(tokens) > MAX_STOPS:
-        raise Invalid(f"{name}: {len(tokens)} tokens; expected at most {MAX_STOPS}", name)
+        raise InvalidRequest(f"{name}: {len(tokens)} tokens; expected at most {MAX_STOPS}", name)
     check_tokens(name, tokens, LARGEST + 1)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _check_range(name: str, value: float | None, least: float | None, most: float | None) -> None:
@@ -463,13 +414,13 @@ def _check_range(name: str, value: float | None, least: float | None, most: floa
     is_low = least is not None and not value >= least
     if is_low or (most is not None and not value <= most):
         limits = f"at least {least}" if most is None else f"{least} to {most}"
-        raise Invalid(f"{name} is {str(value)[:MAX_SHOWN]}; expected {limits}", name)
+        raise InvalidRequest(f"{name} is {str(value)[:MAX_SHOWN]}; expected {limits}", name)
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stops) > MAX_STOPS or any(not 1 <= len(each) <= MAX_STOP_CHARS for each in stops):
-        raise Invalid(
+        raise InvalidRequest(
             f"stop: expected at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop"
         )
     return stops
@@ -477,18 +428,24 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     if len(given) > MAX_BIASES:
-        raise Invalid(f"logit_bias: {len(given)}; expected at most {MAX_BIASES}", "logit_bias")
+        raise InvalidRequest(
+            f"logit_bias: {len(given)}; expected at most {MAX_BIASES}", "logit_bias"
+        )
     for token, value in given.items():
         is_token = token.isdecimal() and len(token) <= MAX_DIGITS
         if not is_token or not -100 <= value <= 100:
             shown = f"'{token[:MAX_SHOWN]}': {value}"
-            raise Invalid(f"logit_bias: {shown}; expected tokens with -100 to 100", "logit_bias")
+            raise InvalidRequest(
+                f"logit_bias: {shown}; expected tokens with -100 to 100", "logit_bias"
+            )
     return {int(token): value for token, value in given.items()}
 
 
 def _streaming(found: SamplingFields) -> Streaming:
     if found.stream_options is not None and not found.stream:
-        raise Invalid("stream_options is for streams; expected stream to be true", "stream_options")
+        raise InvalidRequest(
+            "stream_options is for streams; expected stream to be true", "stream_options"
+        )
     has_usage = found.stream_options is not None and bool(found.stream_options.include_usage)
     return Streaming(bool(found.stream), has_usage)
 

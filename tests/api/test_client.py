@@ -26,7 +26,8 @@ backend: "null"
 max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
-parameters { key: "null.a_ms" value { string_value: "700" } }
+parameters { key: "null.stall_on" value { string_value: "7" } }
+parameters { key: "null.stall_ms" value { string_value: "4000" } }
 """
 
 
@@ -138,7 +139,7 @@ def test_keys_and_time_limits(tmp_path: Path) -> None:
                 url, model="slow", api_key="s3cret-s3cret-s3cret", timeout_s=0.3
             )
             with hasty, pytest.raises(DeadlineExceeded):
-                hasty.infer(np.zeros((1, 2)))
+                hasty.infer(np.full((1, 2), 7.0))
 
 
 @pytest.mark.parametrize("timeout_s", ["a", 0, -1, float("inf"), True])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import numpy as np
 import pytest
+from waiting import until
 
 from penstock.benchmark import loops
 from penstock.benchmark.exchange import Columns, Exchange, floats
@@ -79,7 +80,7 @@ def test_a_closed_loop_keeps_its_number_under_way() -> None:
         target = Scripted()
         loop = ClosedLoop(Feed(Numbers(), target), target, 5)
         loop.start(time.monotonic())
-        await asyncio.sleep(0.01)
+        await until(lambda: target.under_way)
         assert len(target.under_way) == 5
         for _ in range(20):
             target.answer(target.under_way[0])
@@ -108,7 +109,7 @@ def test_the_first_requests_are_due_at_the_start_however_late_the_process_wakes_
         time.sleep(0.02)  # The whole process stands still.
         loop.stop(start + 0.01)
         assert not loop.ended.is_set()
-        await asyncio.sleep(0.02)
+        await until(lambda: target.under_way)
         assert [each.due for each in target.under_way] == [start, start]
         while target.under_way:
             target.answer(target.under_way[0])
@@ -123,12 +124,11 @@ def test_a_closed_loop_pauses_after_a_failure_and_goes_on() -> None:
         target = Scripted()
         loop = ClosedLoop(Feed(Numbers(), target), target, 1)
         loop.start(time.monotonic())
-        await asyncio.sleep(0.01)
+        await until(lambda: target.under_way)
         target.failure = "connection lost"
         target.answer(target.under_way[0])
         assert target.under_way == []
-        await asyncio.sleep(3 * loops.PAUSE_S)
-        assert len(target.under_way) == 1
+        await until(lambda: len(target.under_way) == 1)
         target.failure = None
         loop.stop(time.monotonic())
         target.answer(target.under_way[0])
@@ -144,11 +144,10 @@ def test_a_closed_loop_that_is_stopped_while_it_pauses_ends() -> None:
         target.failure = "connection refused"
         loop = ClosedLoop(Feed(Numbers(), target), target, 1)
         loop.start(time.monotonic())
-        await asyncio.sleep(0.01)
+        await until(lambda: target.under_way)
         target.answer(target.under_way[0])
         loop.stop(time.monotonic())
-        async with asyncio.timeout(2):
-            await loop.ended.wait()
+        await until(loop.ended.is_set)
         assert target.num_sent == 1
         loop.close()
 
@@ -174,9 +173,9 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
         loop = OpenLoop(Feed(Numbers(), target), target, iter([0.0, 0.01, 0.02, 0.03]))
         start = time.monotonic()
         loop.start(start)
-        await asyncio.sleep(0.06)
+        await until(lambda: loop.is_through)
         assert len(target.under_way) == 4
-        assert loop.is_through and not loop.ended.is_set()
+        assert not loop.ended.is_set()
         assert [each.due - start for each in target.under_way] == pytest.approx(
             [0.0, 0.01, 0.02, 0.03]
         )
@@ -198,7 +197,7 @@ def test_a_stalled_generator_sends_late_and_says_when_it_was_due() -> None:
         start = time.monotonic()
         loop.start(start)
         time.sleep(0.1)  # The whole process stands still.
-        await asyncio.sleep(0.02)
+        await until(lambda: len(target.under_way) == 3)
         assert [each.due - start for each in target.under_way] == pytest.approx([0.0, 0.01, 0.02])
         assert all(each.sent - start >= 0.1 for each in target.under_way)
         loop.close()
@@ -217,8 +216,7 @@ def test_nothing_is_sent_that_is_due_after_the_stop() -> None:
         start = time.monotonic()
         loop.start(start)
         loop.stop(start + 0.045)
-        async with asyncio.timeout(5):
-            await loop.ended.wait()
+        await until(loop.ended.is_set)
         due = due_of(loop.collector.take())
         assert [each - start for each in due] == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
         assert not loop.is_through
@@ -266,12 +264,13 @@ def test_a_server_that_is_far_behind_fills_no_memory(monkeypatch: pytest.MonkeyP
         start = time.monotonic()
         loop.start(start)
         await asyncio.sleep(0.05)
-        assert len(target.under_way) == 3
+        await until(lambda: len(target.under_way) == 3)
         for num_answered in range(1, 9):
             target.answer(target.under_way[0])
             await asyncio.sleep(0.01)
-            assert len(target.under_way) == min(3, 8 - num_answered)
-        assert loop.ended.is_set()
+            expected = min(3, 8 - num_answered)
+            await until(lambda expected=expected: len(target.under_way) == expected)
+        await until(loop.ended.is_set)
         due = [each - start for each in due_of(loop.collector.take())]
         assert due == pytest.approx([0.0] * 5 + [0.01] * 3, abs=1e-6)
         loop.close()
@@ -287,7 +286,7 @@ def test_large_requests_are_held_back_by_their_size(monkeypatch: pytest.MonkeyPa
         loop = OpenLoop(Feed(Numbers(), target), target, iter([0.0] * 9))  # One byte each.
         loop.start(time.monotonic())
         await asyncio.sleep(0.05)
-        assert len(target.under_way) == 5
+        await until(lambda: len(target.under_way) == 5)
         loop.close()
 
     run(scenario)
@@ -302,7 +301,7 @@ def test_what_never_left_is_given_up_and_counts(monkeypatch: pytest.MonkeyPatch)
         loop = OpenLoop(Feed(Numbers(), target), target, itertools.count(0.0, 0.001))
         start = time.monotonic()
         loop.start(start)
-        await asyncio.sleep(0.05)
+        await until(lambda: len(target.under_way) == 2)
         loop.stop(start + 0.0095)  # Ten were due, two have left.
         assert [loop.give_up() for _ in range(3)] == [False, True, True]
         assert not loop.ended.is_set()

@@ -66,7 +66,7 @@ class PageServer:
     ) -> tuple[int, dict[str, str], bytes]:
         request = urllib.request.Request(self.url + path, body, dict(headers or {}))
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -102,4 +102,4 @@ def page_server(
         yield box[0]
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(60)

@@ -35,7 +35,7 @@ from traps import SERVING, Other, save_rows
 from penstock.config import ModelConfig
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Step
-from penstock.optimizer.passes import Workshop
+from penstock.optimizer.passes import BuildContext
 from penstock.types import Array
 
 Random = np.random.Generator
@@ -1112,14 +1112,14 @@ class Faster(Other):
         super().__init__(name, FAST_MS, stage=stage, changes_answers=is_lossy)
         self._part = part
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         folders.carry_over(parent, target, without=("model.py",))
         text = Path("planted.py").read_text()
         known = sorted(set(self._known(workshop)))
         (target / "1" / "model.py").write_text(text.replace("KNOWN = ()", f"KNOWN = {known}"))
         folders.write_config(target, parent.config)
 
-    def _known(self, workshop: Workshop) -> list[str]:
+    def _known(self, workshop: BuildContext) -> list[str]:
         examples = workshop.examples
         if examples is None or not self._part:
             return []

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+from waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
@@ -70,7 +71,7 @@ class Served:
         elif self.process.poll() is None:
             processes = self.processes()
             self.process.kill()
-            psutil.wait_procs(processes, timeout=20)
+            psutil.wait_procs(processes, timeout=60)
             self.finish(processes)
 
     def _logged(self) -> Iterator[str]:
@@ -148,10 +149,11 @@ class Served:
         return self.finish(processes)
 
     def finish(self, processes: list[psutil.Process]) -> int:
-        code = self.process.wait(timeout=40)
+        code = self.process.wait(timeout=60)
         self.process.stdout.close()
         self.errors.close()
-        assert not any(map(is_alive, processes)), "a process was left behind"
+        # The reaper ends after the core.
+        wait_until(lambda: not any(map(is_alive, processes)))
         return code
 
 
@@ -196,14 +198,20 @@ def null_model(
 
 
 def python_model(
-    root: Path, name: str, code: str, *, config: str = "", **parameters: object
+    root: Path,
+    name: str,
+    code: str,
+    *,
+    config: str = "",
+    max_batch: int = 4,
+    **parameters: object,
 ) -> Path:
     """Add a `python` model INT32 [1] -> [1] with `penstock.*` parameters to a repository."""
     folder = root / name / "1"
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(code)
     lines = [
-        'backend: "python" max_batch_size: 4',
+        f'backend: "python" max_batch_size: {max_batch}',
         'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
         'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
         config,
@@ -212,3 +220,33 @@ def python_model(
         lines.append(f'parameters {{ key: "penstock.{key}" value {{ string_value: "{value}" }} }}')
     (root / name / "config.pbtxt").write_text("\n".join(lines))
     return root
+
+
+HELD = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+def infer(inputs):
+    (here / "begun").touch()
+    while (here / "hold").exists():
+        time.sleep(0.005)
+    return {"y": inputs["x"]}
+"""
+
+
+class HeldModel:
+    """A `python` model INT32 [1] -> [1] that computes nothing while it is held: what must happen
+    meanwhile may take as long as it needs."""
+
+    def __init__(self, root: Path, name: str, *, config: str = "", max_batch: int = 4) -> None:
+        python_model(root, name, HELD, config=config, max_batch=max_batch)
+        self._folder = root / name / "1"
+
+    def hold(self) -> None:
+        (self._folder / "begun").unlink(missing_ok=True)
+        (self._folder / "hold").touch()
+
+    def wait_until_begun(self) -> None:
+        wait_until((self._folder / "begun").exists)
+
+    def release(self) -> None:
+        (self._folder / "hold").unlink()

@@ -55,11 +55,12 @@ def test_every_protocol_under_every_kind_of_load(
     found = bench(tmp_path, *words, *load.split(), *SHORT)
     assert found.status == 0, found.errors
     assert found.run.target.protocol == protocol
-    assert num_good(found) > 2 and num_failed(found) == 0
+    # The first request of each client is due at the start, however short the level is.
+    assert num_good(found) >= 2 and num_failed(found) == 0
     assert not found.run.is_partial
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_the_server_has_counted_what_we_have(server: Served, tmp_path: Path) -> None:
     url = f"http://{server.address}/v2/models/identity"
     found = bench(tmp_path, url, "--rate", "100", "--duration", "1s", "--warm-up", "0s")
@@ -157,7 +158,7 @@ def test_a_server_that_dies_leaves_a_partial_result(tmp_path: Path) -> None:
     wait_until_measuring(process, served, "null")
     children = served.processes()
     served.process.kill()
-    psutil.wait_procs(children, timeout=10)
+    psutil.wait_procs(children, timeout=60)
     served.finish(children)
     found = finish(process, path)
     assert found.status == 1

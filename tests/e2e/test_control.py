@@ -111,7 +111,7 @@ def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
     metrics_port = int(served.metrics_url.rpartition(":")[2].partition("/")[0])
 
     def status(port: int, method: str, target: str, version: str, secret: str) -> int:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             lines = [f"{method} {target} HTTP/{version}", "Host: localhost", "Content-Length: 0"]
             lines += [f"X-API-Key: {secret}", "Connection: close", "", ""]
             client.sendall("\r\n".join(lines).encode())

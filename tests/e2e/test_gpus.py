@@ -102,7 +102,7 @@ def test_a_scrape_tells_of_gpus_and_of_the_instances_on_them(server: Served):
 
 
 def urlopen(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read()
 
 

@@ -42,7 +42,7 @@ def paste(line: str, folder: Path, **environment: str) -> tuple[int, str]:
 
 def status_of(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:

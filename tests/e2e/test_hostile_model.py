@@ -23,7 +23,7 @@ CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tok
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    folder = write_model(tmp_path, {"penstock.text_timeout_s": "2"})
+    folder = write_model(tmp_path, {"penstock.text_timeout_s": "8"})
     (folder / "chat_template.jinja").write_text(LOOPS)
     served = Served(folder, "--drain-s", "20")
     yield served

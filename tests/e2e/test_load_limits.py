@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from served import Served, python_model
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +58,7 @@ def test_a_load_that_takes_too_long_fails_with_the_reason(explicit):
     assert status == 400
     assert "loading took longer than 0.5 s" in error
     assert "parameters.penstock.load_timeout_s" in error
-    assert len(served.workers()) == 1
+    wait_until(lambda: len(served.workers()) == 1)
 
 
 def test_a_load_that_takes_too_much_memory_fails_with_the_reason(explicit):
@@ -114,7 +115,8 @@ def test_a_language_model_of_a_billion_layers_fails_and_the_server_lives(explici
     assert error
     assert time.monotonic() - began < 60
     assert served.status("/v2/health/live") == 200
-    assert len(served.processes()) == len(served.workers()) + 1, "the worker and its reaper"
+    # The worker and its reaper.
+    wait_until(lambda: len(served.processes()) == len(served.workers()) + 1)
 
 
 @pytest.mark.parametrize("end", ["unload", "worker dies", "SIGTERM", "SIGKILL"])
@@ -134,12 +136,12 @@ def test_processes_that_a_model_forked_end_with_its_worker(tmp_path: Path, end: 
         assert served.terminate() == 0
     else:
         served.process.kill()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert alive == [], "children of the model are left"
     if end in ("unload", "worker dies"):
         assert served.terminate() == 0
     elif end == "SIGKILL":
-        _, alive = psutil.wait_procs(everything, timeout=20)
+        _, alive = psutil.wait_procs(everything, timeout=60)
         served.process.wait()
         served.process.stdout.close()
         served.errors.close()

@@ -84,7 +84,7 @@ def test_prints_and_logs_go_through_and_the_end_is_called(tmp_path):
     served = Served(tmp_path)
     assert served.infer("noisy", "x", "INT32", [3])[1]["outputs"][0]["data"] == [3]
     served.process.terminate()
-    served.process.wait(timeout=40)
+    served.process.wait(timeout=60)
     served.errors.seek(0)
     text = served.errors.read()
     served.finish([])

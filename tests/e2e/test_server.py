@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
-from served import EXAMPLES, Served, null_model
+from served import EXAMPLES, HeldModel, Served, null_model
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_killed_worker_comes_back_and_nothing_is_lost(server, client):
     answers: list[np.ndarray] = []
 
     def load() -> None:
-        with httpclient.InferenceServerClient(server.address, connection_timeout=20) as own:
+        with httpclient.InferenceServerClient(server.address, connection_timeout=60) as own:
             for i in range(200):
                 values = np.full((1, 16), i, dtype=np.float32)
                 answer = own.infer("identity", [identity_input(values, True)])
@@ -140,13 +140,15 @@ def test_metrics_count_what_was_done(server, client):
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_fronts", "number"), [("0", signal.SIGTERM), ("2", signal.SIGQUIT)])
 def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_fronts, number):
-    served = Served(null_model(tmp_path, "slow", a_ms=3000), "--fronts", num_fronts)
+    held = HeldModel(tmp_path, "held")
+    served = Served(tmp_path, "--fronts", num_fronts)
     answers: list[tuple[int, dict]] = []
     thread = threading.Thread(
-        target=lambda: answers.append(served.infer("slow", "x", "INT32", [7]))
+        target=lambda: answers.append(served.infer("held", "x", "INT32", [7]))
     )
+    held.hold()
     thread.start()
-    time.sleep(0.5)
+    held.wait_until_begun()
     processes = served.processes()
     served.process.send_signal(signal.SIGHUP)
     while "SIGHUP" not in served.logged():
@@ -157,10 +159,11 @@ def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_fronts, nu
         time.sleep(0.01)
     assert served.status("/v2/health/ready") == 503
     assert served.status("/v2/health/live") == 200
-    assert served.infer("slow", "x", "INT32", [8]) == (
+    assert served.infer("held", "x", "INT32", [8]) == (
         503,
         {"error": "the server is shutting down"},
     )
+    held.release()
     thread.join()
     ((status, answer),) = answers
     assert (status, answer["outputs"][0]["data"]) == (200, [7])
@@ -186,5 +189,5 @@ def test_a_full_stdout_does_not_end_the_server(tmp_path):
                 time.sleep(0.05)
         finally:
             process.terminate()
-            code = process.wait(40)
+            code = process.wait(60)
     assert code == 0, (tmp_path / "log").read_text()

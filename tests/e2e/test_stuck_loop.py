@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 from served import Served
+from waiting import wait_until
 
 # The path that a client may ask for stops the loop, as a bug of the server might.
 STUCK = """
@@ -57,7 +58,7 @@ def get(url):
 def test_it_is_not_live_and_sigterm_ends_it(tmp_path):
     served = StuckServed(tmp_path, "--drain-s", "3", "--model-control-mode", "explicit")
     url = served.metrics_url.rsplit("/", 1)[0] + "/v2/health/live"
-    assert get(url)[0] == 200
+    wait_until(lambda: get(url)[0] == 200)
     asker = subprocess.Popen(
         [
             sys.executable,

@@ -36,7 +36,7 @@ def context_of(folder: Path, name: str = "") -> ssl.SSLContext:
 
 
 def get(url: str, context: ssl.SSLContext) -> bytes:
-    with urllib.request.urlopen(url, context=context, timeout=20) as answer:
+    with urllib.request.urlopen(url, context=context, timeout=60) as answer:
         return answer.read()
 
 
@@ -57,7 +57,7 @@ def is_live(address: str, made: grpc.ChannelCredentials) -> bool:
 
 def names(port: int, folder: Path, name: str = "") -> str:
     """Common name in the certificate of the server on this port."""
-    plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
     context = context_of(folder, name)
     # gRPC speaks nothing else.
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -85,7 +85,7 @@ def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, fronts):
     assert json.loads(get(f"https://{served.address}/v2", context))["name"] == "penstock"
     assert b"nv_inference_count" in get(served.metrics_url, context)
     with pytest.raises((urllib.error.URLError, ConnectionError)):
-        urllib.request.urlopen(f"http://{served.address}/v2", timeout=20)
+        urllib.request.urlopen(f"http://{served.address}/v2", timeout=60)
     secure = {"ssl": True, "ssl_context_factory": lambda: context_of(folder)}
     tensor = httpclient.InferInput("x", [1, 1], "INT32")
     tensor.set_data_from_numpy(np.array([[7]], np.int32))

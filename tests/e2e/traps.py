@@ -19,11 +19,11 @@ import psutil
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
-from penstock.optimizer import folders, lab, passes
+from penstock.optimizer import folders, measurements, passes
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.optimization_files import read_optimization
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.int8_dynamic import Int8Dynamic
 from penstock.optimizer.passes.int8_static import Int8Static, with_kept
 from penstock.optimizer.results import Optimization
@@ -81,12 +81,11 @@ class Other:
     stage: str = "compile"
     changes_answers: bool = False
     is_config_only: bool = field(default=False, init=False)
-    has_layers: bool = field(default=False, init=False)
 
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         return [Step(self.name, {"row_ms": str(self.row_ms)})]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         folders.carry_over(parent, target, without=("model.py",))
         text = sleeper(self.row_ms, self.cold_ms, self.factor)
         (target / "1" / "model.py").write_text(text)
@@ -126,7 +125,7 @@ def crashing() -> "Crashing":
 class Crashing(Other):
     """Ends the process that loads it."""
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         super().build(parent, step, target, workshop)
         (target / "1" / "model.py").write_text("import os\nos.abort()\n")
 
@@ -134,20 +133,20 @@ class Crashing(Other):
 class FloatStatic(Int8Static):
     """Says INT8 and copies the floats, as a library does that does not know the operators."""
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         folders.carry_over(parent, target)
         folders.write_config(target, parent.config)
 
 
 class FloatDynamic(Int8Dynamic):
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         FloatStatic().build(parent, step, target, workshop)
 
 
 class HalfStatic(Int8Static):
     """Quantises some layers and keeps quiet about the others."""
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         from penstock.optimizer.passes.int8_static import layers, prepared
 
         names = [node.name for node in layers(prepared(parent))]
@@ -180,7 +179,7 @@ def register(names: list[str]) -> None:
     """These passes, in this order, and no others."""
     if UNPROFILED in names:
         names.remove(UNPROFILED)
-        lab.profile_build = _fail
+        measurements.profile_build = _fail
     known = {name: (name, passes.PASSES[name]) for name in passes.PASSES}
     known |= {each: (name, ("traps", factory)) for each, (name, factory) in OWN.items()}
     known |= {name: (name, ("adversaries", factory)) for name, factory in FASTER.items()}

@@ -4,6 +4,7 @@ beside the plain decoder in FP32; `make test-gpu`. Without one: tests/llm/test_c
 import random
 
 import pytest
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -19,11 +20,11 @@ from penstock.llm import loading  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, Span  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
-from penstock.llm.engine import Asked, Engine  # noqa: E402
+from penstock.llm.engine import Engine  # noqa: E402
 from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
-from penstock.llm.params import Sampling  # noqa: E402
-from penstock.llm.sequence import Ending  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -33,7 +34,7 @@ LLAMA = {**tiny.CONFIG, **SIZES}
 QWEN3 = {**tiny.QWEN3, **SIZES, "head_dim": 128, "num_attention_heads": 4}
 # Of logits as large as these; BF16 keeps two digits.
 TOLERANCE = {"bfloat16": 0.05, "float16": 0.01, "fp8": 0.4}
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 OPTIONS = {
     "device": "cuda:0", "dtype": "bfloat16", "block_size": 16, "cache_bytes": 64 << 20,
     "max_sequences": 8, "max_tokens": 96, "max_length": 512, "max_waiting": 100,
@@ -90,7 +91,7 @@ def all_of(engine, due, chance=None):
             engine.add(due.pop(0))
         for piece in engine.step():
             tokens.setdefault(piece.request, []).append(piece.token)
-            told.setdefault(piece.request, []).append(piece.likelihood)
+            told.setdefault(piece.request, []).append(piece.logprobs)
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     return tokens, told
 
@@ -112,7 +113,9 @@ def test_likelihoods_are_those_of_the_plain_decoder(tmp_path, config, dtype):
     engine = an_engine(tmp_path, dtype=dtype)
     chance = random.Random(1)
     prompt = [chance.randrange(1000) for _ in range(150)]
-    asked = Asked(1, prompt, Sampling(temperature=0.0, num_logprobs=5), Ending(40))
+    asked = GenerateRequest(
+        1, prompt, SamplingParams(temperature=0.0, num_logprobs=5, max_tokens=40)
+    )
     tokens, told = all_of(engine, [asked])
     logits = plain_logits(tmp_path, [*prompt, *tokens[1]])
     wanted = logits.log_softmax(1)
@@ -131,7 +134,10 @@ def test_graphs_and_eager_steps_give_the_same_tokens(tmp_path, config):
     prompts = [[chance.randrange(1000) for _ in range(chance.randrange(2, 90))] for _ in range(7)]
 
     def asked():
-        return [Asked(n, each, GREEDY, Ending(30)) for n, each in enumerate(prompts)]
+        return [
+            GenerateRequest(n, each, replace(GREEDY, max_tokens=30))
+            for n, each in enumerate(prompts)
+        ]
 
     engine = an_engine(tmp_path)
     found, _ = all_of(engine, asked())
@@ -155,7 +161,9 @@ def test_preempted_and_shared_beginnings_give_what_each_gives_alone(tmp_path, co
         shared[: chance.choice([20, 64, 100])] + [chance.randrange(1000) for _ in range(5)]
         for _ in range(12)
     ]
-    due = [Asked(n, each, GREEDY, Ending(60)) for n, each in enumerate(prompts)]
+    due = [
+        GenerateRequest(n, each, replace(GREEDY, max_tokens=60)) for n, each in enumerate(prompts)
+    ]
     found, _ = all_of(engine, due, chance)
     assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
     for number, prompt in enumerate(prompts):
@@ -167,10 +175,14 @@ def test_a_seed_draws_the_same_alone_and_among_others(tmp_path, config):
     """Other sums are rounded otherwise, so the first tokens are compared."""
     write(tmp_path, config)
     engine = an_engine(tmp_path, dtype="float16")
-    sampling = Sampling(temperature=0.8, seed=77, top_p=0.9, top_k=40)
-    alone, _ = all_of(engine, [Asked(1, [5, 6, 7], sampling, Ending(8))])
-    others = [Asked(n, [n, 3], Sampling(seed=n), Ending(12)) for n in range(2, 8)]
-    among, _ = all_of(engine, [Asked(1, [5, 6, 7], sampling, Ending(8)), *others])
+    sampling = SamplingParams(temperature=0.8, seed=77, top_p=0.9, top_k=40)
+    alone, _ = all_of(engine, [GenerateRequest(1, [5, 6, 7], replace(sampling, max_tokens=8))])
+    others = [
+        GenerateRequest(n, [n, 3], SamplingParams(seed=n, max_tokens=12)) for n in range(2, 8)
+    ]
+    among, _ = all_of(
+        engine, [GenerateRequest(1, [5, 6, 7], replace(sampling, max_tokens=8)), *others]
+    )
     assert alone[1][:4] == among[1][:4]
 
 
@@ -185,15 +197,15 @@ def test_answers_do_not_depend_on_others_in_the_batch(tmp_path, dtype):
 def test_penalties_bias_and_stops(tmp_path):
     write(tmp_path, LLAMA)
     engine = an_engine(tmp_path)
-    biased = Sampling(temperature=0.0, bias={17: 1e4})
-    banned = Ending(9, frozenset({17}), min_tokens=5)
-    never = Sampling(temperature=0.0, presence_penalty=1e4)
+    biased = SamplingParams(temperature=0.0, logit_bias={17: 1e4})
+    banned = replace(biased, max_tokens=9, stop_token_ids=frozenset({17}), min_tokens=5)
+    never = SamplingParams(temperature=0.0, presence_penalty=1e4)
     found, _ = all_of(
         engine,
         [
-            Asked(1, [1, 2], biased, Ending(4)),
-            Asked(2, [1, 2], biased, banned),
-            Asked(3, [4, 5], never, Ending(30)),
+            GenerateRequest(1, [1, 2], replace(biased, max_tokens=4)),
+            GenerateRequest(2, [1, 2], banned),
+            GenerateRequest(3, [4, 5], replace(never, max_tokens=30)),
         ],
     )
     assert found[1] == [17] * 4
@@ -208,10 +220,10 @@ def test_a_step_costs_one_wait_and_is_told_of_by_its_marks(tmp_path):
     run = engine.runner.run
 
     class Kept:
-        def run(self, step, samplings):
-            began.append(run(step, samplings))
+        def run(self, step):
+            began.append(run(step))
             return began[-1]
 
     engine.runner = Kept()
-    all_of(engine, [Asked(1, [1, 2, 3], GREEDY, Ending(10))])
+    all_of(engine, [GenerateRequest(1, [1, 2, 3], replace(GREEDY, max_tokens=10))])
     assert len(began) == 10 and all(0 < each.device_s < 1 for each in began)

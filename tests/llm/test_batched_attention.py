@@ -13,7 +13,8 @@ from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
 from penstock.llm.scheduler import Chunk, Limits, Scheduler, Step  # noqa: E402
-from penstock.llm.sequence import Ending, Sequence  # noqa: E402
+from penstock.llm.sequence import Sequence  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 SHAPE = llama.shape_of_config(tiny.CONFIG)
 SIZE = 4
@@ -68,7 +69,9 @@ def test_whatever_is_in_a_step_the_answers_are_the_plain_ones(num_blocks, dtype)
     for number in range(14):
         prompt = random.choice(prefixes)[: random.randrange(31)]
         prompt += [random.randrange(50) for _ in range(random.randrange(1, 90))]
-        pair.scheduler.add(Sequence(number, prompt, Ending(random.randrange(1, 110))))
+        pair.scheduler.add(
+            Sequence(number, prompt, SamplingParams(max_tokens=random.randrange(1, 110)))
+        )
         for _ in range(random.randrange(12)):
             pair.step()
     while pair.scheduler.running or pair.scheduler.waiting:
@@ -82,7 +85,7 @@ def test_whatever_is_in_a_step_the_answers_are_the_plain_ones(num_blocks, dtype)
 def test_a_sequence_that_is_left_out_of_steps_is_looked_up_again():
     pair = Pair(64)
     for number in range(2):
-        pair.scheduler.add(Sequence(number, [number + 1] * 5, Ending(20)))
+        pair.scheduler.add(Sequence(number, [number + 1] * 5, SamplingParams(max_tokens=20)))
     for _ in range(3):
         pair.step()
     resting = pair.scheduler.running.pop()
@@ -105,12 +108,14 @@ def test_a_row_is_of_one_sequence_and_of_its_last_token(start, is_other):
     the cache, which has something else by then."""
     torch.manual_seed(0)
     shelves = Shelves(Cache(SHAPE, 64, SIZE, "cpu", torch.float32))
-    sequence = Sequence(7, [3] * 16, Ending(4))
+    sequence = Sequence(7, [3] * 16, SamplingParams(max_tokens=4))
     parts = [torch.randn(1, each, SHAPE.head_size) for each in HEADS]
     shelves.attention(one_token(sequence, 10))(0, *parts)
     for kept in (shelves.cache.keys, shelves.cache.values):
         kept.normal_()
-    step = one_token(Sequence(7, [3] * 16, Ending(4)) if is_other else sequence, start)
+    step = one_token(
+        Sequence(7, [3] * 16, SamplingParams(max_tokens=4)) if is_other else sequence, start
+    )
     found = shelves.attention(step)(0, *parts)
     wanted = PlainAttention(shelves.cache, spans_of(step, SIZE))(0, *parts)
     # It goes on where it was, by what it has.
@@ -122,7 +127,7 @@ def test_those_that_come_have_the_rows_of_those_that_went():
     pair = Pair(256)
     sizes = set()
     for number in range(6):
-        pair.scheduler.add(Sequence(number, [number] * 8, Ending(4)))
+        pair.scheduler.add(Sequence(number, [number] * 8, SamplingParams(max_tokens=4)))
         while pair.scheduler.running or pair.scheduler.waiting:
             pair.step()
         sizes.add(pair.shelves.num_slots)
@@ -143,6 +148,8 @@ def test_a_row_has_nothing_of_who_had_it_before():
     shelf.grow(2)
     for part in (shelf.keys, shelf.values):
         part.fill_(float("nan"))
-    place = shelf.take(Sequence(1, [1] * 7, Ending(5)), 6, cache, torch.arange(6))
+    place = shelf.take(
+        Sequence(1, [1] * 7, SamplingParams(max_tokens=5)), 6, cache, torch.arange(6)
+    )
     for part in (shelf.keys, shelf.values):
         assert torch.equal(part[:, place], torch.zeros_like(part[:, place]))

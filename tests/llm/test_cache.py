@@ -11,7 +11,8 @@ from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, bytes_of_block, spans_of  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
 from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
-from penstock.llm.sequence import Ending, Sequence  # noqa: E402
+from penstock.llm.sequence import Sequence  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 SHAPE = llama.shape_of_config(tiny.CONFIG)
 SIZE = 4
@@ -30,7 +31,8 @@ def test_chunks_of_several_sequences_see_their_own_past_and_nobody_else():
     cache = Cache(SHAPE, 16, SIZE, "cpu", torch.float32)
     scheduler = Scheduler(BlockPool(16, SIZE), Limits(4, 6, 64))
     sequences = [
-        Sequence(number, [number] * length, Ending(1)) for number, length in enumerate((9, 5, 1))
+        Sequence(number, [number] * length, SamplingParams(max_tokens=1))
+        for number, length in enumerate((9, 5, 1))
     ]
     drawn = {
         each.id: [torch.randn(len(each.tokens), heads, 8) for heads in (6, 2, 2)]

@@ -4,6 +4,7 @@ or as the runner that waits. On a real one: tests/gpu/test_llm_cuda.py."""
 import random
 
 import pytest
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch")
 
@@ -15,17 +16,17 @@ from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner, buckets  # noqa: E402
-from penstock.llm.engine import Asked, Engine  # noqa: E402
+from penstock.llm.engine import Engine  # noqa: E402
+from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
 from penstock.llm.pace import Pace  # noqa: E402
-from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.runner import Runner  # noqa: E402
 from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
-from penstock.llm.sequence import Ending  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 from penstock.testing import FakeClock  # noqa: E402
 
 SIZE = 4
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Model:
@@ -48,7 +49,7 @@ class Model:
         return Engine(scheduler, runner, Pace(), FakeClock(), num_ahead=runner.num_ahead)
 
 
-def all_of(engine: Engine, due: list[Asked], chance: random.Random | None = None):
+def all_of(engine: Engine, due: list[GenerateRequest], chance: random.Random | None = None):
     """Tokens and likelihoods of each request."""
     tokens: dict[int, list[int]] = {}
     told: dict[int, list] = {}
@@ -57,7 +58,7 @@ def all_of(engine: Engine, due: list[Asked], chance: random.Random | None = None
             engine.add(due.pop(0))
         for piece in engine.step():
             tokens.setdefault(piece.request, []).append(piece.token)
-            told.setdefault(piece.request, []).append(piece.likelihood)
+            told.setdefault(piece.request, []).append(piece.logprobs)
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     return tokens, told
 
@@ -88,7 +89,10 @@ def test_many_together_continue_as_by_hand(tmp_path, monkeypatch, config, has_gr
         + [chance.randrange(50) for _ in range(chance.randrange(6))]
         for _ in range(6)
     ]
-    due = [Asked(n, prompt, GREEDY, Ending(12)) for n, prompt in enumerate(prompts)]
+    due = [
+        GenerateRequest(n, prompt, replace(GREEDY, max_tokens=12))
+        for n, prompt in enumerate(prompts)
+    ]
     found, _ = all_of(engine, due, chance)
     assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
     for number, prompt in enumerate(prompts):
@@ -105,10 +109,10 @@ def test_a_short_rest_of_a_prompt_is_a_graph(tmp_path, monkeypatch):
     # Of ten tokens two blocks are found again, and two tokens see nine and ten keys.
     for most_seen, num_eager in ((19, 0), (18, 1)):
         engine = model.engine()
-        all_of(engine, [Asked(1, prompt, GREEDY, Ending(3))])
+        all_of(engine, [GenerateRequest(1, prompt, replace(GREEDY, max_tokens=3))])
         monkeypatch.setattr(cuda_runner, "MOST_SEEN", most_seen)
         engine.runner.num_eager = 0
-        found, _ = all_of(engine, [Asked(2, prompt, GREEDY, Ending(3))])
+        found, _ = all_of(engine, [GenerateRequest(2, prompt, replace(GREEDY, max_tokens=3))])
         assert found[2] == wanted and engine.runner.num_eager == num_eager
         assert engine.scheduler.pool.counts.num_found == 2 * SIZE
 
@@ -117,7 +121,7 @@ def test_what_cannot_be_captured_runs_without_and_is_said(tmp_path):
     model = Model(tmp_path)
     model.gpu.capture_errors = [RuntimeError("not permitted\nwhen capturing")] * 5
     engine = model.engine()
-    found, _ = all_of(engine, [Asked(1, [3, 1, 4], GREEDY, Ending(5))])
+    found, _ = all_of(engine, [GenerateRequest(1, [3, 1, 4], replace(GREEDY, max_tokens=5))])
     assert found[1] == tiny.continued(model.weights, model.config, [3, 1, 4], 5)
     assert engine.runner.num_replayed == 0
     assert engine.runner.facts() == {
@@ -131,7 +135,7 @@ def test_what_cannot_be_captured_runs_without_and_is_said(tmp_path):
 def test_tokens_are_not_waited_for_before_the_next_step_is_begun(tmp_path):
     model = Model(tmp_path)
     engine = model.engine()
-    engine.add(Asked(1, [3, 1, 4], GREEDY, Ending(4)))
+    engine.add(GenerateRequest(1, [3, 1, 4], replace(GREEDY, max_tokens=4)))
     waited = len(model.gpu.waited)
     assert engine.step() == []
     assert len(model.gpu.waited) == waited
@@ -144,21 +148,21 @@ def test_tokens_are_not_waited_for_before_the_next_step_is_begun(tmp_path):
 def test_a_token_that_ends_it_is_the_last(tmp_path):
     model = Model(tmp_path)
     wanted = tiny.continued(model.weights, model.config, [3, 1, 4], 10)
-    ending = Ending(10, frozenset({wanted[4]}))
-    found, _ = all_of(model.engine(), [Asked(1, [3, 1, 4], GREEDY, ending)])
+    params = replace(GREEDY, max_tokens=10, stop_token_ids=frozenset({wanted[4]}))
+    found, _ = all_of(model.engine(), [GenerateRequest(1, [3, 1, 4], params)])
     assert found[1] == wanted[: wanted.index(wanted[4]) + 1]
 
 
 SAMPLINGS = [
-    Sampling(temperature=0.9, seed=5),
-    Sampling(temperature=1.5, seed=2**40 + 3, top_k=7),
-    Sampling(temperature=0.7, seed=11, top_p=0.8),
-    Sampling(temperature=1.1, seed=8, min_p=0.1, top_p=0.95),
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=1.5, seed=2**40 + 3, top_k=7),
+    SamplingParams(temperature=0.7, seed=11, top_p=0.8),
+    SamplingParams(temperature=1.1, seed=8, min_p=0.1, top_p=0.95),
     GREEDY,
-    Sampling(temperature=0.0, num_logprobs=3),
-    Sampling(temperature=0.8, seed=9, num_logprobs=0, bias={7: 3.0, 9: -5.0}),
-    Sampling(temperature=0.8, seed=3, presence_penalty=0.7, frequency_penalty=0.2),
-    Sampling(temperature=0.0, repetition_penalty=1.4),
+    SamplingParams(temperature=0.0, num_logprobs=3),
+    SamplingParams(temperature=0.8, seed=9, num_logprobs=0, logit_bias={7: 3.0, 9: -5.0}),
+    SamplingParams(temperature=0.8, seed=3, presence_penalty=0.7, frequency_penalty=0.2),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4),
 ]
 
 
@@ -168,7 +172,9 @@ def test_tokens_are_drawn_as_by_the_runner_that_waits(tmp_path):
     def asked():
         stops = frozenset(range(0, 50, 2))
         return [
-            Asked(n, [n + 1, 7, 3], each, Ending(12, stops, min_tokens=n))
+            GenerateRequest(
+                n, [n + 1, 7, 3], replace(each, max_tokens=12, stop_token_ids=stops, min_tokens=n)
+            )
             for n, each in enumerate(SAMPLINGS)
         ]
 
@@ -187,7 +193,7 @@ def test_tokens_are_drawn_as_by_the_runner_that_waits(tmp_path):
 def test_a_request_that_is_given_up_while_it_runs_leaves_nothing(tmp_path):
     engine = Model(tmp_path).engine()
     for number in range(4):
-        engine.add(Asked(number, [number, 2, 3], GREEDY, Ending(20)))
+        engine.add(GenerateRequest(number, [number, 2, 3], replace(GREEDY, max_tokens=20)))
     engine.step()
     engine.step()
     engine.give_up(0)
@@ -202,7 +208,10 @@ def test_more_sequences_than_rows_take_turns(tmp_path):
     model = Model(tmp_path)
     engine = model.engine(max_sequences=2)
     prompts = [[number % 50, 5] for number in range(12)]
-    due = [Asked(number, each, GREEDY, Ending(3)) for number, each in enumerate(prompts)]
+    due = [
+        GenerateRequest(number, each, replace(GREEDY, max_tokens=3))
+        for number, each in enumerate(prompts)
+    ]
     found, _ = all_of(engine, due)
     for number, prompt in enumerate(prompts):
         assert found[number] == tiny.continued(model.weights, model.config, prompt, 3)
@@ -220,7 +229,7 @@ def test_kernels_compute_the_same(tmp_path, monkeypatch):
 
     def asked():
         return [
-            Asked(n, each, Sampling(temperature=0.0, num_logprobs=5), Ending(2))
+            GenerateRequest(n, each, SamplingParams(temperature=0.0, num_logprobs=5, max_tokens=2))
             for n, each in enumerate(prompts)
         ]
 
@@ -238,20 +247,21 @@ def test_how_likely_a_prompt_was_is_as_by_hand(tmp_path, is_late):
     model = Model(tmp_path, num_blocks=14)
     engine = model.engine(is_late=is_late)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [3, 1, 4, 1, 5, 9], [2, 7], [8]]
-    wanting = Sampling(temperature=0.0, num_prompt_logprobs=2)
-    due = [Asked(9, prompts[0], GREEDY, Ending(6))]
-    due += [Asked(number, prompt, wanting, Ending(6)) for number, prompt in enumerate(prompts)]
-    due.append(Asked(5, prompts[0], wanting, Ending(2), num=2))
+    wanting = SamplingParams(temperature=0.0, num_prompt_logprobs=2)
+    due = [GenerateRequest(9, prompts[0], replace(GREEDY, max_tokens=6))]
+    due += [
+        GenerateRequest(number, prompt, replace(wanting, max_tokens=6))
+        for number, prompt in enumerate(prompts)
+    ]
+    due.append(GenerateRequest(5, prompts[0], replace(wanting, max_tokens=2, n=2)))
     told: dict[int, dict[int, object]] = {}
     while due or not engine.is_idle:
         if due:
             engine.add(due.pop(0))
         engine.step()
-        for each in engine.told:
-            places = told.setdefault(each.request, {})
-            for place, likelihood in enumerate(each.part.likelihoods, each.part.start):
-                places[place] = likelihood
-        engine.told = []
+        for each in engine.prompt_logprobs:
+            told.setdefault(each.request, {}).update(enumerate(each.logprobs, each.start))
+        engine.prompt_logprobs = []
     assert engine.scheduler.num_preemptions and set(told) == {0, 1, 2, 5}
     for number, prompt in {**dict(enumerate(prompts[:3])), 5: prompts[0]}.items():
         logprobs = tiny.by_hand(model.weights, model.config, prompt).log_softmax(-1)

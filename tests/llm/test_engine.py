@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import PROBE_EVERY, Asked, Engine, Limits
+from penstock.llm.engine import PROBE_EVERY, Engine, Limits
+from penstock.llm.messages import GenerateRequest
 from penstock.llm.pace import Pace, Targets, Work
-from penstock.llm.params import Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
-from penstock.llm.sequence import Ending
+from penstock.sampling_params import SamplingParams
 from penstock.testing import FakeClock
 
 SIZE = 4
@@ -23,10 +23,10 @@ SIZE = 4
 @dataclass
 class Ran:
     tokens: list[int]
-    prompts: dict = field(default_factory=dict)
+    prompt_logprobs: tuple = ()
 
     @property
-    def likelihoods(self):
+    def logprobs(self):
         return [None] * len(self.tokens)
 
 
@@ -38,12 +38,12 @@ class FakeRunner:
     step_s: float = 0.01
     seen: list[int] = field(default_factory=list)
 
-    def run(self, step, samplings):
+    def run(self, step):
         self.seen.append(step.num_tokens)
         self.clock.advance(self.step_s)
         return Ran(
             [
-                chunk.end + 100 * samplings[chunk.sequence.id].seed
+                chunk.end + 100 * (chunk.sequence.params.seed or 0)
                 for chunk in step.chunks
                 if chunk.is_sampled
             ]
@@ -57,9 +57,10 @@ def an_engine(targets=None, num_blocks=64, limits=None) -> Engine:
     return Engine(scheduler, FakeRunner(clock), pace, clock, limits or Limits())
 
 
-def asked(number=1, prompt=(1, 2, 3), max_tokens=3, **options) -> Asked:
-    sampling = options.pop("sampling", Sampling())
-    return Asked(number, prompt, sampling, Ending(max_tokens), **options)
+def asked(number=1, prompt=(1, 2, 3), max_tokens=3, **options) -> GenerateRequest:
+    places = {name: options.pop(name) for name in ("leader", "num_following") if name in options}
+    params = SamplingParams(max_tokens=max_tokens, **options)
+    return GenerateRequest(number, prompt, params, **places)
 
 
 def all_of(engine: Engine) -> dict[tuple[int, int], list[int]]:
@@ -85,7 +86,7 @@ def test_a_request_gets_its_tokens_and_the_reason_of_the_last():
 
 def test_several_continuations_draw_differently():
     engine = an_engine()
-    engine.add(asked(num=3, sampling=Sampling(seed=5)))
+    engine.add(asked(n=3, seed=5))
     found = all_of(engine)
     assert found == {(1, 0): [503, 504, 505], (1, 1): [603, 604, 605], (1, 2): [703, 704, 705]}
     assert is_clean(engine)
@@ -104,7 +105,7 @@ def test_requests_run_together():
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_one_that_is_given_up_is_gone_at_once(num_steps):
     engine = an_engine()
-    engine.add(asked(1, num=2, max_tokens=30))
+    engine.add(asked(1, n=2, max_tokens=30))
     engine.add(asked(2))
     for _ in range(num_steps):
         engine.step()
@@ -116,7 +117,7 @@ def test_one_that_is_given_up_is_gone_at_once(num_steps):
 
 def test_a_text_ends_one_of_several():
     engine = an_engine()
-    engine.add(asked(num=2, max_tokens=6))
+    engine.add(asked(n=2, max_tokens=6))
     for _ in range(4):
         engine.step()
     engine.end(1, 0)
@@ -128,7 +129,7 @@ def test_a_text_ends_one_of_several():
 
 def test_a_step_that_fails_ends_all():
     engine = an_engine()
-    engine.add(asked(1, num=2))
+    engine.add(asked(1, n=2))
     engine.add(asked(2))
     engine.step()
     assert engine.fail() == [1, 2]
@@ -143,7 +144,7 @@ class TestRefusals:
         ):
             engine.add(asked(prompt=range(60), max_tokens=10))
         with pytest.raises(InvalidRequest, match="n is 17; expected at most 16"):
-            engine.add(asked(num=17))
+            engine.add(asked(n=17))
         with pytest.raises(InvalidRequest, match="0 tokens are asked for; expected at least 1"):
             engine.add(asked(max_tokens=0))
         assert is_clean(engine)
@@ -185,7 +186,7 @@ class TestRefusals:
         num_refused = 0
         for number in range(2 * PROBE_EVERY):
             try:
-                engine.add(asked(number, prompt=range(60), max_tokens=1, salt="x"))
+                engine.add(asked(number, prompt=range(60), max_tokens=1, cache_salt="x"))
                 engine.give_up(number)
             except InvalidRequest:
                 num_refused += 1
@@ -199,7 +200,7 @@ class TestRefusals:
         for number in range(1, 6000):
             engine.pace.add(Work(number % 40 * 10, 0), 0.01 + number % 40 * 0.1)
         with pytest.raises(InvalidRequest, match="also on an idle server"):
-            engine.add(asked(2, prompt=range(60), max_tokens=1, salt="other"))
+            engine.add(asked(2, prompt=range(60), max_tokens=1, cache_salt="other"))
         engine.add(asked(3, prompt=range(60), max_tokens=1))
         engine.give_up(3)
 
@@ -295,7 +296,7 @@ class Late:
     runner: "LateRunner"
     step: object
     found: list[int] | None = None
-    prompts: dict = field(default_factory=dict)
+    prompt_logprobs: tuple = ()
 
     @property
     def tokens(self):
@@ -303,7 +304,7 @@ class Late:
         return self.found
 
     @property
-    def likelihoods(self):
+    def logprobs(self):
         return [None] * len(self.tokens)
 
 
@@ -315,11 +316,11 @@ class LateRunner:
     under_way: list[Late] = field(default_factory=list)
     known: dict[int, list[int]] = field(default_factory=dict)
 
-    def run(self, step, samplings):
+    def run(self, step):
         for chunk in step.chunks:
             # Penalties are for all tokens before.
             is_known = chunk.end <= len(chunk.sequence.tokens)
-            assert is_known or not samplings[chunk.sequence.id].has_penalties
+            assert is_known or not chunk.sequence.params.has_penalties
         self.under_way.append(Late(self, step))
         assert len(self.under_way) <= self.most + 1
         return self.under_way[-1]
@@ -359,9 +360,12 @@ def test_law_steps_that_are_begun_early_bring_the_same_tokens(wishes, num_ahead,
         for now in range(600):
             while due and due[0][1][2] <= now:
                 number, (prompt, most, _, has_penalty) = due.pop(0)
-                sampling = Sampling(presence_penalty=0.5 if has_penalty else 0.0)
-                ending = Ending(most, frozenset({stop}))
-                engine.add(Asked(number, prompt, sampling, ending))
+                params = SamplingParams(
+                    max_tokens=most,
+                    stop_token_ids=frozenset({stop}),
+                    presence_penalty=0.5 if has_penalty else 0.0,
+                )
+                engine.add(GenerateRequest(number, prompt, params))
             if now == 9 and not due:
                 engine.give_up(0)
                 given_up.add(0)

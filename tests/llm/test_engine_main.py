@@ -16,12 +16,16 @@ import tiny_llm as tiny  # noqa: E402
 from penstock.llm import messages  # noqa: E402
 from penstock.llm.engine_main import EngineProcess  # noqa: E402
 from penstock.repository.manifest import FileEntry, Manifest  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 
-def generate(number, tokens, max_tokens=6, num=1, stop_tokens=(), **sampling) -> messages.Generate:
-    sampling = sampling or {"temperature": 0.0}
-    packed = messages.packed(tokens)
-    return messages.Generate(number, packed, sampling, {}, max_tokens, 0, stop_tokens, num, 0, "")
+def generate(number, tokens, max_tokens=6, n=1) -> messages.GenerateRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
+    return messages.GenerateRequest(number, messages.pack_tokens(tokens), params)
+
+
+def requests(report: messages.StepReport) -> list[int]:
+    return [event.request for event in report.events]
 
 
 class Core:
@@ -47,13 +51,11 @@ class Core:
         left = num
         while left:
             message = self.receive()
-            assert isinstance(message, messages.Pieces), message
-            for request, index, token, reason in zip(
-                message.requests, message.indices, message.tokens, message.reasons, strict=True
-            ):
-                if request == number:
-                    found[index].append(token)
-                    left -= bool(reason)
+            assert isinstance(message, messages.StepReport), message
+            for event in message.events:
+                if event.request == number:
+                    found[event.index].append(event.token)
+                    left -= bool(event.reason)
         return found
 
 
@@ -64,7 +66,7 @@ def core():
     thread.start()
     yield Core(ours)
     ours.close()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     theirs.close()
 
@@ -82,13 +84,13 @@ def test_several_at_once_and_one_that_nobody_waits_for(core, tmp_path):
     weights = tiny.write_folder(tmp_path)
     core.load(tmp_path)
     core.send(generate(1, [1, 2, 3], max_tokens=50))
-    core.send(generate(2, [4, 5], num=2))
+    core.send(generate(2, [4, 5], n=2))
     core.send(messages.GiveUp((1,)))
     wanted = tiny.continued(weights, tiny.CONFIG, [4, 5], 6)
     assert core.finish(2, num=2) == [wanted, wanted]
     core.send(generate(3, [6], max_tokens=1))
     message = core.receive()
-    assert message.requests == (3,) and message.num_running == 0
+    assert requests(message) == [3] and message.num_running == 0
     assert message.num_free_blocks == core_blocks(tmp_path)
 
 
@@ -97,7 +99,7 @@ def test_a_step_without_a_token_is_told_too(core, tmp_path):
     core.load(tmp_path, max_tokens=4)
     core.send(generate(1, list(range(1, 10)), max_tokens=1))
     steps = [core.receive() for _ in range(3)]
-    assert [each.tokens == () for each in steps] == [True, True, False]
+    assert [each.events == [] for each in steps] == [True, True, False]
     assert [each.num_computed for each in steps] == [4, 8, 9]
     assert [each.num_running for each in steps] == [1, 1, 0]
     assert [len(each.waits_s) for each in steps] == [1, 0, 0] and steps[0].num_asked == 9
@@ -119,8 +121,8 @@ def test_a_text_ends_a_sequence(core, tmp_path):
     core.receive()
     core.send(messages.EndText(1, 0))
     core.send(generate(2, [1], max_tokens=1))
-    while (message := core.receive()).requests != (2,):
-        assert message.requests == (1,)
+    while requests(message := core.receive()) != [2]:
+        assert requests(message) == [1]
     assert message.num_running == 0
 
 
@@ -128,7 +130,7 @@ def test_a_text_ends_a_sequence(core, tmp_path):
     ("message", "text", "is_overload"),
     [
         (generate(1, range(60), max_tokens=10), "expected at most 64 together", False),
-        (generate(1, [1], num=99), "n is 99; expected at most 16", False),
+        (generate(1, [1], n=99), "n is 99; expected at most 16", False),
     ],
 )
 def test_what_cannot_run_is_refused(core, tmp_path, message, text, is_overload):
@@ -177,7 +179,7 @@ def test_in_a_process_of_its_own(tmp_path):
         core.send(generate(1, [9, 8, 7]))
         assert core.finish(1) == [tiny.continued(weights, tiny.CONFIG, [9, 8, 7], 6)]
         core.send(messages.Stop())
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

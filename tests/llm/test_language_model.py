@@ -1,6 +1,7 @@
 """A language model as the core has it, with a real engine in a thread and in a process."""
 
 import asyncio
+import itertools
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -24,16 +25,16 @@ from penstock.errors import (  # noqa: E402
 )
 from penstock.llm.generation import Generation  # noqa: E402
 from penstock.llm.language_model import LlmModel  # noqa: E402
-from penstock.llm.params import Sampling  # noqa: E402
-from penstock.llm.sequence import Ending  # noqa: E402
+from penstock.llm.messages import GenerateRequest, pack_tokens  # noqa: E402
 from penstock.llm.text import Text  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 from penstock.serving.metrics import ModelMetrics  # noqa: E402
 from penstock.serving.quotas import Quota, Quotas  # noqa: E402
 from penstock.testing import FakeClock  # noqa: E402
 
 TEXT = Text(TOKENIZER).vocabulary
 CONFIG = {**tiny.CONFIG, "vocab_size": TEXT.num_tokens, "max_position_embeddings": 256}
-GREEDY = Sampling(temperature=0.0)
+IDS = itertools.count()
 
 
 class Sink:
@@ -44,12 +45,12 @@ class Sink:
         self.totals = self.error = None
         self.ended = asyncio.Event()
 
-    def part(self, part):
+    def token(self, event):
         assert self.error is None and self.totals is None
-        self.texts[part.index] = self.texts.get(part.index, "") + part.text
-        self.tokens.setdefault(part.index, []).append(part.token)
-        if part.reason:
-            self.reasons[part.index] = part.reason
+        self.texts[event.index] = self.texts.get(event.index, "") + event.text
+        self.tokens.setdefault(event.index, []).append(event.token)
+        if event.reason:
+            self.reasons[event.index] = event.reason
 
     def finished(self, totals):
         assert self.totals is None and self.error is None
@@ -62,11 +63,11 @@ class Sink:
         self.ended.set()
 
 
-def a_generation(prompt="the cat", max_tokens=8, stops=(), stop_tokens=(), **options) -> Generation:
+def a_generation(prompt="the cat", arrived=0.0, caller=b"", **options) -> Generation:
     tokens = TOKENIZER.encode(prompt).ids if isinstance(prompt, str) else prompt
-    sampling = options.pop("sampling", GREEDY)
-    ending = Ending(max_tokens, frozenset(stop_tokens))
-    return Generation(tokens, sampling, ending, Sink(), stops, **options)
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **options})
+    request = GenerateRequest(next(IDS), pack_tokens(tokens), params)
+    return Generation(request, Sink(), caller, arrived)
 
 
 @asynccontextmanager
@@ -105,12 +106,12 @@ def test_text_comes_in_pieces_and_is_the_whole(tmp_path):
             assert sink.texts[0] == TEXT.decode(sink.tokens[0])
             assert sink.reasons == {0: "length"} and model.num_open == 0
             assert (sink.totals.num_prompt, sink.totals.num_generated) == (
-                len(generation.tokens),
+                generation.num_prompt,
                 12,
             )
             again = a_generation(prompt, max_tokens=12)
             assert (await answered(model, again)).texts == sink.texts
-            assert again.sink.totals.num_found > 0
+            assert again.sink.totals.num_cached > 0
 
     run(scenario)
 
@@ -119,11 +120,11 @@ def test_a_word_after_a_prompt_keeps_its_space(tmp_path):
     async def scenario():
         text, word = Text(WITH_BYTES).vocabulary, WITH_BYTES.token_to_id("▁the")
         async with started(tmp_path, text=text) as model:
-            always = Sampling(temperature=0.0, bias={word: 100.0})
-            asked = a_generation(WITH_BYTES.encode("the cat").ids, max_tokens=3, sampling=always)
+            always = {word: 100.0}
+            asked = a_generation(WITH_BYTES.encode("the cat").ids, max_tokens=3, logit_bias=always)
             assert (await answered(model, asked)).texts[0] == " the the the"
             # Behind what nobody sees it is the first.
-            first = a_generation([1], max_tokens=2, sampling=always)
+            first = a_generation([1], max_tokens=2, logit_bias=always)
             assert (await answered(model, first)).texts[0] == "the the"
 
     run(scenario)
@@ -135,7 +136,7 @@ def test_a_text_ends_it_and_is_not_sent(tmp_path):
             first = a_generation(max_tokens=30)
             whole = (await answered(model, first)).texts[0]
             stop = whole[4:7]
-            second = a_generation(max_tokens=30, stops=[stop])
+            second = a_generation(max_tokens=30, stop=(stop,))
             sink = await answered(model, second)
             assert sink.texts[0] == whole[: whole.index(stop)] and sink.reasons == {0: "stop"}
             assert sink.totals.num_generated < 30
@@ -149,7 +150,7 @@ def test_a_token_that_ends_it_is_no_text(tmp_path):
             first = a_generation(max_tokens=20)
             tokens = (await answered(model, first)).tokens[0]
             end = next(each for each in tokens if each != tokens[0])
-            second = a_generation(max_tokens=20, stop_tokens=[end])
+            second = a_generation(max_tokens=20, stop_token_ids=frozenset({end}))
             sink = await answered(model, second)
             assert sink.texts[0] == TEXT.decode(tokens[: tokens.index(end)])
             assert sink.reasons == {0: "stop"}
@@ -160,8 +161,7 @@ def test_a_token_that_ends_it_is_no_text(tmp_path):
 def test_several_at_once(tmp_path):
     async def scenario():
         async with started(tmp_path) as model:
-            sampling = Sampling(temperature=1.5, seed=3)
-            many = a_generation(num=3, sampling=sampling)
+            many = a_generation(n=3, temperature=1.5, seed=3)
             others = [a_generation(prompt) for prompt in ("a naïve", "def f", "日本語")]
             for each in (many, *others):
                 model.submit(each)
@@ -199,9 +199,9 @@ def test_nobody_hears_of_what_was_given_up(tmp_path):
         (dict(prompt=[5, 100_000]), "token 100000; expected 0 to"),
         (dict(prompt=[1] * 201), "the prompt has 201 tokens; expected at most 200"),
         (dict(max_tokens=500), "expected at most 200 together"),
-        (dict(sampling=Sampling(bias={-1: 1.0})), "token -1; expected 0 to"),
-        (dict(sampling=Sampling(seed=1 << 70)), "a number has more than 64 bits"),
-        (dict(salt="x" * (2 << 20)), "bytes; expected at most"),
+        (dict(logit_bias={-1: 1.0}), "token -1; expected 0 to"),
+        (dict(seed=1 << 70), "a number has more than 64 bits"),
+        (dict(cache_salt="x" * (2 << 20)), "bytes; expected at most"),
         (dict(max_tokens=0), "0 tokens are asked for; expected at least 1"),
     ],
 )
@@ -250,10 +250,10 @@ def test_what_it_does_is_counted(tmp_path):
         await model.start()
         found = model.metrics
         prompt = "the cat sat on the mat, a naïve café"
-        first, again = a_generation(prompt, arrived=500.0), a_generation(prompt, num=2)
+        first, again = a_generation(prompt, arrived=500.0), a_generation(prompt, n=2)
         await answered(model, first)
         assert (found.num_running, found.num_waiting, found.cache_use) == (0, 0, 0.0)
-        num_prompt = len(first.tokens)
+        num_prompt = first.num_prompt
         assert found.num_prompt_tokens == num_prompt and found.num_generated_tokens == 8
         assert found.first_token_s.total > 500 and found.next_token_s.count == 7
         # A prompt takes several steps; the last token is not computed.
@@ -344,7 +344,7 @@ def test_one_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
 
 def test_a_sink_that_fails_is_nobody_elses_problem(tmp_path):
     class Broken(Sink):
-        def part(self, part):
+        def token(self, event):
             raise ValueError("cannot write")
 
     async def scenario():
@@ -365,13 +365,13 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
 
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        settings = tiny.settings_of(tmp_path, max_length=200, hang_s=2.0)
+        settings = tiny.settings_of(tmp_path, max_length=200, hang_s=6.0)
         counts = ModelMetrics("smol", "1")
         model = LlmModel(counts, settings, TEXT)
         await model.start()
         try:
             assert (await answered(model, a_generation())).error is None
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(6.5)
             # Nobody waits: silence is no fault.
             stopped = model.pid
             assert model.state == "READY" and model.num_restarts == 0
@@ -406,7 +406,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
             sink = await ended(asked)
             assert isinstance(sink.error, BackendFailed)
             assert "the engine was killed by SIGKILL" in str(sink.error)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while model.state != "READY":
                     await asyncio.sleep(0.01)
             again = a_generation()
@@ -424,6 +424,7 @@ def test_in_a_process_that_is_killed(tmp_path):
         first = a_generation()
         assert (await answered(model, first)).error is None
         asked = a_generation(max_tokens=190)
+        os.kill(model.pid, signal.SIGSTOP)  # It cannot be done before it is killed.
         model.submit(asked)
         os.kill(model.pid, signal.SIGKILL)
         assert isinstance((await ended(asked)).error, BackendFailed)
@@ -444,7 +445,7 @@ def test_a_key_gets_its_share_of_the_queue_back_however_its_texts_end(tmp_path):
     async def scenario():
         async with started(tmp_path, quotas=quotas, max_waiting=4, max_sequences=4) as model:
             for turn in range(4):
-                first = a_generation(max_tokens=100, num=2, caller=b"team-a")
+                first = a_generation(max_tokens=100, n=2, caller=b"team-a")
                 second = a_generation(caller=b"team-a")
                 other = a_generation(caller=b"team-b")
                 for each in (first, second, other):

@@ -10,12 +10,11 @@ import tiny_llm as tiny  # noqa: E402
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.llm import loading  # noqa: E402
-from penstock.llm.engine import Asked  # noqa: E402
 from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
-from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.scheduler import Limits  # noqa: E402
-from penstock.llm.sequence import Ending  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 EVEN = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
 
@@ -31,7 +30,9 @@ def test_in_small_types_most_tokens_are_those_of_the_model_as_it_is(tmp_path, sm
         chance.seed(1)
         for number in range(30):
             tokens = [chance.randrange(50) for _ in range(6)]
-            engine.add(Asked(number, tokens, Sampling(temperature=0.0), Ending(1)))
+            engine.add(
+                GenerateRequest(number, tokens, SamplingParams(temperature=0.0, max_tokens=1))
+            )
         tokens = {}
         while not engine.is_idle:
             tokens |= {piece.request: piece.token for piece in engine.step()}
@@ -54,11 +55,13 @@ def test_int8_takes_any_size(tmp_path, config):
     weights = tiny.write_folder(tmp_path, **config)
     engine, built = load(tiny.settings_of(tmp_path, dtype="int8"))
     assert built["dtype"] == "int8"
-    engine.add(Asked(1, [3, 1, 4], Sampling(temperature=0.0, num_logprobs=1), Ending(1)))
+    engine.add(
+        GenerateRequest(1, [3, 1, 4], SamplingParams(temperature=0.0, num_logprobs=1, max_tokens=1))
+    )
     (piece,) = engine.step()
     logprobs = tiny.by_hand(weights, config, [3, 1, 4])[-1].log_softmax(0)
-    assert piece.likelihood is not None
-    assert piece.likelihood.logprob == pytest.approx(float(logprobs[piece.token]), abs=0.1)
+    assert piece.logprobs is not None
+    assert piece.logprobs.logprob == pytest.approx(float(logprobs[piece.token]), abs=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -86,7 +89,7 @@ def test_products_whose_sizes_int4_does_not_take_stay_as_they_are(tmp_path, size
 def test_weights_may_be_made_up_for_a_configuration(tmp_path):
     path = tiny.config_file(tmp_path)
     engine, built = load(tiny.settings_of(path, is_made_up=True))
-    engine.add(Asked(1, [1, 2], Sampling(temperature=0.0), Ending(3)))
+    engine.add(GenerateRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3)))
     assert sum(len(engine.step()) for _ in range(4)) == 3
     assert built["vocabulary"] == "50"
 

@@ -11,8 +11,8 @@ from penstock.llm import operations  # noqa: E402
 from penstock.llm.cuda_runner import parameters_of  # noqa: E402
 from penstock.llm.models.products import Product, Small, fp8_product  # noqa: E402
 from penstock.llm.operations import KEY, Places  # noqa: E402
-from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sampling import STEPS, Row, sample  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 
 def test_every_token_sees_its_sequence_up_to_itself():
@@ -44,11 +44,11 @@ def test_products_in_fp8_get_what_they_take():
 def test_tokens_are_drawn_as_they_are_from_rows():
     torch.manual_seed(3)
     samplings = [
-        Sampling(temperature=0.0),
-        Sampling(temperature=0.9, seed=5),
-        Sampling(temperature=1.3, seed=2**63, top_k=9),
-        Sampling(temperature=0.7, seed=2**32 - 1, top_p=0.6),
-        Sampling(temperature=2.0, seed=9, min_p=0.2, top_k=30),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9, seed=5),
+        SamplingParams(temperature=1.3, seed=2**63, top_k=9),
+        SamplingParams(temperature=0.7, seed=2**32 - 1, top_p=0.6),
+        SamplingParams(temperature=2.0, seed=9, min_p=0.2, top_k=30),
     ]
     logits = torch.randn(5, 200)
     for position in range(20):

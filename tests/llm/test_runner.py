@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch")
 
@@ -12,13 +13,13 @@ from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
-from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.runner import Runner  # noqa: E402
 from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
-from penstock.llm.sequence import Ending, Sequence  # noqa: E402
+from penstock.llm.sequence import Sequence  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 SIZE = 4
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Model:
@@ -33,10 +34,10 @@ class Model:
         limits = {"max_sequences": 4, "max_tokens": 7, "max_length": 128, **limits}
         self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), Limits(**limits))
 
-    def step(self, samplings):
+    def step(self):
         step = self.scheduler.plan()
         if step.chunks:
-            ran = self.runner.run(step, samplings)
+            ran = self.runner.run(step)
             self.scheduler.commit(step, ran.tokens)
 
     def wanted(self, prompt, num_tokens):
@@ -50,10 +51,10 @@ def config(request):
 
 def test_one_sequence_continues_as_by_hand(tmp_path, config):
     model = Model(tmp_path, config)
-    sequence = Sequence(0, [3, 1, 4, 1, 5, 9, 2, 6, 5], Ending(12))
+    sequence = Sequence(0, [3, 1, 4, 1, 5, 9, 2, 6, 5], replace(GREEDY, max_tokens=12))
     model.scheduler.add(sequence)
     while sequence.state != "ended":
-        model.step({0: GREEDY})
+        model.step()
     assert sequence.tokens[9:] == model.wanted([3, 1, 4, 1, 5, 9, 2, 6, 5], 12)
 
 
@@ -68,12 +69,15 @@ def test_many_together_continue_as_alone(tmp_path, config, seed):
         + [chance.randrange(50) for _ in range(chance.randrange(6))]
         for _ in range(8)
     ]
-    sequences = [Sequence(n, list(p), Ending(16), float(n)) for n, p in enumerate(prompts)]
+    sequences = [
+        Sequence(n, list(p), replace(GREEDY, max_tokens=16), float(n))
+        for n, p in enumerate(prompts)
+    ]
     due = list(sequences)
     while due or model.scheduler.waiting or model.scheduler.running:
         if due and chance.random() < 0.6:
             model.scheduler.add(due.pop(0))
-        model.step(dict.fromkeys(range(8), GREEDY))
+        model.step()
     assert model.scheduler.num_preemptions > 0
     assert model.scheduler.pool.counts.num_found > 0
     for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -81,16 +85,19 @@ def test_many_together_continue_as_alone(tmp_path, config, seed):
 
 
 def test_a_seed_draws_the_same_alone_and_among_others(tmp_path, config):
-    sampling = Sampling(temperature=1.0, seed=5, top_p=0.95)
+    params = SamplingParams(temperature=1.0, seed=5, top_p=0.95, max_tokens=10)
     found = []
     for others in (0, 3):
         folder = tmp_path / str(others)
         folder.mkdir()
         model = Model(folder, config)
-        sequences = [Sequence(n, [n + 1, 7, 3], Ending(10)) for n in range(1 + others)]
+        sequences = [
+            Sequence(n, [n + 1, 7, 3], replace(GREEDY, max_tokens=10) if n else params)
+            for n in range(1 + others)
+        ]
         for each in sequences:
             model.scheduler.add(each)
         while sequences[0].state != "ended":
-            model.step({0: sampling, **dict.fromkeys(range(1, 4), GREEDY)})
+            model.step()
         found.append(sequences[0].tokens)
     assert found[0] == found[1] and len(found[0]) == 13

@@ -7,15 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sampling import Row, cut, gumbel, sample  # noqa: E402
+from penstock.sampling_params import SamplingParams  # noqa: E402
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
 
 
-def drawn(sampling: Sampling, num: int = 4000, logits=LOGITS) -> Counter:
+def drawn(params: SamplingParams, num: int = 4000, logits=LOGITS) -> Counter:
     """How often each token comes, over as many positions."""
-    rows = [Row(sampling, position) for position in range(num)]
+    rows = [Row(params, position) for position in range(num)]
     return Counter(sample(logits.expand(num, -1), rows).tokens.tolist())
 
 
@@ -25,7 +25,7 @@ def likely(logits=LOGITS, temperature=1.0) -> list[float]:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_come_as_often_as_they_are_likely(temperature):
-    found = drawn(Sampling(temperature=temperature, seed=3), 20_000)
+    found = drawn(SamplingParams(temperature=temperature, seed=3), 20_000)
     for token, wanted in enumerate(likely(temperature=temperature)):
         deviation = math.sqrt(wanted * (1 - wanted) / 20_000)
         assert abs(found[token] / 20_000 - wanted) < 5 * deviation
@@ -34,7 +34,7 @@ def test_tokens_come_as_often_as_they_are_likely(temperature):
 @pytest.mark.slow
 def test_noise_is_evenly_spread_over_many_tokens():
     """Of 50,000 that are all as likely none comes often, and neighbours have nothing in common."""
-    rows = [Row(Sampling(seed=9), position) for position in range(400)]
+    rows = [Row(SamplingParams(seed=9), position) for position in range(400)]
     tokens = sample(torch.zeros(400, 50_000), rows).tokens
     assert tokens.unique().numel() > 390
     noise = gumbel(rows[:2], 50_000, torch.device("cpu"))
@@ -46,29 +46,32 @@ def test_noise_is_evenly_spread_over_many_tokens():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-38, 9e-6])
 def test_greedy_takes_the_most_likely(temperature):
-    assert drawn(Sampling(temperature=temperature), 5) == {0: 5}
+    assert drawn(SamplingParams(temperature=temperature), 5) == {0: 5}
 
 
 def test_what_is_banned_is_not_drawn():
-    rows = [Row(Sampling(temperature=0.0), 1, banned=(0, 1)), Row(Sampling(temperature=0.0), 1)]
+    rows = [
+        Row(SamplingParams(temperature=0.0), 1, banned=(0, 1)),
+        Row(SamplingParams(temperature=0.0), 1),
+    ]
     assert sample(LOGITS.expand(2, -1), rows).tokens.tolist() == [2, 0]
 
 
 def test_a_seed_draws_the_same_whoever_else_is_there():
     torch.manual_seed(0)
     logits = torch.randn(6, 100)
-    rows = [Row(Sampling(seed=number, top_p=0.9), 7) for number in range(6)]
+    rows = [Row(SamplingParams(seed=number, top_p=0.9), 7) for number in range(6)]
     together = sample(logits, rows).tokens
     for place, row in enumerate(rows):
         assert sample(logits[place : place + 1], [row]).tokens[0] == together[place]
-    greedy = [Row(Sampling(temperature=0.0), 7), *rows[1:]]
+    greedy = [Row(SamplingParams(temperature=0.0), 7), *rows[1:]]
     assert sample(logits, greedy).tokens[1:].tolist() == together[1:].tolist()
 
 
 def test_other_seeds_and_positions_draw_others():
     logits = torch.zeros(1, 10_000)
     found = {
-        int(sample(logits, [Row(Sampling(seed=seed), position)]).tokens[0])
+        int(sample(logits, [Row(SamplingParams(seed=seed), position)]).tokens[0])
         for seed in (1, 2, 1 << 40, -5)
         for position in (1, 2, 3)
     }
@@ -78,19 +81,19 @@ def test_other_seeds_and_positions_draw_others():
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (Sampling(top_k=2), {0, 1}),
-        (Sampling(top_k=1), {0}),
+        (SamplingParams(top_k=2), {0, 1}),
+        (SamplingParams(top_k=1), {0}),
         # 0.64, 0.23, 0.09, ...: the first alone is not enough.
-        (Sampling(top_p=0.7), {0, 1}),
-        (Sampling(top_p=0.6), {0}),
-        (Sampling(top_p=0.0), {0}),
-        (Sampling(min_p=0.3), {0, 1}),
-        (Sampling(min_p=1.0), {0}),
-        (Sampling(top_k=3, top_p=0.7), {0, 1}),
+        (SamplingParams(top_p=0.7), {0, 1}),
+        (SamplingParams(top_p=0.6), {0}),
+        (SamplingParams(top_p=0.0), {0}),
+        (SamplingParams(min_p=0.3), {0, 1}),
+        (SamplingParams(min_p=1.0), {0}),
+        (SamplingParams(top_k=3, top_p=0.7), {0, 1}),
         # Of what is left by the number: 0.73 of the first two are enough.
-        (Sampling(top_k=2, top_p=0.72), {0}),
-        (Sampling(top_k=1 << 40), {0, 1, 2, 3, 4}),
-        (Sampling(temperature=100.0, top_k=4), {0, 1, 2, 3}),
+        (SamplingParams(top_k=2, top_p=0.72), {0}),
+        (SamplingParams(top_k=1 << 40), {0, 1, 2, 3, 4}),
+        (SamplingParams(temperature=100.0, top_k=4), {0, 1, 2, 3}),
     ],
 )
 def test_what_is_left_out_never_comes(sampling, expected):
@@ -98,32 +101,32 @@ def test_what_is_left_out_never_comes(sampling, expected):
 
 
 def test_what_is_left_keeps_its_shares():
-    found = drawn(Sampling(top_k=2, seed=1), 20_000)
+    found = drawn(SamplingParams(top_k=2, seed=1), 20_000)
     first, second = likely()[:2]
     assert found[0] / 20_000 == pytest.approx(first / (first + second), abs=0.02)
 
 
 def test_equal_ones_are_cut_to_the_number_asked_for():
-    kept = cut(torch.zeros(1, 10), [Sampling(top_k=3)])
+    kept = cut(torch.zeros(1, 10), [SamplingParams(top_k=3)])
     assert kept.isfinite().sum() == 3
-    assert cut(torch.zeros(1, 2), [Sampling(top_p=0.5)]).isfinite().sum() == 1
+    assert cut(torch.zeros(1, 2), [SamplingParams(top_p=0.5)]).isfinite().sum() == 1
 
 
 def test_nobody_loses_a_token_to_what_another_leaves_out():
     logits = torch.randn(2, 50_000)
-    kept = cut(logits, [Sampling(top_k=5), Sampling(top_p=1.0)])
+    kept = cut(logits, [SamplingParams(top_k=5), SamplingParams(top_p=1.0)])
     assert kept.isfinite().sum(1).tolist() == [5, 50_000]
 
 
 def test_bias_makes_tokens_likely_or_impossible():
-    assert set(drawn(Sampling(bias={4: 100.0}))) == {4}
-    assert 0 not in drawn(Sampling(bias={0: -100.0}))
-    assert drawn(Sampling(temperature=0.0, bias={3: 10.0}), 3) == {3: 3}
+    assert set(drawn(SamplingParams(logit_bias={4: 100.0}))) == {4}
+    assert 0 not in drawn(SamplingParams(logit_bias={0: -100.0}))
+    assert drawn(SamplingParams(temperature=0.0, logit_bias={3: 10.0}), 3) == {3: 3}
 
 
 def row_of(logits, **options) -> int:
     prompt, generated = options.pop("prompt", ()), options.pop("generated", ())
-    row = Row(Sampling(temperature=0.0, **options), 1, prompt, generated)
+    row = Row(SamplingParams(temperature=0.0, **options), 1, prompt, generated)
     return int(sample(torch.tensor([logits]), [row]).tokens[0])
 
 
@@ -142,7 +145,7 @@ def test_penalties():
 
 
 def test_logprobs_are_of_what_the_model_says():
-    sampling = Sampling(temperature=0.5, top_k=1, bias={4: 50.0}, num_logprobs=2)
+    sampling = SamplingParams(temperature=0.5, top_k=1, logit_bias={4: 50.0}, num_logprobs=2)
     found = sample(LOGITS[None], [Row(sampling, 3)])
     wanted = LOGITS.log_softmax(0)
     assert found.tokens.tolist() == [4]
@@ -152,24 +155,28 @@ def test_logprobs_are_of_what_the_model_says():
 
 
 def test_as_many_places_as_the_one_that_wants_most():
-    samplings = [Sampling(num_logprobs=0), Sampling(num_logprobs=3), Sampling()]
+    samplings = [SamplingParams(num_logprobs=0), SamplingParams(num_logprobs=3), SamplingParams()]
     found = sample(LOGITS.expand(3, -1), [Row(each, 1) for each in samplings])
     assert found.top_tokens.shape == (3, 3)
-    nobody = sample(LOGITS[None], [Row(Sampling(num_logprobs=0), 1)])
+    nobody = sample(LOGITS[None], [Row(SamplingParams(num_logprobs=0), 1)])
     assert nobody.logprobs is not None and nobody.top_tokens is None
-    assert sample(LOGITS[None], [Row(Sampling(), 1)]).logprobs is None
+    assert sample(LOGITS[None], [Row(SamplingParams(), 1)]).logprobs is None
 
 
 def test_logits_stay_as_they_were():
     given = LOGITS.expand(2, -1).clone()
     sample(
-        given, [Row(Sampling(bias={1: 5.0}, presence_penalty=1.0), 1, (), [0]), Row(Sampling(), 1)]
+        given,
+        [
+            Row(SamplingParams(logit_bias={1: 5.0}, presence_penalty=1.0), 1, (), [0]),
+            Row(SamplingParams(), 1),
+        ],
     )
     assert torch.equal(given, LOGITS.expand(2, -1))
 
 
 def test_half_precision_is_drawn_in_full():
-    row = Row(Sampling(seed=5), 11)
+    row = Row(SamplingParams(seed=5), 11)
     logits = torch.randn(1, 1000)
     half = logits.to(torch.bfloat16)
     assert sample(half, [row]).tokens == sample(half.float(), [row]).tokens

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.llm.blocks import BlockPool
 from penstock.llm.scheduler import Limits, Scheduler, Step, fair_shares
-from penstock.llm.sequence import Ending, Sequence
+from penstock.llm.sequence import Sequence
+from penstock.sampling_params import SamplingParams
 
 SIZE = 4
 VOCABULARY = 5
@@ -22,9 +23,9 @@ def next_token(tokens) -> int:
     return hash(tuple(tokens)) % VOCABULARY
 
 
-def alone(prompt, ending: Ending) -> list[int]:
+def alone(prompt, params: SamplingParams) -> list[int]:
     """What a sequence generates."""
-    sequence = Sequence(0, list(prompt), ending)
+    sequence = Sequence(0, list(prompt), params)
     while not sequence.reason:
         token = next_token(sequence.tokens)
         sequence.tokens.append(token)
@@ -63,8 +64,12 @@ def scheduler(num_blocks=64, max_sequences=8, max_tokens=16, max_length=256) -> 
     return Scheduler(BlockPool(num_blocks, SIZE), Limits(max_sequences, max_tokens, max_length))
 
 
-def a_sequence(number=0, prompt=(1, 2, 3), max_tokens=4, **others) -> Sequence:
-    return Sequence(number, list(prompt), Ending(max_tokens), arrived=float(number), **others)
+def a_sequence(
+    number=0, prompt=(1, 2, 3), max_tokens=4, leader=None, is_cached=True, **params
+) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, **params)
+    arrived = float(number)
+    return Sequence(number, list(prompt), params, arrived, leader=leader, is_cached=is_cached)
 
 
 def counts(step: Step) -> dict[int, int]:
@@ -84,23 +89,29 @@ class TestSteps:
         planner, device, sequence = scheduler(), Device(), a_sequence(max_tokens=3)
         planner.add(sequence)
         assert [counts(ran(planner, device)) for _ in range(4)] == [{0: 3}, {0: 1}, {0: 1}, {}]
-        assert sequence.tokens[3:] == alone([1, 2, 3], Ending(3))
+        assert sequence.tokens[3:] == alone([1, 2, 3], SamplingParams(max_tokens=3))
         assert (sequence.state, sequence.reason) == ("ended", "length")
         assert planner.pool.num_free == planner.pool.num_blocks
 
     def test_a_token_may_end_it(self):
-        prompt = next(p for p in ([1], [2], [3], [4]) if len(set(alone(p, Ending(9)))) > 1)
-        tokens = alone(prompt, Ending(9))
+        prompt = next(
+            p for p in ([1], [2], [3], [4]) if len(set(alone(p, SamplingParams(max_tokens=9)))) > 1
+        )
+        tokens = alone(prompt, SamplingParams(max_tokens=9))
         stop = next(each for each in tokens if each != tokens[0])
         planner = scheduler()
-        sequence = Sequence(0, list(prompt), Ending(9, frozenset({stop})))
+        sequence = Sequence(
+            0, list(prompt), SamplingParams(max_tokens=9, stop_token_ids=frozenset({stop}))
+        )
         planner.add(sequence)
         ran(planner, Device(), 12)
         assert sequence.tokens[len(prompt) :] == tokens[: tokens.index(stop) + 1]
         assert sequence.reason == "stop"
 
     def test_before_the_least_number_of_tokens_none_ends_it(self):
-        ending = Ending(6, frozenset(range(VOCABULARY)), min_tokens=4)
+        ending = SamplingParams(
+            max_tokens=6, stop_token_ids=frozenset(range(VOCABULARY)), min_tokens=4
+        )
         planner, sequence = scheduler(), Sequence(0, [1, 2], ending)
         planner.add(sequence)
         ran(planner, Device(), 8)
@@ -177,18 +188,20 @@ class TestAhead:
         ]  # fmt: skip
         for step in (first, second, third):
             planner.commit(step, device.run(step))
-        assert sequence.tokens[3:] == alone([1, 2, 3], Ending(3))
+        assert sequence.tokens[3:] == alone([1, 2, 3], SamplingParams(max_tokens=3))
 
     def test_what_is_computed_after_the_end_is_dropped(self):
-        tokens = alone([1, 2, 3], Ending(9))
+        tokens = alone([1, 2, 3], SamplingParams(max_tokens=9))
         planner, device = scheduler(), Device()
-        sequence = Sequence(0, [1, 2, 3], Ending(9, frozenset({tokens[0]})))
+        sequence = Sequence(
+            0, [1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=frozenset({tokens[0]}))
+        )
         planner.add(sequence)
         first = planner.plan()
         sampled = device.run(first)
         second = planner.plan()
         late = device.run(second)
-        assert [each.token for each in planner.commit(first, sampled)] == tokens[:1]
+        assert [token for _, token in planner.commit(first, sampled)] == tokens[:1]
         assert planner.commit(second, late) == []
         assert sequence.tokens == [1, 2, 3, tokens[0]]
         assert planner.pool.num_free == planner.pool.num_blocks
@@ -219,9 +232,9 @@ class TestCache:
 
     def test_another_salt_finds_nothing(self):
         planner, device = scheduler(), Device()
-        planner.add(a_sequence(0, range(8), 1, salt="one"))
+        planner.add(a_sequence(0, range(8), 1, cache_salt="one"))
         ran(planner, device)
-        planner.add(a_sequence(1, range(8), 1, salt="other"))
+        planner.add(a_sequence(1, range(8), 1, cache_salt="other"))
         assert counts(planner.plan()) == {1: 8}
 
     def test_whoever_wants_every_position_computes_every_position(self):
@@ -251,7 +264,7 @@ class TestRoom:
         ran(planner, device, 60)
         assert planner.num_preemptions > 0
         for each in sequences:
-            assert each.tokens[4:] == alone(each.tokens[:4], Ending(12)), each.id
+            assert each.tokens[4:] == alone(each.tokens[:4], SamplingParams(max_tokens=12)), each.id
         assert planner.pool.num_free == 6
 
     def test_whoever_gave_its_blocks_up_begins_again_when_its_token_is_known(self):
@@ -274,7 +287,7 @@ class TestRoom:
         assert counts(step) == {1: len(last.tokens)}
         planner.commit(step, device.run(step))
         ran(planner, device, 6)
-        assert last.tokens[4:] == alone([1] * 4, Ending(6))
+        assert last.tokens[4:] == alone([1] * 4, SamplingParams(max_tokens=6))
 
     def test_what_could_never_run_does_not_fit(self):
         planner = scheduler(num_blocks=4, max_length=100)
@@ -331,8 +344,10 @@ def test_law_everybody_ends_with_what_it_would_have_generated_alone(
     device = Device()
     due = []
     for number, (prompt, max_tokens, priority, is_cached, at) in enumerate(asked):
-        ending = Ending(max_tokens, frozenset(stops))
-        sequence = Sequence(number, list(prompt), ending, float(at), priority, is_cached=is_cached)
+        params = SamplingParams(
+            max_tokens=max_tokens, stop_token_ids=frozenset(stops), priority=priority
+        )
+        sequence = Sequence(number, list(prompt), params, float(at), is_cached=is_cached)
         if planner.fits(len(prompt), max_tokens):
             due.append((at, sequence))
     due.sort(key=lambda each: each[0])
@@ -352,14 +367,14 @@ def test_law_everybody_ends_with_what_it_would_have_generated_alone(
         if step.chunks:
             under_way.append((step, device.run(step)))
         if under_way and (len(under_way) >= depth or not step.chunks):
-            for each in planner.commit(*under_way.pop(0)):
-                new.setdefault(each.sequence.id, []).append(each.token)
+            for sequence, token in planner.commit(*under_way.pop(0)):
+                new.setdefault(sequence.id, []).append(token)
         if not due and not under_way and not planner.running and not planner.waiting:
             break
     else:
         raise AssertionError("somebody never ends")
     for sequence in everybody:
-        wanted = alone(sequence.tokens[: sequence.num_prompt], sequence.ending)
+        wanted = alone(sequence.tokens[: sequence.num_prompt], sequence.params)
         found = sequence.tokens[sequence.num_prompt :]
         assert sequence.state == "ended" and new.get(sequence.id, []) == found
         if sequence.id in aborted:

@@ -1,8 +1,9 @@
 """Rows of the device's table of blocks."""
 
 from penstock.llm.scheduler import Chunk
-from penstock.llm.sequence import Ending, Sequence
+from penstock.llm.sequence import Sequence
 from penstock.llm.table_rows import TableRows
+from penstock.sampling_params import SamplingParams
 
 
 class Table:
@@ -26,7 +27,9 @@ class Table:
 
 
 def chunk(number, blocks, num_evictions=0):
-    return Chunk(Sequence(number, [1], Ending(1)), 0, 1, True, num_evictions, blocks)
+    return Chunk(
+        Sequence(number, [1], SamplingParams(max_tokens=1)), 0, 1, True, num_evictions, blocks
+    )
 
 
 def test_only_what_is_new_is_sent():

@@ -6,11 +6,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded
-from penstock.llm.generation import Generation, Going
-from penstock.llm.messages import Pieces, Ready
-from penstock.llm.params import Sampling
-from penstock.llm.sequence import Ending
+from penstock.llm.generation import Generation, SequenceOutput
+from penstock.llm.messages import GenerateRequest, Ready, StepReport, pack_tokens
 from penstock.llm.text_metrics import REASONS, Distribution, TextMetrics, token_bounds
+from penstock.sampling_params import SamplingParams
 from penstock.serving.metrics import ModelMetrics, Pending, expose
 
 HISTOGRAMS = {
@@ -39,28 +38,28 @@ def a_ready(num_blocks=10, max_length=120) -> Ready:
     return Ready(1, 0.5, num_blocks, max_length, 50, {})
 
 
-def a_step(num_running=0, num_waiting=0, num_free=10, **more) -> Pieces:
+def a_step(num_running=0, num_waiting=0, num_free=10, **more) -> StepReport:
     num_preemptions = more.pop("num_preemptions", 0)
-    return Pieces(
-        (), (), (), (), (), num_running, num_waiting, num_free, num_preemptions, 0.1, **more
-    )
+    return StepReport([], num_running, num_waiting, num_free, num_preemptions, 0.1, **more)
 
 
 def a_generation(num_prompt=5, num=1, arrived=100.0) -> Generation:
-    found = Generation([1] * num_prompt, Sampling(), Ending(9), sink=None, num=num, arrived=arrived)
+    params = SamplingParams(max_tokens=9, n=num)
+    request = GenerateRequest(0, pack_tokens([1] * num_prompt), params)
+    found = Generation(request, sink=None, arrived=arrived)
     found.admitted = arrived + 0.5
-    found.going = [Going(None, None) for _ in range(num)]
+    found.outputs = [SequenceOutput(None, None) for _ in range(num)]
     return found
 
 
 def give(metrics, generation, index, now, reason=""):
     """As the model does."""
-    going = generation.going[index]
-    metrics.token(generation, going, now)
-    going.num_tokens += 1
-    going.reason = reason
+    output = generation.outputs[index]
+    metrics.token(generation, output, now)
+    output.num_tokens += 1
+    output.reason = reason
     generation.first_at = generation.first_at or now
-    generation.last_at = going.last_at = now
+    generation.last_at = output.last_at = now
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from penstock.optimizer import served
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Conditions, Optimization, Served, Try
-from penstock.optimizer.search import Contender, Finalist, Findings
 from penstock.slo import parse
 from penstock.types import Array
 
@@ -223,6 +223,8 @@ class SimulatedLab:
     """What `conclude` asks of a lab, measured on a simulated machine."""
 
     def __init__(self, plan: Plan, servers: SimulatedServers) -> None:
+        # It is all of its parts.
+        self.run = self.gate = self.measurements = self.data = self
         self.plan = plan
         self.machine = made_machine()
         self.subject = SimpleNamespace(text="", digest="")
@@ -230,7 +232,7 @@ class SimulatedLab:
         self.notes: list[str] = []
         self.unchecked: list[str] = []
         self.rows: list[object] = []
-        self.data_text = ""
+        self.samples = SimpleNamespace(text="")
         self.forgotten: list[str] = []
         self.journal = SimpleNamespace(
             path=Path("work/journal.jsonl"), forget=self.forgotten.extend
@@ -315,7 +317,9 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
     order = served.goals.order([one.served for one in findings.finalists], [1, 0])
     findings.finalists = [findings.finalists[index] for index in order]
     search: Any = SimpleNamespace(
-        findings=findings, prove=lambda *told: None, left_s=None, has_time_to_prove=lambda num: True
+        findings=findings,
+        progress=SimpleNamespace(begin_proof=lambda *told: None),
+        budget=SimpleNamespace(left_s=None, has_time_to_prove=lambda num: True),
     )
     found = conclude(lab, search, "command", "today")
     assert found.chosen is not None

@@ -19,13 +19,13 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.first_line import (
     exit_code,
     headline,
 )
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
-from penstock.optimizer.search import Contender, Finalist, Findings
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 from penstock.system.exit_codes import ExitCode
@@ -67,6 +67,8 @@ class MadeLab:
     """Proofs turn out as they are told to."""
 
     def __init__(self, proofs: dict[str, float | None], original: float = 0.1) -> None:
+        # It is all of its parts.
+        self.run = self.gate = self.measurements = self.data = self
         self.plan = Plan("m.onnx", "m", "out", slo=parse(SLO))
         self.machine = machine()
         self.subject = SimpleNamespace(text="", digest="")
@@ -79,7 +81,7 @@ class MadeLab:
         # By the name of the step: how the server's answers differ from the judged ones.
         self.served_problems: dict[str, str] = {}
         self.budget = "score drop <= 1 %"
-        self.data_text = ""
+        self.samples = SimpleNamespace(text="")
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
         self.original = Build(Candidate(), Path("m"), a_config())
         self.rows = [{}] * 7
@@ -113,11 +115,12 @@ class MadeLab:
 class MadeSearch:
     def __init__(self, lab: MadeLab, findings: Findings, left_s: Sequence[float]) -> None:
         self.findings = findings
+        self.budget = self.progress = self
         self._lab = lab
         self._left_s = left_s
         self.to_save: list[str] = []
 
-    def prove(self, candidate: Candidate, to_save: str = "") -> None:
+    def begin_proof(self, candidate: Candidate, to_save: str = "") -> None:
         self.to_save.append(to_save)
 
     def has_time_to_prove(self, num_builds: int) -> bool:

@@ -84,7 +84,7 @@ def test_it_is_told_while_the_main_thread_is_inside_a_library() -> None:
 
     def press() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        was_told.append(heard.told.acquire(timeout=5.0))
+        was_told.append(heard.told.acquire(timeout=LONG_S))
         libc.pthread_mutex_unlock(lock)
 
     with Interruption(heard.tell, heard.end), pytest.raises(KeyboardInterrupt):

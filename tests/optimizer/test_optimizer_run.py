@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 import psutil
 import pytest
+from made_evaluators import made_evaluator
 from optimizer import made_optimizations
 from served_builds import null_build, write_outlier_model
 from suites import onnx_models
@@ -24,9 +25,9 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import evidence, run, served, shapes, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
@@ -217,11 +218,11 @@ def test_what_users_get_is_judged_and_the_model_before_it_compared(
     step = Step("batching", {"mode": "off"})
     other = Build(Candidate((step,)), changed, layout.read(changed).configs[0])
     with Journal(tmp_path / "journal") as journal:
-        lab = Lab(wishes, MACHINE, subject, examples, journal)
-        found = lab.numerics(other, is_exact=True)
+        lab = made_evaluator(wishes, MACHINE, subject, examples, journal)
+        found = lab.gate.numerics(other, is_exact=True)
         assert (found.problems, found.max_absolute, found.num_examples) == ([], 0.0, 64)
-        assert lab.scorer.text == "the original's answers again"
-        judged = lab.judge(other, "choice")
+        assert lab.gate.scorer.text == "the original's answers again"
+        judged = lab.gate.judge(other, "choice")
         assert judged.original == 1.0
         assert judged.candidate < 0.2 and not judged.is_passed
 
@@ -257,35 +258,35 @@ def test_a_model_whose_real_rows_influence_each_other_is_never_batched(outlier_p
     assert {rows for table in original.times for rows in table.seconds[0]} == {1}
 
 
-def lab_of(plan: Plan, folder: Path, journal: Journal) -> Lab:
+def lab_of(plan: Plan, folder: Path, journal: Journal) -> Evaluator:
     subject = open_subject(plan, folder / "small")
     examples = open_examples(plan, subject.build.config.inputs, True)
-    return Lab(plan, MACHINE, subject, examples, journal)
+    return made_evaluator(plan, MACHINE, subject, examples, journal)
 
 
 def test_what_the_gate_judges_is_what_is_served(outlier_plan: Plan, tmp_path: Path) -> None:
     """Once rows are known to influence each other, answers are those of rows alone."""
     with Journal(tmp_path / "journal") as journal:
         lab = lab_of(outlier_plan, tmp_path / "work", journal)
-        assert lab.original.config.batching.is_dynamic
-        lab.check_rows()
-        assert not lab.original.config.batching.is_dynamic
+        assert lab.run.original.config.batching.is_dynamic
+        lab.inspector.check_rows()
+        assert not lab.run.original.config.batching.is_dynamic
         indices = tuple(range(OUTLIER - 3, OUTLIER + 3))
-        answers = lab.answers(lab.original, indices)
+        answers = lab.source.answers(lab.run.original, indices)
         for index, answer in zip(indices, answers, strict=True):
             if index != OUTLIER:
-                assert answer["y"] == pytest.approx(lab.rows[index]["x"], rel=1e-6)
+                assert answer["y"] == pytest.approx(lab.run.rows[index]["x"], rel=1e-6)
         # A build with a tolerance of its own is served as its parent is.
-        config = replace(lab.original.config, tolerance=0.9)
-        other = Build(Candidate((Step("int8-dynamic"),)), lab.original.folder, config)
-        assert "next to example" in lab.facts(other).batching_problem
-        assert set(lab.times(other, 1, 1).seconds[0]) == {1}
+        config = replace(lab.run.original.config, tolerance=0.9)
+        other = Build(Candidate((Step("int8-dynamic"),)), lab.run.original.folder, config)
+        assert "next to example" in lab.inspector.facts(other).batching_problem
+        assert set(lab.measurements.times(other, 1, 1).seconds[0]) == {1}
         # A run that goes on finds the original as it was left.
-        examples = open_examples(outlier_plan, lab.original.config.inputs, True)
-        again = Lab(outlier_plan, MACHINE, lab.subject, examples, journal)
-        again.check_rows()
-        assert again.original == lab.original
-        assert again.notes == lab.notes != []
+        examples = open_examples(outlier_plan, lab.run.original.config.inputs, True)
+        again = made_evaluator(outlier_plan, MACHINE, lab.run.subject, examples, journal)
+        again.inspector.check_rows()
+        assert again.run.original == lab.run.original
+        assert again.run.notes == lab.run.notes != []
 
 
 NOISY = """
@@ -330,15 +331,15 @@ def test_batches_do_not_exceed_the_authors_limit(plan: Plan, tmp_path: Path) -> 
     code = "def infer(inputs):\n    return {'y': 2 * inputs['x']}\n"
     with Journal(tmp_path / "journal") as journal:
         lab = lab_of(python_plan(plan, tmp_path, code), tmp_path / "work", journal)
-        lab.check_rows()
-        assert max(lab.times(lab.original, 1, 1).seconds[0]) == 4
+        lab.inspector.check_rows()
+        assert max(lab.measurements.times(lab.run.original, 1, 1).seconds[0]) == 4
     with Journal(tmp_path / "other journal") as journal:
         # A limit that nobody wrote may be exceeded.
         lab = lab_of(plan, tmp_path / "bare", journal)
-        subject = replace(lab.subject, build=lab.original)
-        config = replace(lab.original.config, max_batch_size=4)
-        lab.subject = replace(subject, build=replace(lab.original, config=config))
-        assert max(lab.times(lab.original, 1, 1).seconds[0]) == trials.LARGEST_RUNG
+        subject = replace(lab.run.subject, build=lab.run.original)
+        config = replace(lab.run.original.config, max_batch_size=4)
+        lab.run.subject = replace(subject, build=replace(lab.run.original, config=config))
+        assert max(lab.measurements.times(lab.run.original, 1, 1).seconds[0]) == trials.LARGEST_RUNG
 
 
 def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Optimization]:
@@ -440,9 +441,9 @@ def test_which_products_are_the_fastest_goes_with_the_version(
     config = replace(subject.build.config, device=device, options=options)
     build = replace(subject.build, config=config)
     with Journal(tmp_path / "journal") as journal:
-        lab = Lab(plan, MACHINE, subject, examples, journal)
-        lab.keep_chosen(build)
+        lab = made_evaluator(plan, MACHINE, subject, examples, journal)
+        lab.builder.keep_chosen(build)
         assert kept == [build.version_folder] * is_kept
         # A run that goes on has them.
-        lab.keep_chosen(build)
+        lab.builder.keep_chosen(build)
         assert len(kept) == is_kept

@@ -16,16 +16,19 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import simulate
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
+from penstock.optimizer.evaluator import KeptLayers
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.lab import KeptLayers
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.passes import Situation
+from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import FallbackLayer, Served, Verdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.types import TensorSpec
 
 WISH = slo.parse("p99 < 50ms at 200/s")
@@ -59,11 +62,10 @@ class MadePass:
     stage: str
     settings: Sequence[str] = ("",)
     changes_answers: bool = False
-    has_layers: bool = False
     is_config_only: bool = False
     problems: Mapping[str, str] = field(default_factory=dict)
 
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         return [Step(self.name, {"s": each} if each else {}) for each in self.settings]
 
     def build(self, *_: object) -> None:
@@ -73,11 +75,20 @@ class MadePass:
         return [self.problems[key] for key in [step.settings.get("s", "")] if key in self.problems]
 
 
+class MadeLayers(MadePass):
+    """Some of its layers may stay in float."""
+
+    def fall_back(self, *_: object) -> None:
+        raise AssertionError("the laboratory finds them")
+
+
 class MadeLab:
     """A row takes `row_ms` by the last step of a candidate; what is served does as `served_rate`
     says, or as predicted."""
 
     def __init__(self, row_ms: Mapping[str, float], plan: Plan) -> None:
+        # It is all of its parts.
+        self.run = self.builder = self.inspector = self.gate = self.measurements = self
         self.plan = plan
         self.machine = MACHINE
         self.row_ms = row_ms
@@ -92,8 +103,9 @@ class MadeLab:
         self.kept = KeptLayers()
         self.examples: object | None = object()
         self.rows = [ROW]
-        self.watch: Callable[[str], None] = lambda doing: None
         self.clock = Clock()
+        # Of the search that asks; see `made_search`.
+        self.time_budget: TimeBudget
         # Of the first build of a model.
         self.try_s = 0.0
         self.built: set[str] = set()
@@ -103,8 +115,6 @@ class MadeLab:
         self.spread: Sequence[str] = ()
         self.options: dict[str, dict[str, str]] = {}
         self.memory_bytes = 0
-        self.left_s: Callable[[], float | None] = lambda: None
-        self.check_time: Callable[[], None] = lambda: None
         self.asked: list[str] = []
         self.instances: list[int] = []
 
@@ -203,6 +213,24 @@ def model_step(candidate: Candidate) -> str:
 SERVING = [MadePass("batching", "batching"), MadePass("instances", "instances")]
 
 
+def made_search(
+    lab: MadeLab,
+    watch: Callable[[Progress], None],
+    passes: Sequence[MadePass],
+    began: float | None = None,
+) -> Search:
+    findings, is_on_gpu = Findings(), lab.device != "cpu"
+    lab.time_budget = TimeBudget(lab.plan, findings, lab.clock, began, is_on_gpu=is_on_gpu)
+    progress = ProgressReporter(
+        watch,
+        findings,
+        lab.time_budget,
+        is_on_gpu=is_on_gpu,
+        has_data=lab.examples is not None,
+    )
+    return Search(lab, findings, lab.time_budget, progress, passes)  # type: ignore[arg-type]
+
+
 def searched(
     row_ms: Mapping[str, float], *passes: MadePass, **wishes: object
 ) -> tuple[MadeLab, Callable[[], Search]]:
@@ -211,7 +239,7 @@ def searched(
     told: list[Progress] = []
 
     def run() -> Search:
-        search = Search(lab, told.append, [*passes, *SERVING], lab.clock)  # type: ignore[arg-type]
+        search = made_search(lab, told.append, [*passes, *SERVING])
         search.run()
         return search
 
@@ -388,7 +416,7 @@ def test_what_is_served_in_the_end_has_time_to_be_compiled() -> None:
     build = lab.build
 
     def built(candidate: Candidate) -> Build:
-        left[last(candidate)] = lab.left_s()
+        left[last(candidate)] = lab.time_budget.stage_left_s
         lab.clock.now += 250.0 * (last(candidate) == "solid")
         return build(candidate)
 
@@ -508,7 +536,7 @@ def test_of_equals_the_simpler_is_served_too() -> None:
 
 
 def test_variants_are_timed_once_and_the_most_accurate_is_taken() -> None:
-    variants = MadePass("int8", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True)
+    variants = MadeLayers("int8", "quantise", ("a", "b", "c"), changes_answers=True)
     names = [f"int8(s={each})" for each in "abc"]
     lab, run = searched({"original": 20.0, **dict.fromkeys(names, 2.0)}, variants)
     lab.losses = {names[0]: 0.02, names[1]: 0.004, names[2]: 0.008}
@@ -520,7 +548,7 @@ def test_variants_are_timed_once_and_the_most_accurate_is_taken() -> None:
 
 
 def test_layers_fall_back_when_no_variant_passes() -> None:
-    variants = MadePass("int8", "quantise", ("a", "b"), changes_answers=True, has_layers=True)
+    variants = MadeLayers("int8", "quantise", ("a", "b"), changes_answers=True)
     kept = "int8(s=b, keep=head)"
     lab, run = searched({"original": 20.0, "int8(s=a)": 2.0, "int8(s=b)": 2.0, kept: 2.2}, variants)
     lab.losses = {"int8(s=a)": 0.3, "int8(s=b)": 0.2}
@@ -534,7 +562,7 @@ def test_layers_fall_back_when_no_variant_passes() -> None:
 
 
 def test_layers_are_not_looked_at_for_what_is_no_faster() -> None:
-    variants = MadePass("int8", "quantise", ("a",), changes_answers=True, has_layers=True)
+    variants = MadeLayers("int8", "quantise", ("a",), changes_answers=True)
     lab, run = searched({"original": 20.0, "int8(s=a)": 21.0}, variants)
     lab.losses = {"int8(s=a)": 0.3}
     search = run()
@@ -558,7 +586,7 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
 
 
 def test_out_of_time_a_variant_that_has_passed_is_timed_and_served() -> None:
-    variants = MadePass("int8", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True)
+    variants = MadeLayers("int8", "quantise", ("a", "b", "c"), changes_answers=True)
     names = [f"int8(s={each})" for each in "abc"]
     lab, run = searched({"original": 20.0, **dict.fromkeys(names, 2.0)}, variants, budget_s=100.0)
     lab.losses = {names[0]: 0.3}
@@ -633,7 +661,7 @@ def test_what_an_interruption_announces_is_what_is_measured_and_saved(interrupt_
 
     lab.build = interrupted  # type: ignore[method-assign]
     passes = [FASTER, later, never, LOSSY, *SERVING]
-    search = Search(lab, told.append, passes, lab.clock)  # type: ignore[arg-type]
+    search = made_search(lab, told.append, passes)
     search.run()
     (said,) = announced
     assert [each for each in lab.served if each == said.to_measure] == lab.served[-1:]
@@ -672,8 +700,9 @@ def test_whoever_watches_knows_the_order(device: str, first: str) -> None:
     lab = MadeLab({"original": 20.0, "half": 12.0}, plan)
     lab.device = device
     told: list[Progress] = []
-    Search(lab, told.append, [HALF, *SERVING], lab.clock).run()  # type: ignore[arg-type]
-    lab.watch("anything")
+    search = made_search(lab, told.append, [HALF, *SERVING])
+    search.run()
+    search.progress.tell("anything")
     assert told[-1].stages[:2] == ("baseline", first)
     assert set(told[-1].stages) == set(STAGES)
 
@@ -692,7 +721,7 @@ class Choosy(MadePass):
 
     refused: Sequence[str] = ()
 
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         if last(situation.build.candidate) in self.refused:
             return [Skip(self.name, "not for this")]
         return super().propose(situation)
@@ -724,7 +753,7 @@ def test_on_a_gpu_what_adds_to_the_best_is_not_tried_on_others(
 
 @dataclass
 class Modes(MadePass):
-    def propose(self, situation: Situation) -> list[Step | Skip]:
+    def propose(self, situation: PassContext) -> list[Step | Skip]:
         return [Step(self.name, {"mode": each}) for each in self.settings]
 
 
@@ -864,7 +893,7 @@ def left_for_steps(
 
     def built(candidate: Candidate) -> Build:
         if len(candidate.steps) == 1 and candidate.key not in lab.built:
-            told.append(lab.left_s())
+            told.append(lab.time_budget.stage_left_s)
         return build(candidate)
 
     lab.build = built  # type: ignore[method-assign]

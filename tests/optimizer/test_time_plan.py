@@ -8,20 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadePass
+from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadeLayers, MadePass, made_search
 
 from penstock import slo
-from penstock.optimizer import outcomes, search, time_plan
+from penstock.optimizer import outcomes, predictor, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.passes import Situation
+from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization, Served
-from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import CutOff, TimePlan, describe, plan_time
 
@@ -136,7 +135,7 @@ class Profile:
         return self.draw.uniform(0.1, self.longest_build_s)
 
 
-def predict(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
+def predict(situation: PassContext) -> list[tuple[tuple[Step, ...], float]]:
     """In place of the simulation of servers: one and two instances, the second no better."""
     alone_s = min(table.seconds[0][1] for table in situation.times.values())
     serving = [
@@ -147,7 +146,7 @@ def predict(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
 
 @pytest.fixture(autouse=True)
 def simple_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "shapes", predict)
+    monkeypatch.setattr(predictor, "shapes", predict)
 
 
 class SlowLab(MadeLab):
@@ -162,7 +161,8 @@ class SlowLab(MadeLab):
         self.start_s = profile(0.5, 3.0)
         self.subject = SimpleNamespace(text="", digest="")
         self.notes: list[str] = []
-        self.data_text = ""
+        self.data = self
+        self.samples = SimpleNamespace(text="")
         self.budget = "top1 drop <= 1 %"
         self.unchecked: list[str] = []
         path = Path("work/journal.jsonl")
@@ -184,11 +184,11 @@ class SlowLab(MadeLab):
             self.spend(0.01)
         elif candidate.steps[-1].pass_name == "pieces":
             for _ in range(6):
-                self.check_time()
+                self.time_budget.check_part()
                 self.spend(self.profile_of.build_s / 6)
         else:
             # A child process: at most half of what is left.
-            left_s = self.left_s()
+            left_s = self.time_budget.stage_left_s
             limit_s = float("inf") if left_s is None else max(20.0, left_s / 2)
             build_s = self.profile_of.build_s
             self.spend(min(limit_s, build_s))
@@ -222,7 +222,7 @@ class SlowLab(MadeLab):
         super().profile(build)
 
     def serve(self, builds: Sequence[Build]) -> list[Served]:
-        left_s = self.left_s()
+        left_s = self.time_budget.stage_left_s
         self._serve(len(builds), 1 if len(builds) == 1 else self.time.num_rounds, left_s)
         return super().serve(builds)
 
@@ -241,7 +241,7 @@ class SlowLab(MadeLab):
         return self.profile_of.draw.uniform(low_s, high_s)
 
     def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
-        left_s = self.left_s()
+        left_s = self.time_budget.stage_left_s
         assert left_s is not None
         self.spend(len(builds) * max(0.0, min(search_s, left_s / len(builds))))
         return super().with_rates(builds, search_s)
@@ -264,7 +264,7 @@ PASSES = (
     MadePass("child", "compile", ("a", "b")),
     MadePass("other", "compile"),
     MadePass("half", "precision", changes_answers=True),
-    MadePass("pieces", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True),
+    MadeLayers("pieces", "quantise", ("a", "b", "c"), changes_answers=True),
 )
 STEPS = ("child(s=a)", "child(s=b)", "other", "half", "pieces(s=a)", "pieces(s=b)", "pieces(s=c)")
 
@@ -280,11 +280,11 @@ def simulated(budget_s: float, profile: Profile) -> tuple[SlowLab, Optimization,
     lab.served_rates = {"original": 100.0}
     lab.losses = {name: draw.choice((0.0, 0.0, 0.3)) for name in STEPS if "pieces" in name}
     passes = [*PASSES, MadePass("batching", "batching"), MadePass("instances", "instances")]
-    run = Search(lab, lambda progress: None, passes, lab.clock, began=0.0)  # type: ignore[arg-type]
+    run = made_search(lab, lambda progress: None, passes, began=0.0)
     lab.spend(profile(0.5, 1.5))
     judge_s = profile(0.5, 1.0)
     lab.spend(judge_s)
-    run.learn_judging(judge_s)
+    run.budget.learn_judging(judge_s)
     run.run()
     found = conclude(lab, run, "", "")  # type: ignore[arg-type]
     lab.spend(0.5)
@@ -325,13 +325,13 @@ def test_ten_minutes_are_used_for_steps_and_rates() -> None:
 def test_a_proof_is_begun_only_where_one_round_fits() -> None:
     plan = Plan("m", "m", "out", slo=WISH, budget_s=60.0)
     lab = SlowLab(plan, Profile(random.Random(0), is_small=True), {"original": 20.0})
-    run = Search(lab, lambda progress: None, [], lab.clock)  # type: ignore[arg-type]
+    run = made_search(lab, lambda progress: None, [])
     needed_s = planned(60.0).prove_s(2, 1)
     lab.clock.now = 60.0 - needed_s
-    assert run.has_time_to_prove(2)
+    assert run.budget.has_time_to_prove(2)
     lab.clock.now += 0.1
-    assert not run.has_time_to_prove(2)
-    assert run.has_time_to_prove(1)
+    assert not run.budget.has_time_to_prove(2)
+    assert run.budget.has_time_to_prove(1)
 
 
 def test_a_step_that_is_cut_off_between_two_pieces_is_listed_as_skipped() -> None:
@@ -341,7 +341,7 @@ def test_a_step_that_is_cut_off_between_two_pieces_is_listed_as_skipped() -> Non
     profile.longest_build_s = 1e4
     lab = SlowLab(plan, profile, {"original": 20.0, "pieces": 1.0})
     passes.append(MadePass("instances", "instances"))
-    run = Search(lab, lambda progress: None, passes, lab.clock)  # type: ignore[arg-type]
+    run = made_search(lab, lambda progress: None, passes)
     found = run.run()
     assert found.is_out_of_time
     assert [(each.step, each.reason) for each in found.skipped if each.step] == [
@@ -355,7 +355,7 @@ def test_a_step_whose_process_is_cut_off_has_not_failed() -> None:
     profile.longest_build_s = 1e4
     lab = SlowLab(plan, profile, {"original": 20.0, "other": 1.0})
     passes = [MadePass("other", "compile"), *(MadePass(each, each) for each in ON_SERVING)]
-    run = Search(lab, lambda progress: None, passes, lab.clock)  # type: ignore[arg-type]
+    run = made_search(lab, lambda progress: None, passes)
     run.run()
     found = conclude(lab, run, "", "")  # type: ignore[arg-type]
     (step,) = [each for each in found.tries if each.stage == "compile"]

@@ -324,11 +324,13 @@ class TestTimes:
         table = trials.times(null_build(tmp_path, max_batch=4), numbers(1), 1, 1)
         assert list(table.seconds[0]) == [1, 4, 8, 32]
 
-    @pytest.mark.parametrize("end", ["os._exit(3)", "time.sleep(60)"])
+    @pytest.mark.parametrize(
+        "end", ["os._exit(3)", pytest.param("time.sleep(60)", marks=pytest.mark.slow)]
+    )
     def test_a_batch_that_is_too_much_ends_only_itself(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
     ):
-        monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 6.0)
         build = python_build(
             tmp_path,
             "import os, time\n"

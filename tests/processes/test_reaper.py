@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
+from waiting import wait_until
 
 from penstock.processes.reaper import Reaper, kill_group
 
@@ -43,13 +43,6 @@ def has_ended(pid: int) -> bool:
 def ignores(pid: int, number: signal.Signals) -> bool:
     (line,) = re.findall(r"^SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     return bool(int(line, 16) >> (number - 1) & 1)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def wait_for_end(pid: int) -> None:

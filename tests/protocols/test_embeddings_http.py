@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 openai = pytest.importorskip("openai")
 
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig, Postprocess  # noqa: E402
-from penstock.errors import BackendFailed  # noqa: E402
+from penstock.errors import BackendFailed, InvalidRequest  # noqa: E402
 from penstock.protocols.embeddings_http import (  # noqa: E402
     EmbeddingsHttp,
     embedder_of,
@@ -31,7 +31,6 @@ from penstock.serving.management import ManagementApi  # noqa: E402
 from penstock.serving.supervisor import ThreadLife  # noqa: E402
 from penstock.testing import settle  # noqa: E402
 from penstock.types import Response, Tensor, TensorSpec  # noqa: E402
-from penstock.wire.openai_v1 import Invalid  # noqa: E402
 
 NAME, SIZE = "letters", 4
 # A text becomes the numbers of its letters; "bad" is one that cannot be understood.
@@ -301,7 +300,7 @@ class TestWhoCan:
     def test_others_are_told_what_they_take(self, inputs, outputs):
         inputs = (TensorSpec("a", *inputs),) if inputs else ()
         outputs = (TensorSpec("b", *outputs),) if outputs else ()
-        with pytest.raises(Invalid, match="model 'm' takes .* expected one text"):
+        with pytest.raises(InvalidRequest, match="model 'm' takes .* expected one text"):
             embedder_of(self.config(inputs, outputs))
 
     def test_halves_are_numbers_too(self):
@@ -324,7 +323,7 @@ class TestWhoCan:
         text, scores = TensorSpec("TEXT", "BYTES", (1,)), TensorSpec("SCORES", "FP32", (2,))
         made = Postprocess(head, (TensorSpec("logits", "FP32", (2,)),))
         config = replace(self.config((text,), (scores,)), postprocess=made)
-        with pytest.raises(Invalid, match=f"is {kind}: .*expected an embedding model"):
+        with pytest.raises(InvalidRequest, match=f"is {kind}: .*expected an embedding model"):
             embedder_of(config)
         own = replace(made, function="embedding")
         assert embedder_of(replace(config, postprocess=own)).vector == "SCORES"

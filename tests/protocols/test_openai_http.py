@@ -54,7 +54,7 @@ def lenient(client):
     return client.with_options(_extra_kwargs={"_strict_response_validation": False})
 
 
-async def settled(server, timeout_s=10):
+async def settled(server, timeout_s=60):
     """Nothing is under way any more, and every block is free."""
     engine = server.model
     async with asyncio.timeout(timeout_s):
@@ -475,7 +475,7 @@ class TestEnds:
             with pytest.raises(openai.APIError) as caught:
                 async for _ in iterator:
                     pass
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not server.model.is_ready:
                     await asyncio.sleep(0.02)
             again = await client.completions.create(model=NAME, prompt="the", max_tokens=2)
@@ -535,9 +535,9 @@ class TestAccessLog:
         found = [(each.status, each.error, getattr(each, "path", "")) for each in lines.records]
         assert found == [
             (404, "NotFound", "/v1/completions"),
-            (400, "Invalid", "/v1/chat/completions"),
-            (400, "Invalid", ""),
-            (400, "Invalid", f"/v2/models/{NAME}/generate"),
+            (400, "InvalidRequest", "/v1/chat/completions"),
+            (400, "InvalidRequest", ""),
+            (400, "InvalidRequest", f"/v2/models/{NAME}/generate"),
             (499, "Cancelled", ""),
         ]
         assert lines.records[-1].generation_tokens > 0

@@ -46,7 +46,7 @@ def held(monkeypatch):
     def waiting(text, said, *, is_whole=True):
         if len(said) > MAX_SHORT:
             may_go.num_long += 1
-            assert may_go.wait(20), "nobody runs meanwhile"
+            assert may_go.wait(60), "nobody runs meanwhile"
         return encode(text, said, is_whole=is_whole)
 
     monkeypatch.setattr(Text, "encode", waiting)

@@ -47,7 +47,7 @@ def get(port, trusts=None):
     context = None if trusts is None else ssl.create_default_context(cafile=trusts)
     url = f"{scheme}://127.0.0.1:{port}/v2/health/live"
     try:
-        with urllib.request.urlopen(url, timeout=30, context=context) as answer:
+        with urllib.request.urlopen(url, timeout=60, context=context) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -94,8 +94,10 @@ def test_a_stuck_loop_is_not_live_and_its_place_is_logged(tmp_path, caplog, has_
     asyncio.run(scenario())
     ((status, body),) = found
     assert status == 503 and b"stuck" in body
-    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert "hold_the_loop" in record.getMessage()
+    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    # Told once; a machine that stands still may stop the loop elsewhere.
+    (told,) = [each for each in errors if "hold_the_loop" in each]
+    assert errors[0] == told
 
 
 def test_signals_reach_a_loop_that_runs():

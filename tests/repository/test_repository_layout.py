@@ -1397,7 +1397,7 @@ def test_a_pipe_in_place_of_the_model_does_not_hang_the_reader(tmp_path: Path) -
     folder = add_model(tmp_path, "model", None)
     os.mkfifo(folder / "1" / "model.onnx")
     script = "import sys; from penstock.repository import layout; layout.read(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("location", ["../../secret.bin", "/etc/hostname", "missing.bin"])

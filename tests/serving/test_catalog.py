@@ -82,7 +82,7 @@ def run(scenario) -> None:
 
 
 async def until(is_so) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0)
 
@@ -220,7 +220,7 @@ def test_a_worker_that_gets_no_process_is_tried_again():
         stage.puppets.alive[-1].kill()
         await settle()
         assert not model.is_ready
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not model.is_ready:
                 await stage.puppets.step_all()
                 await asyncio.sleep(0.005)

@@ -295,9 +295,10 @@ def test_a_model_tells_what_waits_what_ran_and_what_was_asked():
 
 def test_notes_of_the_model_are_passed_on():
     async def scenario(model, puppets, clock):
-        model.notes = ("served one by one: answers depend on batch-mates",)
+        pass
 
-    answer = explained(CONFIG, scenario)
+    note = "served one by one: answers depend on batch-mates"
+    answer = explained(replace(CONFIG, warnings=(note,)), scenario)
     assert answer.notes == ["served one by one: answers depend on batch-mates"]
     assert answer.verdicts == ["No batch has run yet."]
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,8 +39,7 @@ from penstock.errors import (
 )
 from penstock.processes import restarts
 from penstock.processes.channel import socket_pair
-from penstock.serving import model as serving_model
-from penstock.serving import quarantine, supervisor, worker
+from penstock.serving import quarantine, request_memory, supervisor, worker
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
@@ -920,6 +920,7 @@ def test_whatever_model_code_raises_while_it_is_loaded_is_the_reason(tmp_path, c
 def test_queue_limits_and_timeouts_answer_in_tritons_words():
     policy = QueuePolicy(max_queue_size=1, default_timeout_s=0.01)
     config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, policies=(policy,)))
+    clock = FakeClock()
 
     async def scenario(model, puppets):
         running, waiting, refused = (ask(config, canary(i, (1, 4))) for i in range(3))
@@ -929,20 +930,30 @@ def test_queue_limits_and_timeouts_answer_in_tritons_words():
         model.submit(refused)
         assert isinstance(refused.sink.error, Overloaded)
         assert "Exceeds maximum queue size" in str(refused.sink.error)
-        while not waiting.is_done:
-            await asyncio.sleep(0.002)
+        clock.advance(0.02)
+        model.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
         assert model.metrics.num_failures["REJECTED"] == 2
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
 SLO = replace(FIXED, batching=replace(FIXED.batching, slo_latency_s=0.05))
 
 
-def test_slo_mode_refuses_at_once_what_would_be_late():
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    """Time passes only while a `null` model computes."""
+    made = FakeClock()
+    fake = SimpleNamespace(perf_counter=made, sleep=made.advance)
+    monkeypatch.setattr("penstock.serving.worker.time", fake)
+    monkeypatch.setattr("penstock.backends.null.time", fake)
+    return made
+
+
+def test_slo_mode_refuses_at_once_what_would_be_late(clock):
     config = replace(SLO, options={"null.a_ms": "15"})
 
     async def scenario(model, puppets):
@@ -957,25 +968,25 @@ def test_slo_mode_refuses_at_once_what_would_be_late():
         assert model.metrics.num_failures["REJECTED"] >= len(refused)
         assert model.num_waiting == model.num_running == model.num_slabs_held == 0
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
-def test_slo_mode_refuses_those_whose_time_is_up():
+def test_slo_mode_refuses_those_whose_time_is_up(clock):
     async def scenario(model, puppets):
         running, waiting = ask(SLO, canary(1, (1, 4))), ask(SLO, canary(2, (1, 4)))
         model.submit(running)
         await settle()
         model.submit(waiting)
-        while not waiting.is_done:
-            await asyncio.sleep(0.002)
+        clock.advance(0.1)
+        model.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
 
-    run(SLO, scenario)
+    run(SLO, scenario, clock)
 
 
-def test_slo_mode_survives_failing_batches_and_dying_workers():
+def test_slo_mode_survives_failing_batches_and_dying_workers(clock):
     config = replace(SLO, options={"null.fail_on": "2000"}, num_instances=2)
 
     async def scenario(model, puppets):
@@ -995,7 +1006,7 @@ def test_slo_mode_survives_failing_batches_and_dying_workers():
         await puppets.step_all()
         assert after.sink.error is None
 
-    run(config, scenario)
+    run(config, scenario, clock)
 
 
 def test_preserve_ordering_holds_answers_back():
@@ -1109,7 +1120,7 @@ def test_drain_returns_when_the_last_request_cannot_be_sent():
         request = ask(config, canary(1, (1, 3)))
         request.parameters = {"p": "x" * (frames.MAX_FRAME_BYTES // 2)}
         model.submit(request)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await model.drain()
         assert isinstance(request.sink.error, TooLarge)
 
@@ -1263,7 +1274,7 @@ def test_requests_wait_for_a_worker_as_long_as_one_may_be_loading(load_s, patien
         for seconds, is_refused in ((patience_s - 0.1, False), (0.2, True)):
             clock.advance(seconds)
             # As the supervisor does, twice a second.
-            model.hang_limit_s(model.instances[0])
+            model.readiness.hang_limit_s(model.instances[0])
             assert request.is_done is is_refused
             # Its successors die while they load; no request waits longer for that.
             for loading in puppets.alive:
@@ -1418,7 +1429,7 @@ def test_a_request_that_times_out_in_the_queue_is_counted_as_such():
         model.submit(second)
         await settle()
         clock.advance(0.002)
-        model.tick()
+        model.readiness.tick()
         assert second.is_done and not first.is_done, "the first one runs"
         await puppets.step_all()
         assert model.metrics.num_refused["queue_timeout"] == 1
@@ -1448,7 +1459,7 @@ class TestMaxWait:
                 life.step()
                 await settle()
             clock.advance(100.0)
-            model.tick()
+            model.readiness.tick()
             assert requests[0].sink.num_final == 1 and not requests[1].is_done, "it runs"
             error = requests[2].sink.error
             assert isinstance(error, Overloaded) and error.retry_after_s > 0
@@ -1467,7 +1478,7 @@ class TestMaxWait:
             life.kill()
             await settle()
             clock.advance(20.0)
-            model.tick()
+            model.readiness.tick()
             await puppets.step_all()
             assert [request.sink.num_final for request in requests] == [1] * 20
             assert not any(request.sink.error for request in requests)
@@ -1685,7 +1696,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
         hashed.append(args)
         return real(*args)
 
-    monkeypatch.setattr(serving_model, "fingerprint", count)
+    monkeypatch.setattr(request_memory, "fingerprint", count)
 
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:
@@ -1702,7 +1713,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
             await poisoned.run()
             assert two_rows.sink.error is None and len(hashed) == 3, "it has another size"
             poisoned.clock.advance(QUARANTINE_S)
-            poisoned.model.tick()
+            poisoned.model.readiness.tick()
             await poisoned.answer_some()
             assert len(hashed) == 3
 

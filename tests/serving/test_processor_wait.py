@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.serving.model import LOOK_EVERY_S, LOOK_WITHIN_S, Model
+from penstock.serving.admission import LOOK_EVERY_S, LOOK_WITHIN_S
+from penstock.serving.model import Model
 from penstock.serving.processor_wait import ProcessorWait
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.testing import FakeClock, Puppets, RecordingSink

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from waiting import until, wait_until
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
@@ -37,12 +38,6 @@ CONFIG = ModelConfig(
 def ask(first: int) -> Request:
     values = np.array([[first, 1, 2, 3]])
     return Request(RecordingSink(), [from_array("x", "INT64", values)], time.monotonic())
-
-
-async def until(condition, limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def children(*besides: psutil.Process) -> dict[int, str]:
@@ -216,8 +211,8 @@ def test_a_restart_that_fails_is_tried_again_and_leaves_nothing(call, monkeypatc
             await until(lambda: instance.num_restarts >= 3)
             assert instance.pid == 0
         await until(lambda: instance.is_ready)
-        assert len(os.listdir("/proc/self/fd")) == before
-        assert children(*others).keys() == {instance.pid}
+        await until(lambda: len(os.listdir("/proc/self/fd")) == before)
+        await until(lambda: children(*others).keys() == {instance.pid})
 
     run(scenario)
 
@@ -268,6 +263,7 @@ def test_model_code_sees_no_secrets_of_the_server_but_what_it_asks_for(
     run(scenario, replace(config, env=("MODEL_TOKEN",)))
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_load_again_in_time_is_killed_and_tried_again(tmp_path: Path):
     (tmp_path / "model.py").write_text(
         "import pathlib, time\n"
@@ -279,7 +275,7 @@ def test_a_worker_that_does_not_load_again_in_time_is_killed_and_tried_again(tmp
         (instance,) = model.instances
         (tmp_path / "wait").touch()
         os.kill(instance.pid, signal.SIGKILL)
-        await until(lambda: instance.num_restarts == 2)
+        await until(lambda: instance.num_restarts >= 2)
         request = ask(1)
         model.submit(request)
         (tmp_path / "wait").unlink()
@@ -287,7 +283,7 @@ def test_a_worker_that_does_not_load_again_in_time_is_killed_and_tried_again(tmp
         assert request.sink.error is None
 
     config = replace(CONFIG, backend="python", artifact=str(tmp_path / "model.py"), options={})
-    run(scenario, replace(config, load_timeout_s=2.0))
+    run(scenario, replace(config, load_timeout_s=8.0))
 
 
 def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
@@ -327,7 +323,7 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
     script = tmp_path / "core.py"
     script.write_text(
         "import asyncio, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
+        "sys.path[:0] = sys.argv[1:]\n"
         "from test_supervisor import CONFIG\n"
         "from penstock.serving.model import Model\n"
         "async def main():\n"
@@ -337,15 +333,12 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    here = str(Path(__file__).parent)
-    core = subprocess.Popen([sys.executable, str(script), here], stdout=subprocess.PIPE)
+    here = Path(__file__).parent
+    core = subprocess.Popen([sys.executable, script, here, here.parent], stdout=subprocess.PIPE)
     with core:
         worker = int(core.stdout.readline())
         core.send_signal(end)
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(worker) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(worker)
+    wait_until(lambda: not psutil.pid_exists(worker))
 
 
 def test_a_worker_that_fails_by_itself_tells_its_exception(monkeypatch):

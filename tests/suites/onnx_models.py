@@ -12,7 +12,7 @@ from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts, file_facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Pass, Situation, Workshop
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.plan import Plan
 from penstock.repository import layout
 from penstock.types import Array
@@ -214,12 +214,14 @@ def situation(
     machine: Machine = VNNI,
     examples: Examples | None = None,
     **changes: Any,
-) -> Situation:
-    return Situation(plan(**changes), machine, build, file_facts(build), examples, {})
+) -> PassContext:
+    return PassContext(plan(**changes), machine, build, file_facts(build), examples, {})
 
 
-def workshop(tmp_path: Path, examples: Examples | None = None, machine: Machine = VNNI) -> Workshop:
-    return Workshop(plan(), machine, examples, tmp_path / "cache")
+def workshop(
+    tmp_path: Path, examples: Examples | None = None, machine: Machine = VNNI
+) -> BuildContext:
+    return BuildContext(plan(), machine, examples, tmp_path / "cache")
 
 
 def built(

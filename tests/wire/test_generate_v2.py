@@ -20,7 +20,7 @@ def read(is_streaming=False, **fields):
 class TestRead:
     def test_what_is_not_said_is_as_triton_has_it(self):
         asked = read()
-        assert asked.text == "hi" and asked.wishes.max_tokens == 16 and asked.id == ""
+        assert asked.text == "hi" and asked.params.max_tokens == 16 and asked.id == ""
         assert asked.is_echoed and not asked.is_streamed
         streamed = read(is_streaming=True)
         assert streamed.is_streamed and not streamed.is_echoed
@@ -30,9 +30,9 @@ class TestRead:
             temperature=0.5,
             parameters={"temperature": 0.1, "top_k": 3, "stop": ["x"], "min_p": 0.2},
             sampling_parameters='{"top_k": 7, "seed": "9", "top_p": "0.25"}',
-        ).wishes
+        ).params
         assert (found.temperature, found.top_k, found.seed, found.top_p) == (0.5, 3, 9, 0.25)
-        assert found.stops == ("x",) and found.min_p == 0.2
+        assert found.stop == ("x",) and found.min_p == 0.2
 
     def test_flags_may_stand_among_parameters(self):
         asked = read(parameters={"exclude_input_in_output": True, "return_finish_reason": True})
@@ -65,9 +65,9 @@ class TestRead:
         ],
     )
     def test_what_is_wrong_is_named(self, fields, param):
-        with pytest.raises(generate_v2.Invalid) as caught:
+        with pytest.raises(InvalidRequest) as caught:
             read(**fields)
-        assert caught.value.param == param
+        assert caught.value.field == param
 
     @pytest.mark.parametrize(
         ("fields", "param"),
@@ -78,9 +78,9 @@ class TestRead:
         ],
     )
     def test_what_a_stream_does_not_have_is_named(self, fields, param):
-        with pytest.raises(generate_v2.Invalid) as caught:
+        with pytest.raises(InvalidRequest) as caught:
             read(is_streaming=True, **fields)
-        assert caught.value.param == param
+        assert caught.value.field == param
 
     @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
     def test_any_other_body_is_refused(self, body):

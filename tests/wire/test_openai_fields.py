@@ -11,6 +11,7 @@ openai_types = pytest.importorskip("openai.types")
 from openai.types import chat as chat_types  # noqa: E402
 from openai.types import completion_create_params, embedding_create_params  # noqa: E402
 
+from penstock.errors import InvalidRequest  # noqa: E402
 from penstock.wire import openai_fields as tables  # noqa: E402
 from penstock.wire import openai_v1  # noqa: E402
 
@@ -117,15 +118,15 @@ def test_a_field_works_or_is_refused_or_is_harmless(kind, name):
 )
 def test_a_refused_field_is_named_when_it_asks_for_something(kind, name):
     for value in ("something", {"type": "json_object"}, 7, [1]):
-        with pytest.raises(openai_v1.Invalid, match=f"{name} is not supported") as caught:
+        with pytest.raises(InvalidRequest, match=f"{name} is not supported") as caught:
             read(kind, **{name: value})
-        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+        assert (caught.value.field, caught.value.code) == (name, "unsupported_parameter")
     for value in KINDS[kind][3][name]:
         assert read(kind, **{name: value}) == read(kind)
 
 
 def test_true_is_not_one():
-    with pytest.raises(openai_v1.Invalid, match="best_of is not supported"):
+    with pytest.raises(InvalidRequest, match="best_of is not supported"):
         read("completion", best_of=True)
 
 
@@ -162,4 +163,4 @@ def test_fields_for_the_template_reach_it():
 
 
 def test_a_salt_separates_prompts():
-    assert read("chat", cache_salt="a").wishes.cache_salt == "a"
+    assert read("chat", cache_salt="a").params.cache_salt == "a"

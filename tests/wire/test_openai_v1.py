@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import InvalidRequest
 from penstock.wire import openai_v1 as openai
-from penstock.wire.openai_v1 import Choice, Head, Invalid, TokenLogprob, Usage
+from penstock.wire.openai_v1 import Choice, Head, TokenLogprob, Usage
 
 HEAD = Head("cmpl-1", 1700000000, "smol")
 
@@ -30,9 +31,9 @@ class TestCompletions:
     def test_what_is_not_said_is_as_openai_has_it(self):
         found = completion()
         assert found.prompts == ["hi"] and not found.streaming.is_on and not found.is_echoed
-        wishes = found.wishes
-        assert (wishes.temperature, wishes.top_p, wishes.num, wishes.max_tokens) == (1, 1, 1, 16)
-        assert wishes.stops == () and wishes.seed is None and wishes.num_logprobs is None
+        params = found.params
+        assert (params.temperature, params.top_p, params.n, params.max_tokens) == (1, 1, 1, 16)
+        assert params.stop == () and params.seed is None and params.num_logprobs is None
 
     @pytest.mark.parametrize(
         ("prompt", "expected"),
@@ -53,19 +54,19 @@ class TestCompletions:
     def test_what_nobody_knows_is_ignored(self):
         assert completion(strange={"a": 1}) == completion()
 
-    def test_all_wishes(self):
-        wishes = completion(
+    def test_all_params(self):
+        params = completion(
             max_tokens=5, temperature=0, top_p=0.5, n=2, stop=["a", "b"], seed=7, top_k=-1,
             min_p=0.1, logit_bias={"5": -100}, logprobs=3, stop_token_ids=[2], ignore_eos=True,
             min_tokens=2, priority=-1, repetition_penalty=1.1, presence_penalty=1,
             frequency_penalty=-1,
-        ).wishes  # fmt: skip
-        assert wishes.stops == ("a", "b") and wishes.bias == {5: -100} and wishes.top_k == 0
-        assert (wishes.num_logprobs, wishes.stop_tokens, wishes.ignores_end) == (3, (2,), True)
+        ).params  # fmt: skip
+        assert params.stop == ("a", "b") and params.logit_bias == {5: -100} and params.top_k == 0
+        assert (params.num_logprobs, params.stop_token_ids, params.ignore_eos) == (3, {2}, True)
 
     def test_only_an_echo_may_ask_for_nothing(self):
-        assert completion(echo=True, max_tokens=0).wishes.max_tokens == 0
-        with pytest.raises(Invalid, match="max_tokens is 0; expected 1 to"):
+        assert completion(echo=True, max_tokens=0).params.max_tokens == 0
+        with pytest.raises(InvalidRequest, match="max_tokens is 0; expected 1 to"):
             completion(max_tokens=0)
 
 
@@ -76,13 +77,13 @@ class TestChats:
         assert found.messages[0]["content"] == "ab"
 
     def test_the_newer_name_of_the_limit_counts(self):
-        assert chat(max_tokens=5, max_completion_tokens=9).wishes.max_tokens == 9
-        assert chat().wishes.max_tokens is None
+        assert chat(max_tokens=5, max_completion_tokens=9).params.max_tokens == 9
+        assert chat().params.max_tokens is None
 
     def test_logprobs(self):
-        assert chat(logprobs=True).wishes.num_logprobs == 0
-        assert chat(logprobs=True, top_logprobs=4).wishes.num_logprobs == 4
-        assert chat(logprobs=False).wishes.num_logprobs is None
+        assert chat(logprobs=True).params.num_logprobs == 0
+        assert chat(logprobs=True, top_logprobs=4).params.num_logprobs == 4
+        assert chat(logprobs=False).params.num_logprobs is None
 
     def test_streams_tell_their_usage_if_asked(self):
         found = chat(stream=True, stream_options={"include_usage": True})
@@ -125,23 +126,23 @@ class TestChats:
     ],
 )  # fmt: skip
 def test_what_is_wrong_names_its_field(fields, param, text):
-    with pytest.raises(Invalid) as error:
+    with pytest.raises(InvalidRequest) as error:
         chat(**fields)
-    assert error.value.param == param and text in str(error.value)
+    assert error.value.field == param and text in str(error.value)
 
 
 def test_a_field_that_is_missing_is_named():
-    with pytest.raises(Invalid, match="missing required field `messages`") as caught:
+    with pytest.raises(InvalidRequest, match="missing required field `messages`") as caught:
         openai.read_chat(b'{"model": "a"}')
-    assert caught.value.param == "messages"
-    with pytest.raises(Invalid, match="missing required field `model`") as caught:
+    assert caught.value.field == "messages"
+    with pytest.raises(InvalidRequest, match="missing required field `model`") as caught:
         openai.read_completion(b'{"prompt": "a"}')
-    assert caught.value.param == "model"
+    assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"1e999"])
 def test_what_is_no_json_is_refused(raw):
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidRequest):
         openai.read_chat(raw)
 
 
@@ -157,15 +158,15 @@ def test_what_is_no_json_is_refused(raw):
     ],
 )  # fmt: skip
 def test_strange_numbers_and_bytes_are_refused(field):
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidRequest):
         openai.read_completion(b'{"model": "m", ' + field + b"}")
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [["a"]], [1, "a"], 5, ["x"] * 513])
 def test_prompts_that_are_none(prompt):
-    with pytest.raises(Invalid) as error:
+    with pytest.raises(InvalidRequest) as error:
         completion(prompt=prompt)
-    assert error.value.param == "prompt"
+    assert error.value.field == "prompt"
 
 
 values = st.recursive(
@@ -185,7 +186,7 @@ def test_whatever_comes_is_read_or_refused(fields):
     for read in (openai.read_chat, openai.read_completion, openai.read_embeddings):
         try:
             read(body(**fields))
-        except Invalid as error:
+        except InvalidRequest as error:
             assert str(error)
 
 
@@ -195,7 +196,7 @@ class TestEmbeddings:
         assert found.inputs == ["a", "b"] and found.is_base64 and found.num_dimensions is None
 
     def test_another_form_is_refused(self):
-        with pytest.raises(Invalid, match="encoding_format"):
+        with pytest.raises(InvalidRequest, match="encoding_format"):
             openai.read_embeddings(body(input="a", encoding_format="hex"))
 
     def test_vectors(self):
@@ -282,7 +283,7 @@ class TestTokens:
         asked = openai.read_tokenize(body.encode())
         assert asked.prompt is None and asked.messages == [message] and asked.has_texts
         for wrong in ({"model": "m"}, {"model": "m", "prompt": "a", "messages": [message]}):
-            with pytest.raises(openai.Invalid, match="either prompt or messages"):
+            with pytest.raises(InvalidRequest, match="either prompt or messages"):
                 openai.read_tokenize(json.dumps(wrong).encode())
 
     def test_options_of_the_template(self):
@@ -294,9 +295,9 @@ class TestTokens:
 
     def test_tokens_to_text(self):
         assert openai.read_detokenize(b'{"model": "m", "tokens": [1, 2]}') == ("m", [1, 2])
-        with pytest.raises(openai.Invalid, match="tokens: token -1; expected 0 to ") as caught:
+        with pytest.raises(InvalidRequest, match="tokens: token -1; expected 0 to ") as caught:
             openai.read_detokenize(b'{"model": "m", "tokens": [1, -1]}')
-        assert caught.value.param == "tokens"
+        assert caught.value.field == "tokens"
 
 
 @pytest.mark.parametrize(
@@ -309,9 +310,9 @@ class TestTokens:
 )
 def test_stop_tokens_that_are_wrong_are_told(tokens, text):
     body = {"model": "m", "prompt": "a", "stop_token_ids": tokens}
-    with pytest.raises(openai.Invalid, match=text) as caught:
+    with pytest.raises(InvalidRequest, match=text) as caught:
         openai.read_completion(json.dumps(body).encode())
-    assert caught.value.param == "stop_token_ids"
+    assert caught.value.field == "stop_token_ids"
 
 
 def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
@@ -344,7 +345,7 @@ class TestPythonsWords:
         ],
     )
     def test_of_bodies(self, raw, expected):
-        with pytest.raises(Invalid, match=expected) as caught:
+        with pytest.raises(InvalidRequest, match=expected) as caught:
             openai.read_completion(raw)
         text = str(caught.value)
         assert "codec" not in text and "recursion" not in text.lower()

@@ -546,9 +546,9 @@ def test_a_shape_of_high_rank_is_refused(rank: int) -> None:
 
 def test_a_long_shape_of_huge_sizes_costs_no_time() -> None:
     body = text_of({"inputs": [given_data([1], shape=[4 * 10**18] * 20_000)]})
-    began = time.perf_counter()
+    began = time.thread_time()
     refusal(body)
-    assert time.perf_counter() - began < 0.2
+    assert time.thread_time() - began < 0.2
 
 
 def test_an_unknown_datatype_is_refused() -> None:

@@ -21,8 +21,8 @@ from penstock.benchmark.targets.shared import config_digest
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
-from penstock.llm.asking import generation_of
-from penstock.llm.generation import Generation, Part, Totals
+from penstock.llm.generation import Generation, Totals
+from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text, read_text
 from penstock.llm.text_model import TextModel
@@ -136,7 +136,7 @@ class InProcessText:
                 tokens = self._text.encode(prompt, is_whole=is_whole)
             else:
                 tokens = prompt
-        return generation_of(model, asked.wishes, tokens, Waiter(exchange, self), "")
+        return model.new_generation(tokens, asked.params, Waiter(exchange, self))
 
     def ended(self, exchange: Exchange, failure: str | None) -> None:
         """End an exchange, unless it has already ended."""
@@ -173,8 +173,8 @@ class Waiter:
     exchange: Exchange
     target: InProcessText
 
-    def part(self, part: Part) -> None:
-        if part.text and self.exchange.stream is not None:
+    def token(self, event: TokenEvent) -> None:
+        if event.text and self.exchange.stream is not None:
             self.exchange.stream.times.append(time.monotonic())
 
     def finished(self, totals: Totals) -> None:

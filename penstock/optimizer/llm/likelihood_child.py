@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 
 from penstock.errors import PenstockError
-from penstock.llm.engine import Asked, Engine
+from penstock.llm.engine import Engine
 from penstock.llm.engine_main import load
-from penstock.llm.messages import Settings
-from penstock.llm.params import Likelihood, Sampling
-from penstock.llm.sequence import Ending
+from penstock.llm.messages import GenerateRequest, Logprobs, Settings, pack_tokens
+from penstock.sampling_params import SamplingParams
 
 
 class Job(msgspec.Struct):
@@ -50,28 +49,28 @@ def main(job_path: str, answer_path: str) -> None:
 def continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
     """Append `num_new` greedily decoded tokens to each text, ignoring end-of-sequence tokens."""
     found = [list(text) for text in texts]
-    sampling = Sampling(temperature=0.0)
+    params = SamplingParams(temperature=0.0, max_tokens=num_new)
     for number, text in enumerate(texts):
-        engine.add(Asked(number, text, sampling, Ending(num_new, frozenset())))
+        engine.add(GenerateRequest(number, pack_tokens(text), params))
     while not engine.is_idle:
-        for piece in engine.step():
-            found[piece.request].append(piece.token)
+        for event in engine.step():
+            found[event.request].append(event.token)
     return found
 
 
 def likelihoods(
     engine: Engine, texts: Sequence[Sequence[int]], num_told: int
-) -> list[list[Likelihood]]:
+) -> list[list[Logprobs]]:
     """Return the logprobs of each text's tokens after the first."""
-    found: list[dict[int, Likelihood]] = [{} for _ in texts]
-    sampling = Sampling(temperature=0.0, num_prompt_logprobs=num_told)
+    found: list[dict[int, Logprobs]] = [{} for _ in texts]
+    params = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=num_told)
     for number, text in enumerate(texts):
-        engine.add(Asked(number, text, sampling, Ending(1, frozenset())))
+        engine.add(GenerateRequest(number, pack_tokens(text), params))
     while not engine.is_idle:
         engine.step()
-        told, engine.told = engine.told, []
-        for each in told:
-            found[each.request] |= dict(enumerate(each.part.likelihoods, each.part.start))
+        chunks, engine.prompt_logprobs = engine.prompt_logprobs, []
+        for each in chunks:
+            found[each.request] |= dict(enumerate(each.logprobs, each.start))
     return [[each[place] for place in sorted(each)] for each in found]
 
 

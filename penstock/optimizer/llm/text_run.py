@@ -39,9 +39,9 @@ from penstock.optimizer.llm.text_trials import TIMEOUT_S
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.progress_reporter import UNLESS_REFUSED
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, note_resumed, sweep
-from penstock.optimizer.search import UNLESS_REFUSED
 from penstock.optimizer.served import repriced
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
 

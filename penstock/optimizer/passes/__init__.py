@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.optimizer.facts import Facts
     from penstock.optimizer.machine import Machine
     from penstock.optimizer.plan import Plan
+    from penstock.optimizer.results import FallbackLayer
     from penstock.optimizer.simulate import TimeTable
     from penstock.types import Array
 
@@ -45,7 +46,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class PassContext:
     """Inputs of `propose`: the current model, the machine and the user's plan."""
 
     plan: Plan
@@ -61,7 +62,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
+class BuildContext:
     """Inputs of `build`."""
 
     plan: Plan
@@ -83,17 +84,32 @@ class Pass(Protocol):
     changes_answers: bool
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool
-    # True: the setting `keep` names layers to leave unchanged, so sensitive ones can be excluded.
-    has_layers: bool
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]: ...
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]: ...
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         """Write a model folder (config.pbtxt and version 1) at `target`, from the parent's. May
         raise PenstockError or the library's own errors: the search records them as the reason."""
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         """Return how the build differs from what the step asked for; empty if it does not. Pure."""
+
+
+@runtime_checkable
+class LayeredPass(Pass, Protocol):
+    """A pass whose setting `keep` names layers to leave in float, so that sensitive ones can be."""
+
+    def fall_back(
+        self,
+        parent: Build,
+        step: Step,
+        context: BuildContext,
+        passes: Callable[[Step], bool],
+        seconds: Mapping[str, float] | None = None,
+    ) -> tuple[Step, list[FallbackLayer]] | None:
+        """Return the step with the fewest layers in float for which `passes`, which builds and
+        judges it, returns True, and those layers; None if no choice that was tried passes.
+        `seconds`, where measured: extra time of a layer in float over INT8, by name."""
 
 
 def sequence() -> list[Pass]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.shapes import Ranking, Settings
 from penstock.optimizer.simulate import TimeTable
 
@@ -25,10 +25,9 @@ class Batching:
     stage: Stage = "batching"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config, facts = situation.build.config, situation.facts
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config, facts = context.build.config, context.facts
         now = shapes.settings_of(config)
         if config.max_batch_size == 0:
             return [Skip(self.name, "the model has no batch dimension")]
@@ -36,10 +35,10 @@ class Batching:
             off = Step(self.name, {"mode": "off"})
             skip = Skip(self.name, facts.batching_problem)
             return [skip, off] if now["mode"] != "off" else [skip]
-        ranking = Ranking(situation)
-        table = _table(situation)
+        ranking = Ranking(context)
+        table = _table(context)
         if table is None:
-            wanted = _usual(situation, ranking)
+            wanted = _usual(context, ranking)
             return [Step(self.name, each) for each in wanted if each != now][:MAX_STEPS]
         if table.max_rows == 1:
             return [Skip(self.name, "the model takes one row at a time")]
@@ -54,8 +53,8 @@ class Batching:
             return [Skip(self.name, text)]
         return [Step(self.name, shape.settings) for shape in better[:MAX_STEPS]]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        config = shapes.with_batching(parent.config, step.settings, workshop.plan.slo)
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
+        config = shapes.with_batching(parent.config, step.settings, context.plan.slo)
         folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
@@ -67,17 +66,17 @@ class Batching:
         return problems
 
 
-def _table(situation: Situation) -> TimeTable | None:
+def _table(context: PassContext) -> TimeTable | None:
     """Return the batch times of the current instances and threads, else any."""
-    config = situation.build.config
-    threads = shapes.threads_of(config, situation.machine.num_cores)
-    known = situation.times.get((config.num_instances, threads))
-    return known or next(iter(situation.times.values()), None)
+    config = context.build.config
+    threads = shapes.threads_of(config, context.machine.num_cores)
+    known = context.times.get((config.num_instances, threads))
+    return known or next(iter(context.times.values()), None)
 
 
-def _usual(situation: Situation, ranking: Ranking) -> list[Settings]:
-    slo = situation.plan.slo
-    kept = ranking.buckets()[-1] | shapes.tokens_of(situation.build.config)
+def _usual(context: PassContext, ranking: Ranking) -> list[Settings]:
+    slo = context.plan.slo
+    kept = ranking.buckets()[-1] | shapes.tokens_of(context.build.config)
     modes = ["fixed"] + ["slo"] * (slo is not None and slo.latency_s is not None)
     return [
         {"mode": mode, "max_batch": str(size), **kept} for mode in modes for size in USUAL_BATCHES

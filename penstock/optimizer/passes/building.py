@@ -1,4 +1,4 @@
-"""Helpers shared by passes that write ONNX files."""
+"""What several passes share: checks of a model and of a build, and how ONNX files are written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import ModelConfig
-from penstock.optimizer import folders, onnx_model
+from penstock.optimizer import folders, onnx_folding, onnx_model
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
+from penstock.optimizer.passes import PassContext
 
 ONNX_FILE = "model.onnx"
 # Rank of an image without the batch dimension.
@@ -23,6 +25,10 @@ SLOW_FUSION = "SkipLayerNormFusion"
 # Optimizer that quantises a float layer's weights, per tensor, between INT8 neighbours: exactly the
 # layers that were kept in float.
 FLOATS_TO_BYTES = "WeightBiasQuantization"
+# Least share of the layers that can gain which must be INT8 in the built model.
+MIN_SHARE = 0.9
+# Option of the PyTorch backend.
+CUDA_GRAPHS = "penstock.cuda_graphs"
 STAYS_ON_GPU = (
     "ONNX Runtime's GPU providers are not used here; the model stays PyTorch on the GPU "
     "(--device cpu tries it)"
@@ -75,3 +81,57 @@ def with_floats_kept(config: ModelConfig) -> ModelConfig:
         return config
     text = ";".join([*left_out, FLOATS_TO_BYTES])
     return replace(config, options={**config.options, LEFT_OUT: text})
+
+
+def fold_shapes(model: Any, config: ModelConfig) -> Any:
+    """Fold everything that follows from the sizes that the model declares."""
+    batch = (-1,) if config.max_batch_size else ()
+    sizes = {spec.name: (*batch, *spec.shape) for spec in config.model.inputs}
+    return onnx_folding.fold(model, sizes)
+
+
+def check_graphs(after: Facts) -> list[str]:
+    """Check that the backend captured CUDA graphs."""
+    if after.built.get("cuda_graphs", "none") not in ("off", "none", "0"):
+        return []
+    reason = after.built.get("without_cuda_graph", "")
+    return [f"no graph was captured{': ' if reason else ''}{reason}"]
+
+
+def reason_not_to_quantise(context: PassContext) -> str:
+    """Return why this model cannot be quantised; empty if it can."""
+    facts = context.facts
+    if stays_on_gpu(context.build.config):
+        return STAYS_ON_GPU
+    if not is_onnx(context.build):
+        return "the model is not an ONNX file"
+    if facts.quantised:
+        names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
+        return f"the model is quantised already: {names}"
+    if not facts.quantisable:
+        return (
+            "no Conv, Gemm or MatMul has constant weights of at least "
+            f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}: nothing to gain"
+        )
+    return ""
+
+
+def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
+    """Check that the build really is INT8: in its file, and after the runtime's optimisation."""
+    counted = sum(
+        count
+        for name, count in after.quantised.items()
+        if name in onnx_model.WEIGHTED or name in INTEGER_OPERATORS - {"DynamicQuantizeLinear"}
+    )
+    asked = sum(before.quantisable.values()) - num_kept
+    if not counted:
+        return ["not a single Conv, Gemm or MatMul is quantised: it was built in float"]
+    problems = []
+    if counted < MIN_SHARE * asked:
+        problems.append(f"{counted} of {asked} layers are quantised; expected {MIN_SHARE:.0%}")
+    if not after.weight_bytes.get("INT8") and not after.weight_bytes.get("UINT8"):
+        problems.append("no weights are stored in INT8")
+    ran = after.optimised_operators
+    if ran and not any(name in ran for name in INTEGER_OPERATORS):
+        problems.append("ONNX Runtime computes all of it in float: no integer operator is left")
+    return problems

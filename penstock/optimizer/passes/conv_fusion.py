@@ -15,9 +15,8 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.cuda_graphs import OPTION as GRAPHS
-from penstock.optimizer.passes.cuda_graphs import CudaGraphs
+from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs
 
 OPTION = "penstock.fuse"
 # Rank of a batch of images.
@@ -29,10 +28,9 @@ class ConvFusion:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         step = Step(self.name, _settings(config))
         if config.backend != "pytorch" or not config.artifact.endswith(".py"):
             return [Skip(self.name, "not a PyTorch module with its code")]
@@ -42,28 +40,28 @@ class ConvFusion:
             return [Skip(self.name, "compiled already")]
         if not _has_images(config):
             return [Skip(self.name, "no images among the inputs")]
-        if config.device == "cpu" and not situation.plan.is_exhaustive:
+        if config.device == "cpu" and not context.plan.is_exhaustive:
             reason = "on CPUs only normalisation goes; ONNX Runtime is there and fuses more"
             return [Skip(self.name, reason, step)]
         return [step]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         options = {**config.options, OPTION: step.settings["fuse"]}
         if "graphs" in step.settings:
-            options[GRAPHS] = step.settings["graphs"]
+            options[CUDA_GRAPHS] = step.settings["graphs"]
         folders.write(parent, replace(config, options=options), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("fusion", "")
         if found.partition(" ")[0] in ("", "0"):
             return [f"no convolution was fused: {found or 'nothing'}"]
-        return CudaGraphs().check(step, before, after) if "graphs" in step.settings else []
+        return check_graphs(after) if "graphs" in step.settings else []
 
 
 def _settings(config: ModelConfig) -> dict[str, str]:
     is_fixed = all(spec.is_fixed for spec in config.model.inputs)
-    has_graphs = config.device != "cpu" and is_fixed and GRAPHS not in config.options
+    has_graphs = config.device != "cpu" and is_fixed and CUDA_GRAPHS not in config.options
     return {"fuse": "convolutions", **({"graphs": "on"} if has_graphs else {})}
 
 

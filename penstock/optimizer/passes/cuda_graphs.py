@@ -10,9 +10,9 @@ from pathlib import Path
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs
 
-OPTION = "penstock.cuda_graphs"
 # Modes of torch.compile for which the backend captures graphs anyway.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -22,13 +22,12 @@ class CudaGraphs:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         if config.device == "cpu" or config.backend != "pytorch":
             return [Skip(self.name, "not a PyTorch model on a GPU")]
-        if OPTION in config.options:
+        if CUDA_GRAPHS in config.options:
             return [Skip(self.name, "decided already")]
         mode = config.options.get("penstock.compile", "")
         if mode in WITH_GRAPHS:
@@ -39,14 +38,10 @@ class CudaGraphs:
             return [Skip(self.name, reason)]
         return [Step(self.name, {"graphs": "on"})]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
-        options = {**config.options, OPTION: step.settings["graphs"]}
+        options = {**config.options, CUDA_GRAPHS: step.settings["graphs"]}
         folders.write(parent, replace(config, options=options), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        found = after.built.get("cuda_graphs", "none")
-        if found not in ("off", "none", "0"):
-            return []
-        reason = after.built.get("without_cuda_graph", "")
-        return [f"no graph was captured{': ' if reason else ''}{reason}"]
+        return check_graphs(after)

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer import calibration, folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
@@ -38,10 +38,9 @@ class Fp8:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         whole = {"products": SEPARATOR.join(PRODUCTS)}
         by_row = Step(self.name, {**whole, "scaling": BY_ROW})
         part = Step(self.name, {"products": SEPARATOR.join(PRODUCTS[:3])})
@@ -53,16 +52,16 @@ class Fp8:
         if config.device == "cpu" or not _has_fp8():
             reason = "needs a GPU that multiplies in FP8 (compute capability 8.9)"
             return [Skip(self.name, reason, steps[0])]
-        if situation.examples is None or not situation.examples.split.calibration:
+        if context.examples is None or not context.examples.split.calibration:
             return [Skip(self.name, "there are no examples to calibrate with", steps[0]), by_row]
         return steps
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         if step.settings.get("scaling") == BY_ROW:
             folders.carry_over(parent, target)
             chosen = BY_ROW
         else:
-            ranges = _calibrated(parent.config, step, workshop)
+            ranges = _calibrated(parent.config, step, context)
             version = folders.carry_over(parent, target, {FILE})
             (version / FILE).write_text(json.dumps(ranges, indent=1))
             chosen = FILE
@@ -80,12 +79,12 @@ class Fp8:
         return [] if is_so else [f"asked for {num_asked} products of each layer, got {found}"]
 
 
-def _calibrated(config: ModelConfig, step: Step, workshop: Workshop) -> dict[str, float]:
+def _calibrated(config: ModelConfig, step: Step, context: BuildContext) -> dict[str, float]:
     """Return the calibrated ranges of the step's linear layers."""
-    if workshop.examples is None:
+    if context.examples is None:
         raise ConfigError(["fp8: there are no examples to calibrate with"])
-    indices = workshop.examples.split.calibration
-    rows = calibration.model_rows(config, workshop.examples, indices)
+    indices = context.examples.split.calibration
+    rows = calibration.model_rows(config, context.examples, indices)
     asked = step.settings["products"].split(SEPARATOR)
     ranges = _ranges(config, rows)
     return {name: largest for name, largest in ranges.items() if name.partition(".")[2] in asked}

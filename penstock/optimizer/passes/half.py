@@ -12,7 +12,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
 
 # The backend's option for its compute datatype, and its name when read back.
@@ -31,15 +31,14 @@ class Half:
     stage: Stage = "precision"
     changes_answers = True
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config, facts = situation.build.config, situation.facts
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config, facts = context.build.config, context.facts
         if facts.quantised:
             return [Skip(self.name, "the model is quantised already")]
         if config.backend in OPTIONS:
-            return self._by_option(situation)
-        if not is_onnx(situation.build):
+            return self._by_option(context)
+        if not is_onnx(context.build):
             return [Skip(self.name, f"backend '{config.backend}' has no choice of datatype")]
         if not facts.weight_bytes.get("FP32"):
             return [Skip(self.name, "the model has no weights in FP32")]
@@ -47,15 +46,15 @@ class Half:
         is_on_gpu = any(
             name in config.options.get("providers", "") for name in ("CUDA", "Tensorrt")
         )
-        if is_on_gpu or situation.plan.is_exhaustive:
+        if is_on_gpu or context.plan.is_exhaustive:
             return [step]
         reason = (
             "on CPUs ONNX Runtime has few operators in FP16 and converts to FP32 around all others"
         )
         return [Skip(self.name, reason, step)]
 
-    def _by_option(self, situation: Situation) -> list[Step | Skip]:
-        config = situation.build.config
+    def _by_option(self, context: PassContext) -> list[Step | Skip]:
+        config = context.build.config
         if config.options.get(OPTIONS[config.backend], "f32") not in ("f32", "fp32", "float32"):
             return [Skip(self.name, "the model already computes in less than FP32")]
         if config.backend == "pytorch" and not config.artifact.endswith(".py"):
@@ -63,7 +62,7 @@ class Half:
         bf16 = Step(self.name, {"datatype": "bf16"})
         if config.device != "cpu":
             return self._on_gpu(config)
-        if situation.machine.has_bf16 or situation.plan.is_exhaustive:
+        if context.machine.has_bf16 or context.plan.is_exhaustive:
             return [bf16]
         return [Skip(self.name, "the processor has no instructions for BF16", bf16)]
 
@@ -79,7 +78,7 @@ class Half:
             Step(self.name, {"datatype": "tf32"}),
         ]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         if config.backend not in OPTIONS:
             write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)

@@ -9,7 +9,7 @@ from penstock.config import CPU
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.shapes import WORTH, Ranking
 
 MAX_STEPS = 3
@@ -20,15 +20,14 @@ class Instances:
     stage: Stage = "instances"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config, num_cores = situation.build.config, situation.machine.num_cores
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config, num_cores = context.build.config, context.machine.num_cores
         if num_cores == 1 and config.device == CPU:
             return [Skip(self.name, "there is one core")]
         now = config.num_instances, shapes.threads_of(config, num_cores)
         others = [pair for pair in shapes.arrangements(config, num_cores) if pair != now]
-        rates = self._rates(situation)
+        rates = self._rates(context)
         best = max(rates.values(), default=0.0)
         found: list[Step | Skip] = []
         # Unmeasured settings come before those that are known to be slower.
@@ -41,7 +40,7 @@ class Instances:
                 found.append(step)
         return found
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         num_instances, num_threads = int(step.settings["instances"]), int(step.settings["threads"])
         config = shapes.with_instances(parent.config, num_instances, num_threads)
         folders.write(parent, config, target)
@@ -57,7 +56,7 @@ class Instances:
                 return [f"asked for {asked} threads, the runtime has {value}"]
         return []
 
-    def _rates(self, situation: Situation) -> dict[tuple[int, int], float]:
+    def _rates(self, context: PassContext) -> dict[tuple[int, int], float]:
         """Return simulated rates with the current batching, by (instances, threads)."""
-        ranking = Ranking(situation)
-        return {pair: ranking.now(table) for pair, table in situation.times.items()}
+        ranking = Ranking(context)
+        return {pair: ranking.now(table) for pair, table in context.times.items()}

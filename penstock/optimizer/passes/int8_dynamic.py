@@ -11,9 +11,14 @@ from typing import Any
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import quiet_quantizer, without_slow_fusion, write_onnx
-from penstock.optimizer.passes.int8_static import check_quantised, reason_against
+from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes.building import (
+    check_quantised,
+    quiet_quantizer,
+    reason_not_to_quantise,
+    without_slow_fusion,
+    write_onnx,
+)
 
 # The quantiser turns Gemm into MatMul and Add; Attention contains the matmuls of its projections.
 OPERATORS = ("MatMul", "Gemm", "Attention")
@@ -27,20 +32,19 @@ class Int8Dynamic:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        facts = situation.facts
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        facts = context.facts
         step = Step(self.name, {"weights": "per-channel"})
-        if not situation.machine.has_int8:
+        if not context.machine.has_int8:
             step = Step(self.name, {"weights": "per-channel", "range": "7 bits"})
-        is_exhaustive = situation.plan.is_exhaustive
+        is_exhaustive = context.plan.is_exhaustive
         has_attention = facts.operators.get("Attention", 0) > 0
         # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = has_attention and not facts.quantised
-        if (reason := reason_against(situation)) and not is_lone_attention:
+        if (reason := reason_not_to_quantise(context)) and not is_lone_attention:
             return [Skip(self.name, reason)]
-        if situation.build.config.backend != "onnxruntime":
+        if context.build.config.backend != "onnxruntime":
             return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]
         if facts.weight_bytes.get("FP16", 0) > facts.weight_bytes.get("FP32", 0):
             # The quantiser would leave all of them unchanged.
@@ -48,12 +52,12 @@ class Int8Dynamic:
         if facts.is_convolutional and not facts.is_transformer:
             # Reported as eight times slower: onnxruntime#6732.
             return [Skip(self.name, "ranges by batch make convolutions slower than floats", step)]
-        if not situation.machine.has_int8 and not is_exhaustive:
+        if not context.machine.has_int8 and not is_exhaustive:
             reason = "the processor has no instructions for INT8 products (VNNI, AMX)"
             return [Skip(self.name, reason, step)]
         return [step]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         ready = onnx_model.prepared(onnx_model.read(parent.artifact))
         model = _quantised(ready, step)
         tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)

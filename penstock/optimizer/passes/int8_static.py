@@ -16,21 +16,20 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
+from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
-    STAYS_ON_GPU,
-    is_onnx,
+    check_quantised,
+    fold_shapes,
     quiet_quantizer,
-    stays_on_gpu,
+    reason_not_to_quantise,
     with_floats_kept,
     without_slow_fusion,
     write_onnx,
 )
-from penstock.optimizer.passes.shape_folding import folded
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -55,8 +54,6 @@ CNN_OPERATORS = (
     "Transpose",
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
-# Least share of the layers that can gain which must be INT8 in the built model.
-MIN_SHARE = 0.9
 MIN_OPSET = 13
 SEPARATOR = ","
 
@@ -82,16 +79,15 @@ class Int8Static:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
-    has_layers = True
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        is_exhaustive = situation.plan.is_exhaustive
-        steps = _steps(situation.machine, situation.facts, is_exhaustive)
-        if reason := reason_against(situation):
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        is_exhaustive = context.plan.is_exhaustive
+        steps = _steps(context.machine, context.facts, is_exhaustive)
+        if reason := reason_not_to_quantise(context):
             return [Skip(self.name, reason)]
-        if situation.examples is None or not situation.examples.split.calibration:
+        if context.examples is None or not context.examples.split.calibration:
             return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
-        if not situation.machine.has_int8 and not is_exhaustive:
+        if not context.machine.has_int8 and not is_exhaustive:
             reason = (
                 "the processor has no instructions for INT8 products (VNNI, AMX), without which "
                 "they are hardly faster than floats"
@@ -99,12 +95,12 @@ class Int8Static:
             return [Skip(self.name, reason, steps[0])]
         return steps
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        if workshop.examples is None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
+        if context.examples is None:
             raise ConfigError(["int8-static: there are no examples to calibrate with"])
         scheme = scheme_of(step)
         ready = prepared(parent)
-        known = calibrate(ready, scheme, parent, workshop)
+        known = calibrate(ready, scheme, parent, context)
         model = quantised(ready, known.ranges(scheme.method), scheme)
         is_transformer = scheme.is_transformer
         config = without_slow_fusion(parent.config) if is_transformer else parent.config
@@ -119,6 +115,39 @@ class Int8Static:
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
 
+    def fall_back(
+        self,
+        parent: Build,
+        step: Step,
+        context: BuildContext,
+        passes: Callable[[Step], bool],
+        seconds: Mapping[str, float] | None = None,
+    ) -> tuple[Step, list[FallbackLayer]] | None:
+        if context.examples is None:
+            raise ConfigError(["int8-static: there are no examples to compare layers with"])
+        scheme = replace(scheme_of(step), keep=())
+        ready = prepared(parent)
+        ranges = calibrate(ready, scheme, parent, context).ranges(scheme.method)
+        indices = context.examples.split.choice
+        rows = calibration.model_rows(parent.config, context.examples, indices)
+        taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
+        batches = [
+            {name: array for name, array in batch.items() if name in taken}
+            for batch in calibration.batches(parent.config.model, rows)
+        ]
+        trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
+
+        def answers(keep: tuple[str, ...]) -> Answers:
+            context.check_time()
+            return trial.answers(keep)
+
+        ranked = fallback.sensitivity(trial.layers(seconds), answers, trial.original())
+        kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
+        if kept is None:
+            return None
+        names = [name for effect in kept for name in effect.group.names]
+        return with_kept(step, names), fallback.described(kept, ranked)
+
 
 def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
     shared = {"kind": "transformer" if facts.is_transformer else "cnn"}
@@ -130,24 +159,6 @@ def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
         for each in weights
         for method in METHODS
     ]
-
-
-def reason_against(situation: Situation) -> str:
-    """Return why this model cannot be quantised; empty if it can."""
-    facts = situation.facts
-    if stays_on_gpu(situation.build.config):
-        return STAYS_ON_GPU
-    if not is_onnx(situation.build):
-        return "the model is not an ONNX file"
-    if facts.quantised:
-        names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
-        return f"the model is quantised already: {names}"
-    if not facts.quantisable:
-        return (
-            "no Conv, Gemm or MatMul has constant weights of at least "
-            f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}: nothing to gain"
-        )
-    return ""
 
 
 def scheme_of(step: Step) -> Scheme:
@@ -181,16 +192,16 @@ def prepared(parent: Build) -> Any:
             f"{MIN_OPSET} (the pass onnx-graph converts it)"
         )
     # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
-    return onnx_model.prepared(folded(model, parent.config))
+    return onnx_model.prepared(fold_shapes(model, parent.config))
 
 
-def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> Calibration:
-    assert workshop.examples is not None
+def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) -> Calibration:
+    assert context.examples is not None
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
-    indices = workshop.examples.split.calibration
-    rows = calibration.model_rows(parent.config, workshop.examples, indices)
+    indices = context.examples.split.calibration
+    rows = calibration.model_rows(parent.config, context.examples, indices)
     return calibration.calibrate(
-        ready, names, parent.config.model, rows, workshop.cache, workshop.check_time
+        ready, names, parent.config.model, rows, context.cache, context.check_time
     )
 
 
@@ -290,42 +301,6 @@ class LayerTrial:
         return [onnx_model.run(loaded, batch) for batch in self.batches]
 
 
-def fall_back(
-    parent: Build,
-    step: Step,
-    workshop: Workshop,
-    passes: Callable[[Step], bool],
-    seconds: Mapping[str, float] | None = None,
-) -> tuple[Step, list[FallbackLayer]] | None:
-    """Return the step with the fewest layers in float for which `passes`, which builds and judges
-    it, returns True, and those layers; None if no choice that was tried passes. `seconds`, where
-    measured: extra time of a layer in float over INT8, by name."""
-    if workshop.examples is None:
-        raise ConfigError(["int8-static: there are no examples to compare layers with"])
-    scheme = replace(scheme_of(step), keep=())
-    ready = prepared(parent)
-    ranges = calibrate(ready, scheme, parent, workshop).ranges(scheme.method)
-    indices = workshop.examples.split.choice
-    rows = calibration.model_rows(parent.config, workshop.examples, indices)
-    taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
-    batches = [
-        {name: array for name, array in batch.items() if name in taken}
-        for batch in calibration.batches(parent.config.model, rows)
-    ]
-    trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
-
-    def answers(keep: tuple[str, ...]) -> Answers:
-        workshop.check_time()
-        return trial.answers(keep)
-
-    ranked = fallback.sensitivity(trial.layers(seconds), answers, trial.original())
-    kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
-    if kept is None:
-        return None
-    names = [name for effect in kept for name in effect.group.names]
-    return with_kept(step, names), fallback.described(kept, ranked)
-
-
 def _flops(ready: Any, node: Any) -> float:
     """Return the FLOP per position, times height x width of the output for convolutions."""
     weight = onnx_model.constants(ready.graph)[node.input[1]]
@@ -335,24 +310,3 @@ def _flops(ready: Any, node: Any) -> float:
             sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim][2:]
             num_positions = max(1, int(np.prod(sizes)))
     return 2.0 * onnx_model.num_values(weight) * num_positions
-
-
-def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
-    """Check that the build really is INT8: in its file, and after the runtime's optimisation."""
-    counted = sum(
-        count
-        for name, count in after.quantised.items()
-        if name in onnx_model.WEIGHTED or name in INTEGER_OPERATORS - {"DynamicQuantizeLinear"}
-    )
-    asked = sum(before.quantisable.values()) - num_kept
-    if not counted:
-        return ["not a single Conv, Gemm or MatMul is quantised: it was built in float"]
-    problems = []
-    if counted < MIN_SHARE * asked:
-        problems.append(f"{counted} of {asked} layers are quantised; expected {MIN_SHARE:.0%}")
-    if not after.weight_bytes.get("INT8") and not after.weight_bytes.get("UINT8"):
-        problems.append("no weights are stored in INT8")
-    ran = after.optimised_operators
-    if ran and not any(name in ran for name in INTEGER_OPERATORS):
-        problems.append("ONNX Runtime computes all of it in float: no integer operator is left")
-    return problems

@@ -11,7 +11,7 @@ from penstock.config import MIB, ModelConfig
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.slo import Memory as MemoryTerm
 
 ARENA = "enable_mem_arena"
@@ -25,10 +25,9 @@ class Memory:
     stage: Stage = "memory"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        plan, config = situation.plan, situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        plan, config = context.plan, context.build.config
         terms = () if plan.slo is None else plan.slo.terms
         has_limit = any(isinstance(term, MemoryTerm) for term in terms)
         if not has_limit and not plan.is_exhaustive:
@@ -42,7 +41,7 @@ class Memory:
             found.append(Step(self.name, {"buffers": "small"}))
         return found or [Skip(self.name, "everything is as small as it can be")]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         folders.write(parent, with_memory(parent.config, step), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.optimizer import folders, torch_source
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 from penstock.repository import pt2_file
 
@@ -22,21 +22,20 @@ class OnnxExport:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        build = situation.build
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        build = context.build
         if build.config.backend != "pytorch":
             return [Skip(self.name, "not a PyTorch model")]
         if stays_on_gpu(build.config):
             return [Skip(self.name, STAYS_ON_GPU)]
         if pt2_file.is_compiled(build.artifact):
             return [Skip(self.name, "an AOTInductor package is machine code already")]
-        if "onnxruntime" not in situation.machine.versions:
+        if "onnxruntime" not in context.machine.versions:
             return [Skip(self.name, "onnxruntime is not installed")]
         return [Step(self.name)]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         from penstock.backends.pytorch import load_module
         from penstock.optimizer.torch_export import to_onnx
 

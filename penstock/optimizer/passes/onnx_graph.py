@@ -16,7 +16,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import is_onnx, write_onnx
 from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
@@ -39,10 +39,9 @@ class OnnxGraph:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        build = situation.build
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        build = context.build
         if not is_onnx(build):
             return [Skip(self.name, "the model is not an ONNX file")]
         model = onnx_model.read(build.artifact)
@@ -68,7 +67,7 @@ class OnnxGraph:
             )
         ]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         original = onnx_model.read(parent.artifact)
         model, config = original, parent.config
         if "weights" in step.settings or "opset" in step.settings:

@@ -12,7 +12,7 @@ from penstock.config import PACK, TOKENS, ModelConfig, Padding
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
 
@@ -22,24 +22,23 @@ class Packing:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = True
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         if reason := _reason_against(config):
             return [Skip(self.name, reason)]
         settings = {"pack": TOKENS}
         if not all(spec.is_fixed for spec in config.model.inputs):
-            longest = _longest(situation)
+            longest = _longest(context)
             if not longest:
                 return [Skip(self.name, "not known how long requests are; penstock.pad says so")]
             settings["bucket"] = str(longest)
         step = Step(self.name, settings)
-        if config.device == "cpu" and not situation.plan.is_exhaustive:
+        if config.device == "cpu" and not context.plan.is_exhaustive:
             return [Skip(self.name, "on CPUs attention goes by way of the padded batch", step)]
         return [step]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         options = {**config.options, PACK: step.settings["pack"]}
         config = replace(config, options=options)
@@ -73,13 +72,13 @@ def _reason_against(config: ModelConfig) -> str:
     return ""
 
 
-def _longest(situation: Situation) -> int:
+def _longest(context: PassContext) -> int:
     """Return the length to pad batches to: the configured one, else that of the longest request.
     A longer one might exceed the model's maximum position."""
-    config = situation.build.config
+    config = context.build.config
     if config.model.padding is not None:
         return config.model.padding.buckets[-1]
-    return 0 if config.is_processed else max(row_lengths(situation.rows, config), default=0)
+    return 0 if config.is_processed else max(row_lengths(context.rows, config), default=0)
 
 
 def _with_one_bucket(config: ModelConfig, bucket: int) -> ModelConfig:

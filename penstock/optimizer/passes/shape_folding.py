@@ -8,7 +8,7 @@ have the same one, a second step fixes that size; the version then accepts no ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from penstock.config import ModelConfig
 from penstock.optimizer import onnx_folding, onnx_model
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
+from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes.building import IMAGE_RANK, fold_shapes, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
 
@@ -31,18 +31,17 @@ class ShapeFolding:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        build = situation.build
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        build = context.build
         if not is_onnx(build):
             return [Skip(self.name, "the model is not an ONNX file")]
         options = [Step(self.name)] if _has_fixed_size(build.config.model) else []
-        if agreed := _agreed_sizes(situation):
+        if agreed := _agreed_sizes(context):
             options.append(Step(self.name, agreed))
         if not options:
             return [Skip(self.name, "no input has a known size beside the batch")]
-        if not onnx_folding.num_shape_nodes(situation.facts.operators):
+        if not onnx_folding.num_shape_nodes(context.facts.operators):
             return [Skip(self.name, "no operator computes shapes")]
         return self._worthwhile(build, options)
 
@@ -52,7 +51,7 @@ class ShapeFolding:
         num_left = _num_left(model)
         found: list[Step | Skip] = []
         for step in options:
-            num_after = _num_left(onnx_folding.fold(model, _shapes(_accepting(build.config, step))))
+            num_after = _num_left(fold_shapes(model, _accepting(build.config, step)))
             if num_after < num_left:
                 found.append(step)
                 num_left = num_after
@@ -62,9 +61,9 @@ class ShapeFolding:
             )
         ]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = _accepting(parent.config, step)
-        model = onnx_folding.fold(onnx_model.read(parent.artifact), _shapes(config))
+        model = fold_shapes(onnx_model.read(parent.artifact), config)
         write_onnx(parent, onnx_model.optimised(model), target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
@@ -77,11 +76,6 @@ class ShapeFolding:
         if counts[1] < counts[0]:
             return []
         return [f"{counts[1]} operators compute shapes, as many as before"]
-
-
-def folded(model: Any, config: ModelConfig) -> Any:
-    """Fold everything that follows from the sizes that the model declares."""
-    return onnx_folding.fold(model, _shapes(config))
 
 
 def narrowing(candidate: Candidate) -> str:
@@ -101,27 +95,21 @@ def _num_left(model: Any) -> int:
     return onnx_folding.num_shape_nodes(Counter(node.op_type for node in nodes))
 
 
-def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the model's own inputs, with the batch dimension."""
-    batch = (-1,) if config.max_batch_size else ()
-    return {spec.name: (*batch, *spec.shape) for spec in config.model.inputs}
-
-
 def _has_fixed_size(config: ModelConfig) -> bool:
     return any(size > 0 for spec in config.inputs for size in spec.shape)
 
 
-def _agreed_sizes(situation: Situation) -> dict[str, str]:
+def _agreed_sizes(context: PassContext) -> dict[str, str]:
     """Return the image sizes that the model leaves open and all rows of the data share, as
     settings; empty without any, or if another input is open too."""
-    config = situation.build.config
+    config = context.build.config
     is_open = [spec for spec in config.inputs if not spec.is_fixed]
-    if situation.examples is None or config.is_processed or config.padding is not None:
+    if context.examples is None or config.is_processed or config.padding is not None:
         return {}
     if any(len(spec.shape) < IMAGE_RANK or spec.datatype == "BYTES" for spec in is_open):
         return {}
     agreed: dict[str, str] = {}
-    rows = fitted(situation.examples.rows, config)
+    rows = fitted(context.examples.rows, config)
     for spec in is_open:
         sizes = {row[spec.name].shape for row in rows if spec.name in row}
         if len(sizes) != 1:

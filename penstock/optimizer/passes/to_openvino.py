@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 
 THREADS = {"intra_op_thread_count": "inference_num_threads"}
@@ -20,13 +20,12 @@ class ToOpenVino:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        config = situation.build.config
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        config = context.build.config
         if stays_on_gpu(config):
             return [Skip(self.name, STAYS_ON_GPU)]
-        if "openvino" not in situation.machine.versions:
+        if "openvino" not in context.machine.versions:
             return [Skip(self.name, 'not installed; pip install "penstock[openvino]" brings it')]
         if config.backend != "onnxruntime":
             return [Skip(self.name, "not an ONNX model")]
@@ -38,7 +37,7 @@ class ToOpenVino:
             return [Skip(self.name, f"'{texts[0]}' is BYTES, which it does not take")]
         return [Step(self.name, {"hint": "LATENCY"})]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         options = {
             new: config.options[old] for old, new in THREADS.items() if old in config.options

@@ -13,7 +13,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK
 from penstock.repository import pt2_file
 
@@ -44,10 +44,9 @@ class TorchCompile:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        build = situation.build
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        build = context.build
         if build.config.backend != "pytorch":
             return [Skip(self.name, "not a PyTorch model")]
         if pt2_file.is_compiled(build.artifact) or "penstock.compile" in build.config.options:
@@ -56,9 +55,9 @@ class TorchCompile:
             return [Skip(self.name, "packed: the layers are kernels already")]
         if "penstock.fuse" in build.config.options:
             return [Skip(self.name, "its convolutions are fused: the compiler sees none in them")]
-        has_examples = situation.examples is not None
+        has_examples = context.examples is not None
         formats = self._memory_formats(build.config, has_examples)
-        return [*formats, *self._compilations(situation)]
+        return [*formats, *self._compilations(context)]
 
     def _memory_formats(self, config: ModelConfig, has_examples: bool) -> list[Step | Skip]:
         has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
@@ -71,8 +70,8 @@ class TorchCompile:
             return []
         return [Step(self.name, {"memory_format": "channels_last"})]
 
-    def _compilations(self, situation: Situation) -> list[Step | Skip]:
-        config = situation.build.config
+    def _compilations(self, context: PassContext) -> list[Step | Skip]:
+        config = context.build.config
         modes = [] if "penstock.dtype" in config.options else [AHEAD]
         model = config.model
         if all(spec.is_fixed for spec in model.inputs) or model.padding is not None:
@@ -82,14 +81,14 @@ class TorchCompile:
         found: list[Step | Skip] = []
         for mode in modes:
             step = Step(self.name, {"mode": mode})
-            reason = _reason_against(situation, mode)
+            reason = _reason_against(context, mode)
             found.append(Skip(self.name, reason, step) if reason else step)
         return found
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         if step.settings.get("mode") == AHEAD:
-            _build_package(parent, target, workshop)
+            _build_package(parent, target, context)
             options = {k: v for k, v in config.options.items() if k not in OF_MODULES}
             folders.write_config(target, replace(config, options=options, file=""))
             return
@@ -109,9 +108,9 @@ class TorchCompile:
         return [] if found == wanted[1] else [f"{wanted[0]} is {found}, expected {wanted[1]}"]
 
 
-def _reason_against(situation: Situation, mode: str) -> str:
+def _reason_against(context: PassContext, mode: str) -> str:
     """Return why the mode is not tried; empty if it may be."""
-    config, plan = situation.build.config, situation.plan
+    config, plan = context.build.config, context.plan
     needs_cpp = mode == AHEAD or not config.uses_gpu
     compilers, language = (COMPILERS, "C++") if needs_cpp else (C_COMPILERS, "C")
     if not any(map(shutil.which, compilers)):
@@ -123,7 +122,7 @@ def _reason_against(situation: Situation, mode: str) -> str:
     return ""
 
 
-def _build_package(parent: Build, target: Path, workshop: Workshop) -> None:
+def _build_package(parent: Build, target: Path, context: BuildContext) -> None:
     version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
-    timeout_s = workshop.compile_timeout_s() or trials.LOAD_TIMEOUT_S
+    timeout_s = context.compile_timeout_s() or trials.LOAD_TIMEOUT_S
     trials.compile_ahead(parent.config.model, version / "model.pt2", timeout_s)

@@ -16,7 +16,7 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import attention, onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.building import is_onnx, write_onnx
 
 if TYPE_CHECKING:
@@ -44,13 +44,12 @@ class TransformerFusion:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
-    has_layers = False
 
-    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
-        facts = situation.facts
-        if not is_onnx(situation.build):
+    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+        facts = context.facts
+        if not is_onnx(context.build):
             return [Skip(self.name, "the model is not an ONNX file")]
-        if situation.build.config.backend != "onnxruntime":
+        if context.build.config.backend != "onnxruntime":
             return [Skip(self.name, "fused operators are ONNX Runtime's own")]
         if not facts.is_transformer:
             return [Skip(self.name, "the model is no transformer: it has no Softmax with products")]
@@ -60,7 +59,7 @@ class TransformerFusion:
             return [Skip(self.name, "attention is fused already")]
         return [Step(self.name, {"attention": form}) for form in FORMS]
 
-    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         form = step.settings.get("attention", "")
         if form not in FORMS:
             raise ConfigError([f"attention: '{form}' is not one of {', '.join(FORMS)}"])

@@ -81,7 +81,7 @@ class Sent:
         self._changed.set()
 
     async def wait(self, count: int) -> list[Exchange]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(self.ended) < count:
                 self._changed.clear()
                 await self._changed.wait()
@@ -450,7 +450,7 @@ def test_after_a_lost_connection_the_next_exchange_makes_a_new_one() -> None:
             failure = (await one(target, item)).failure
             assert failure is not None and failure.startswith("UNAVAILABLE: ")
             await closing.enter_async_context(answering(port, **SMALL))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await one(target, item)).failure is not None:
                     pass
 

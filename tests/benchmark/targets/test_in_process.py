@@ -65,7 +65,7 @@ async def ended(target: InProcess, item: Any, count: int = 1) -> list[Exchange]:
 
     for _ in range(count):
         target.send(Exchange(time.monotonic(), item, finish))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await event.wait()
     return done
 

@@ -85,7 +85,7 @@ def test_what_does_not_fit_fails_in_words_and_what_is_late_is_given_up(folder):
         await target.open(1)
         try:
             long = await Sent(target, target.encode(a_sample(100_000))).end()
-            assert long.failure.startswith("invalid: the prompt has")
+            assert long.failure.startswith("invalid request: the prompt has")
             late = await Sent(target, target.encode(a_sample(200))).end()
             assert late.failure is None or late.failure == "no answer within 0.001 s"
         finally:

@@ -228,7 +228,7 @@ def conversing(
     """With a fake of one's own, in one event loop."""
 
     async def whole() -> Any:
-        async with fake.listening(), asyncio.timeout(30):
+        async with fake.listening(), asyncio.timeout(60):
             target = OpenAI(TargetSpec(fake.address, **settings))
             try:
                 return await body(target)

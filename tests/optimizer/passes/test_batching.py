@@ -9,7 +9,7 @@ from penstock.optimizer import passes
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Workshop
+from penstock.optimizer.passes import BuildContext
 from penstock.optimizer.passes.batching import MAX_STEPS, Batching
 from penstock.optimizer.plan import Plan
 from penstock.slo import parse
@@ -17,9 +17,9 @@ from penstock.slo import parse
 GAINS = a_table(0.010, 0.0005)
 
 
-def workshop(tmp_path: Path, slo: str = "p99 < 20ms") -> Workshop:
+def workshop(tmp_path: Path, slo: str = "p99 < 20ms") -> BuildContext:
     plan = Plan("m.onnx", "model", "out", slo=parse(slo) if slo else None)
-    return Workshop(plan, Machine("a processor", 2, 1 << 33, ()), None, tmp_path / "cache")
+    return BuildContext(plan, Machine("a processor", 2, 1 << 33, ()), None, tmp_path / "cache")
 
 
 def test_is_found_by_name():

@@ -9,7 +9,7 @@ from penstock.optimizer import passes
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Workshop
+from penstock.optimizer.passes import BuildContext
 from penstock.optimizer.passes.instances import Instances
 from penstock.optimizer.plan import Plan
 
@@ -65,7 +65,7 @@ def test_what_is_built_reads_back(tmp_path: Path, write_onnx):
     parent = mean_build(tmp_path, write_onnx)
     target = tmp_path / "built" / "model"
     plan, machine = Plan("m", "model", "out"), Machine("a processor", 2, 1 << 33, ())
-    Instances().build(parent, TWO_BY_ONE, target, Workshop(plan, machine, None, tmp_path))
+    Instances().build(parent, TWO_BY_ONE, target, BuildContext(plan, machine, None, tmp_path))
     config = read(target).config
     assert config.num_instances == 2
     assert config.options == {"intra_op_thread_count": "1"}
@@ -78,7 +78,9 @@ def test_what_is_on_several_gpus_stays_there(tmp_path: Path):
     step = Step("instances", {"instances": "4", "threads": "8"})
     plan, machine = Plan("m", "model", "out"), Machine("a processor", 8, 1 << 33, ())
     target = tmp_path / "built" / "model"
-    Instances().build(read(parent.folder), step, target, Workshop(plan, machine, None, tmp_path))
+    Instances().build(
+        read(parent.folder), step, target, BuildContext(plan, machine, None, tmp_path)
+    )
     assert read(target).config.workers == (("cuda:0", 2), ("cuda:1", 2))
 
 

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import file_facts, optimised_operators
-from penstock.optimizer.passes.int8_static import Int8Static, fall_back
+from penstock.optimizer.passes.int8_static import Int8Static
 
 PASS = Int8Static()
 
@@ -83,7 +83,9 @@ def test_ranges_are_of_what_preprocessing_makes_of_the_examples(tmp_path: Path) 
     made, _ = built(PASS, parent, proposed(parent)[0], tmp_path, examples)
     record = json.loads((made.version_folder / "calibration.json").read_text())
     assert record["inputs"]["x"]["max"] == 7.0
-    kept = fall_back(parent, proposed(parent)[0], workshop(tmp_path, examples), lambda step: True)
+    kept = Int8Static().fall_back(
+        parent, proposed(parent)[0], workshop(tmp_path, examples), lambda step: True
+    )
     assert kept is not None and kept[1]
 
 
@@ -147,7 +149,7 @@ def test_the_layer_that_int8_destroys_is_found_and_alone_kept(seed: int, tmp_pat
         return cosine(wanted, answers(made.artifact, rows)) > 0.99
 
     assert not passes(step)
-    found = fall_back(parent, step, workshop(tmp_path, examples), passes)
+    found = Int8Static().fall_back(parent, step, workshop(tmp_path, examples), passes)
     assert found is not None
     fallen, layers = found
     assert [layer.name for layer in layers] == [f"layer.{destroyed}/dense/MatMul"]

@@ -11,7 +11,7 @@ from penstock.optimizer import passes
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Workshop
+from penstock.optimizer.passes import BuildContext
 from penstock.optimizer.passes.memory import SMALL_SLABS, SMALL_SPILL, Memory
 from penstock.optimizer.plan import Plan
 
@@ -23,7 +23,7 @@ def built(tmp_path: Path, write_onnx, step: Step):
     parent = mean_build(tmp_path, write_onnx)
     plan, machine = Plan("m", "model", "out"), Machine("a processor", 2, 1 << 33, ())
     target = tmp_path / "built" / "model"
-    Memory().build(parent, step, target, Workshop(plan, machine, None, tmp_path))
+    Memory().build(parent, step, target, BuildContext(plan, machine, None, tmp_path))
     return read(target).config
 
 

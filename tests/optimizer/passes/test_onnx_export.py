@@ -15,7 +15,7 @@ from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Situation, Workshop, find
+from penstock.optimizer.passes import BuildContext, PassContext, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.torch_source import take_factory
@@ -67,15 +67,15 @@ def build_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str) -> B
     return Build(Candidate(), tmp_path / "original", config)
 
 
-def situation(build: Build, machine: Machine | None = None) -> Situation:
+def situation(build: Build, machine: Machine | None = None) -> PassContext:
     facts = Facts(build.config.backend)
-    return Situation(PLAN, machine or read_machine(), build, facts, None, {})
+    return PassContext(PLAN, machine or read_machine(), build, facts, None, {})
 
 
 def export(build: Build, target: Path) -> Build:
     (step,) = EXPORT.propose(situation(build))
     assert isinstance(step, Step)
-    EXPORT.build(build, step, target, Workshop(PLAN, read_machine(), None, target.parent))
+    EXPORT.build(build, step, target, BuildContext(PLAN, read_machine(), None, target.parent))
     return Build(build.candidate.then(step), target, folders.read_config(target))
 
 

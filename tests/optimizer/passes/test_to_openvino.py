@@ -14,7 +14,7 @@ from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.passes import Situation, Workshop, find
+from penstock.optimizer.passes import BuildContext, PassContext, find
 from penstock.optimizer.plan import Plan
 from penstock.types import TensorSpec
 
@@ -37,8 +37,8 @@ def build_of(root: Path, kind: int = TensorProto.INT64) -> Build:
     return Build(Candidate(), root / "original", config)
 
 
-def situation(build: Build, machine: Machine = MACHINE) -> Situation:
-    return Situation(PLAN, machine, build, Facts(build.config.backend), None, {})
+def situation(build: Build, machine: Machine = MACHINE) -> PassContext:
+    return PassContext(PLAN, machine, build, Facts(build.config.backend), None, {})
 
 
 def test_same_file_same_answers_with_padding_and_threads(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_same_file_same_answers_with_padding_and_threads(tmp_path: Path) -> None
     (step,) = PASS.propose(situation(build))
     assert step == Step("openvino", {"hint": "LATENCY"})
     target = tmp_path / "target"
-    PASS.build(build, step, target, Workshop(PLAN, MACHINE, None, tmp_path))
+    PASS.build(build, step, target, BuildContext(PLAN, MACHINE, None, tmp_path))
     config = folders.read_config(target)
     assert (config.backend, config.padding) == ("openvino", padding)
     assert config.options == {"inference_num_threads": "1", "performance_hint": "LATENCY"}

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop, find
+from penstock.optimizer.passes import BuildContext, PassContext, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.time_plan import TookTooLong
@@ -65,13 +65,13 @@ def convolution(root: Path, monkeypatch) -> Build:
     return build_of(root, monkeypatch, "convolution", {"input": image})
 
 
-def situation(build: Build, is_exhaustive: bool = True) -> Situation:
+def situation(build: Build, is_exhaustive: bool = True) -> PassContext:
     plan = replace(PLAN, is_exhaustive=is_exhaustive)
-    return Situation(plan, read_machine(), build, Facts("pytorch"), None, {})
+    return PassContext(plan, read_machine(), build, Facts("pytorch"), None, {})
 
 
 def built(parent: Build, step: Step, target: Path) -> Build:
-    PASS.build(parent, step, target, Workshop(PLAN, read_machine(), None, target.parent))
+    PASS.build(parent, step, target, BuildContext(PLAN, read_machine(), None, target.parent))
     return Build(parent.candidate.then(step), target, folders.read_config(target))
 
 
@@ -185,7 +185,7 @@ def test_kernels_for_gpus_need_only_a_c_compiler(tmp_path, monkeypatch) -> None:
 
 def test_a_compiler_that_takes_longer_than_there_is_time_is_ended(tmp_path, monkeypatch) -> None:
     parent = scale(tmp_path, monkeypatch, 2, 3)
-    workshop = Workshop(PLAN, read_machine(), None, tmp_path, lambda: 0.05)
+    workshop = BuildContext(PLAN, read_machine(), None, tmp_path, lambda: 0.05)
     with pytest.raises(TookTooLong, match=r"no answer within 0\.05 s"):
         PASS.build(parent, AHEAD, tmp_path / "package", workshop)
 

@@ -9,7 +9,7 @@ import pytest
 from served_builds import read
 
 from penstock.optimizer import trials
-from penstock.optimizer.sittings import Sitting, Spare
+from penstock.optimizer.gpu_sessions import GpuSession, WarmSpare
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -32,13 +32,13 @@ parameters { key: "penstock.cuda_graphs" value { string_value: "on" } }
 
 
 @pytest.fixture
-def spare() -> Iterator[Spare]:
-    spare = Spare()
+def spare() -> Iterator[WarmSpare]:
+    spare = WarmSpare()
     yield spare
     spare.close()
 
 
-def test_one_process_says_what_many_say(tmp_path: Path, spare: Spare) -> None:
+def test_one_process_says_what_many_say(tmp_path: Path, spare: WarmSpare) -> None:
     version = tmp_path / "net" / "1"
     version.mkdir(parents=True)
     (version / "module.py").write_text(MODULE)
@@ -50,7 +50,7 @@ def test_one_process_says_what_many_say(tmp_path: Path, spare: Spare) -> None:
     build = read(tmp_path / "net")
     drawn = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
     rows = [{"input": row} for row in drawn]
-    sitting = Sitting(build, (2, 4), spare)
+    sitting = GpuSession(build, (2, 4), spare)
     try:
         facts = sitting.inspect()
         found = sitting.answers(rows)

@@ -1,33 +1,19 @@
-"""Sampling parameters of a request, and logprobs. Values are validated at the protocol layer."""
+"""Sampling parameters of a text request: one type, from the decoder of any protocol to the engine.
+
+Names are those of OpenAI's API and vLLM. The decoders in `wire/` check the values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+
+import msgspec
 
 # Temperatures below it count as 0; the logits are divided by the temperature.
 COLDEST = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class Likelihood:
-    """Logprob of a sampled token, and the most likely tokens with theirs."""
-
-    logprob: float
-    top_tokens: Sequence[int] = ()
-    top_logprobs: Sequence[float] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """Logprobs of prompt tokens, the first of them at `start`; position 0 never has one."""
-
-    start: int
-    likelihoods: Sequence[Likelihood]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     # 0: always the most likely token.
     temperature: float = 1.0
     # Keep the most likely tokens with this total probability.
@@ -41,14 +27,30 @@ class Sampling:
     frequency_penalty: float = 0.0
     # Divides positive logits of all earlier tokens, prompt included; multiplies negative ones.
     repetition_penalty: float = 1.0
-    # The same seed samples the same tokens, whatever else is in the batch.
-    seed: int = 0
+    # The same seed samples the same tokens, whatever else is in the batch. None: the model picks a
+    # random one; an engine takes it as 0.
+    seed: int | None = None
     # Added to logits, by token.
-    bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = {}
+    # Limit of generated tokens. None: as many as fit the context.
+    max_tokens: int | None = None
+    # Stop tokens and stop strings are ignored before this many tokens.
+    min_tokens: int = 0
+    # Stop strings.
+    stop: tuple[str, ...] = ()
+    # Stop tokens; the model adds its own unless `ignore_eos`.
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    # Sequences to generate from the prompt.
+    n: int = 1
     # Return the logprobs of this many of the most likely tokens; None: not even of the sampled one.
     num_logprobs: int | None = None
     # The same for prompt tokens; the prompt is then computed without the prefix cache.
     num_prompt_logprobs: int | None = None
+    # Lower values come first.
+    priority: int = 0
+    # Only requests with the same salt share cached prompts.
+    cache_salt: str = ""
 
     @property
     def is_greedy(self) -> bool:

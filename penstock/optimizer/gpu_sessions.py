@@ -1,9 +1,9 @@
-"""GPU sessions: builds on a GPU, each loaded once for all requests of the lab.
+"""GPU sessions: builds on a GPU, each loaded once for all requests of the evaluator.
 
 On a GPU a process takes longer to start than most requests take: the import of torch, the device
 context, the weights. A server's process has run other batches too, so times measured here are those
-of a server. On CPUs every request has a process of its own (`trials`). The lab uses one session at
-a time.
+of a server. On CPUs every request has a process of its own (`trials`). The evaluator uses one
+session at a time.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from typing import TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import influence, trials
+from penstock.optimizer import influence, served, trials
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.influence import RowCheck
-from penstock.optimizer.shapes import with_instances
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.trials import Child, Crew, Row, TrialLimits
+from penstock.system import devices
 from penstock.types import Array
 
 T = TypeVar("T")
 # Entry of the facts that is left out: the slots of this session, not of the build.
 SLOTS = "slots"
+# Share of each GPU's memory that must be free for trials while servers are kept running.
+MIN_FREE = 0.75
 
 
-class Spare:
+class WarmSpare:
     """The next child process, which imports its backend while the previous one is in use. `settle`
     before measuring."""
 
@@ -75,11 +79,11 @@ class Spare:
             child.close()
 
 
-class Sitting:
+class GpuSession:
     """The session of one build. A failed request is repeated once in a new process, unless that was
     new: an earlier request may be the cause. A timeout is not repeated."""
 
-    def __init__(self, build: Build, most: tuple[int, int], spare: Spare) -> None:
+    def __init__(self, build: Build, most: tuple[int, int], spare: WarmSpare) -> None:
         """`most`: instances and threads; fewer instances are timed in the same process, as fewer
         batches in flight."""
         self.build = build
@@ -165,3 +169,63 @@ class Sitting:
             child.load()
         self._child.ends_at = self.ends_at
         return self._child
+
+
+class GpuProcesses:
+    """All processes that a run keeps on GPUs: the session of one build, a spare child, servers.
+    `deadline` says until when a child of a build that starts now may run."""
+
+    def __init__(self, machine: Machine, deadline: Callable[[Build], float]) -> None:
+        self._machine = machine
+        self._deadline = deadline
+        self.spare = WarmSpare()
+        self._session: GpuSession | None = None
+        self._servers = served.Servers()
+
+    def close(self) -> None:
+        self.release()
+        self.spare.close()
+        self._servers.close()
+
+    def session(self, build: Build) -> GpuSession | None:
+        """Return the session that has the build loaded, started if needed; None on CPUs."""
+        config = build.config
+        if not config.uses_gpu:
+            return None
+        if self._session is None or self._session.build.config != config:
+            self.release()
+            self.make_room(config)
+            pairs = arrangements(config, self._machine.num_cores)
+            alone = [pair for pair in pairs if num_workers(config, pair) == 1]
+            self._session = GpuSession(build, max(alone, default=pairs[0]), self.spare)
+        self._session.ends_at = self._deadline(build)
+        return self._session
+
+    def release(self) -> None:
+        """Close the session, which frees the GPU."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def settle(self) -> None:
+        """Make sure that nothing else of this run is active during the next measurement."""
+        self.release()
+        self.spare.settle()
+
+    def make_room(self, config: ModelConfig) -> None:
+        """Stop the kept servers if the GPUs do not have enough free memory for a trial."""
+        if not config.uses_gpu:
+            return
+        gpus = [gpu for gpu in devices.read_gpus() if gpu.total_bytes]
+        if not gpus or any(gpu.free_bytes < MIN_FREE * gpu.total_bytes for gpu in gpus):
+            self._servers.close()
+
+    def kept_servers(self, builds: Sequence[Build]) -> served.Servers | None:
+        """Return the servers to keep running. On GPUs starting one takes as long as a measurement;
+        on CPUs each measurement gets the whole machine and its memory, so None."""
+        is_on_gpu = all(build.config.uses_gpu for build in builds)
+        return self._servers if is_on_gpu else None
+
+
+def num_workers(config: ModelConfig, pair: tuple[int, int]) -> int:
+    return len(with_instances(config, *pair).workers)

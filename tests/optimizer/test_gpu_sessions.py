@@ -10,22 +10,24 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from made_evaluators import made_evaluator
 from served_builds import null_build, read
 
 from penstock import slo
 from penstock.errors import BackendFailed
-from penstock.optimizer import influence, served, trials
-from penstock.optimizer import lab as laboratory
+from penstock.optimizer import builder, influence, measurements, served, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import signature_examples
+from penstock.optimizer.findings import Findings
+from penstock.optimizer.gpu_sessions import GpuSession, WarmSpare
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
+from penstock.optimizer.time_budget import TimeBudget
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.system import devices
 
@@ -57,21 +59,21 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def spare() -> Iterator[Spare]:
+def spare() -> Iterator[WarmSpare]:
     before = set(psutil.Process().children())
-    spare = Spare()
+    spare = WarmSpare()
     yield spare
     spare.close()
     assert set(psutil.Process().children()) == before
 
 
 @pytest.fixture
-def sit(spare: Spare) -> Iterator:
+def sit(spare: WarmSpare) -> Iterator:
     """Makes sittings that end with the test."""
-    made: list[Sitting] = []
+    made: list[GpuSession] = []
 
-    def sitting(build: Build) -> Sitting:
-        made.append(Sitting(on_gpu(build), MOST, spare))
+    def sitting(build: Build) -> GpuSession:
+        made.append(GpuSession(on_gpu(build), MOST, spare))
         return made[-1]
 
     yield sitting
@@ -161,7 +163,9 @@ def test_an_interruption_ends_the_process(tmp_path: Path, loads: list[str], sit)
 
 
 class TestSpare:
-    def test_the_next_child_is_started_with_the_one_before_it(self, tmp_path: Path, spare: Spare):
+    def test_the_next_child_is_started_with_the_one_before_it(
+        self, tmp_path: Path, spare: WarmSpare
+    ):
         build = on_gpu(null_build(tmp_path))
         before = set(psutil.Process().children())
         with spare.take(build.config):
@@ -173,7 +177,7 @@ class TestSpare:
             child.load()
             assert fresh.is_running()
 
-    def test_of_another_backend_there_is_none(self, tmp_path: Path, spare: Spare):
+    def test_of_another_backend_there_is_none(self, tmp_path: Path, spare: WarmSpare):
         config = on_gpu(null_build(tmp_path)).config
         with spare.take(replace(config, backend="nothing")):
             pass
@@ -185,13 +189,13 @@ class TestLab:
     """The lab on a GPU: one load for a candidate, however much is asked of it."""
 
     @pytest.fixture
-    def lab(self, tmp_path: Path) -> Iterator[Lab]:
+    def lab(self, tmp_path: Path) -> Iterator[Evaluator]:
         build = on_gpu(null_build(tmp_path / "original"))
         plan = Plan("m", "model", str(tmp_path), slo=slo.parse("p99 < 1s at 20/s"))
         machine = Machine("a processor", 4, 1 << 33, ())
         examples = signature_examples(build.config.inputs, True, 1, 8)
         with Journal(tmp_path / "run") as journal:
-            lab = Lab(plan, machine, Subject(build, "null", "", ""), examples, journal)
+            lab = made_evaluator(plan, machine, Subject(build, "null", "", ""), examples, journal)
             yield lab
             lab.close()
 
@@ -199,22 +203,22 @@ class TestLab:
         build = on_gpu(null_build(folder / name))
         return replace(build, candidate=Candidate((Step(name),)))
 
-    def ask_all(self, lab: Lab, build: Build) -> None:
-        lab.facts(build)
-        lab.numerics(build, is_exact=True)
+    def ask_all(self, lab: Evaluator, build: Build) -> None:
+        lab.inspector.facts(build)
+        lab.gate.numerics(build, is_exact=True)
         for pair in ((1, 4), (2, 4)):
-            lab.times(build, *pair)
+            lab.measurements.times(build, *pair)
 
-    def test_one_load_for_each(self, lab: Lab, tmp_path: Path, loads: list[str]):
-        lab.check_data()
-        lab.facts(lab.original)
+    def test_one_load_for_each(self, lab: Evaluator, tmp_path: Path, loads: list[str]):
+        lab.data.check()
+        lab.inspector.facts(lab.run.original)
         assert loads == ["2 slots"]
         self.ask_all(lab, self.candidate(tmp_path, "one"))
         self.ask_all(lab, self.candidate(tmp_path, "other"))
         assert loads == ["2 slots"] * 3
 
     def test_real_rows_are_checked_in_the_same_process(
-        self, lab: Lab, loads: list[str], monkeypatch: pytest.MonkeyPatch
+        self, lab: Evaluator, loads: list[str], monkeypatch: pytest.MonkeyPatch
     ):
         checked: list[int] = []
 
@@ -223,36 +227,38 @@ class TestLab:
             return RowCheck(batching_problem="example 1 moved next to example 2")
 
         monkeypatch.setattr(influence, "check_rows", found)
-        lab.plan = replace(lab.plan, data="rows.npz")
-        lab.check_rows()
+        lab.run.plan = replace(lab.run.plan, data="rows.npz")
+        lab.inspector.check_rows()
         assert checked == [8]
         assert loads == ["2 slots"]
-        assert not lab.original.config.batching.is_dynamic
+        assert not lab.run.original.config.batching.is_dynamic
         # As it is served: one row at a time.
-        assert set(lab.times(lab.original, 1, 4).seconds[0]) == {1}
+        assert set(lab.measurements.times(lab.run.original, 1, 4).seconds[0]) == {1}
 
-    def test_what_is_known_loads_nothing(self, lab: Lab, tmp_path: Path, loads: list[str]):
+    def test_what_is_known_loads_nothing(self, lab: Evaluator, tmp_path: Path, loads: list[str]):
         build = self.candidate(tmp_path, "one")
         self.ask_all(lab, build)
         num = len(loads)
         self.ask_all(lab, build)
         assert len(loads) == num
 
-    def test_what_is_only_served_otherwise_is_not_read_again(self, lab: Lab, loads: list[str]):
-        facts = lab.facts(lab.original)
+    def test_what_is_only_served_otherwise_is_not_read_again(
+        self, lab: Evaluator, loads: list[str]
+    ):
+        facts = lab.inspector.facts(lab.run.original)
         instances = Step("instances", {"instances": "2", "threads": "4"})
-        served = lab.build(Candidate().then(BATCHING, instances))
+        served = lab.builder.build(Candidate().then(BATCHING, instances))
         assert served.config.num_instances == 2
-        assert lab.facts(served) == facts
+        assert lab.inspector.facts(served) == facts
         assert loads == ["2 slots"]
 
     def test_on_a_cpu_every_question_has_a_process_of_its_own(
-        self, lab: Lab, tmp_path: Path, loads: list[str]
+        self, lab: Evaluator, tmp_path: Path, loads: list[str]
     ):
         build = read(null_build(tmp_path / "plain").folder)
         plain = replace(build, candidate=Candidate((Step("plain"),)))
-        lab.facts(plain)
-        lab.answers(plain, (0, 1))
+        lab.inspector.facts(plain)
+        lab.source.answers(plain, (0, 1))
         assert len(loads) == 2
 
 
@@ -272,18 +278,21 @@ def compiled_build(root: Path) -> Build:
 
 
 @pytest.fixture
-def compiled_lab(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[Lab]]:
-    """Opens labs of one run, each with what those before it have written down."""
+def compiled_lab(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[Evaluator]]:
+    """Opens labs of one run, each with what those before it have written down, at this stage."""
     build = compiled_build(tmp_path / "original")
     examples = signature_examples(build.config.inputs, True, 1, 8)
 
     @contextlib.contextmanager
-    def opened() -> Iterator[Lab]:
+    def opened(stage: str = "baseline") -> Iterator[Evaluator]:
         wish = slo.parse("p99 < 1s at 20/s")
         plan = Plan("m", "model", str(tmp_path), slo=wish, budget_s=60.0)
         machine = Machine("a processor", 4, 1 << 33, ())
         with Journal(tmp_path / "run") as journal:
-            lab = Lab(plan, machine, Subject(build, "pytorch", "", ""), examples, journal)
+            subject = Subject(build, "pytorch", "", "")
+            budget = TimeBudget(plan, Findings(), lambda: 0.0, is_on_gpu=True)
+            budget.enter(stage)
+            lab = made_evaluator(plan, machine, subject, examples, journal, budget)
             with contextlib.closing(lab):
                 yield lab
 
@@ -305,24 +314,24 @@ class TestRoom:
         monkeypatch.setattr(served.Servers, "close", told("servers closed", None))
         monkeypatch.setattr(trials, "keep_compiled", told("compiled", 0))
         monkeypatch.setattr(trials, "times", told("timed", TimeTable(2, 4, {0: {1: 0.1}})))
-        monkeypatch.setattr(laboratory, "profile_build", told("profiled", None))
+        monkeypatch.setattr(measurements, "profile_build", told("profiled", None))
         return seen
 
     def test_is_made_for_a_compiler(self, compiled_lab, events: list[str]):
         with compiled_lab() as lab:
-            lab.build(Candidate().then(BATCHING))
+            lab.builder.build(Candidate().then(BATCHING))
             assert events == ["servers closed", "compiled"]
 
     def test_is_made_for_times_on_several_gpus(self, compiled_lab, events: list[str]):
         with compiled_lab() as lab:
-            config = lab.original.config.on(["cuda:0", "cuda:1"])
-            lab.times(replace(lab.original, config=config), 2, 4)
+            config = lab.run.original.config.on(["cuda:0", "cuda:1"])
+            lab.measurements.times(replace(lab.run.original, config=config), 2, 4)
             assert events == ["servers closed", "timed"]
 
     def test_is_made_for_a_profile(self, compiled_lab, events: list[str]):
         with compiled_lab() as lab:
             with pytest.raises(msgspec.ValidationError):
-                lab.profile(lab.original)
+                lab.measurements.profile(lab.run.original)
             assert events == ["servers closed", "profiled"]
 
 
@@ -335,14 +344,13 @@ def test_a_build_that_had_too_little_time_is_no_build_that_never_ends(
         raise TookTooLong("no answer within 20 s")
 
     monkeypatch.setattr(trials, "keep_compiled", too_long)
-    for _ in range(laboratory.MAX_BEGUN + 1):
+    for _ in range(builder.MAX_BEGUN + 1):
         with compiled_lab() as lab, pytest.raises(TookTooLong) as hung:
-            lab.build(candidate)
+            lab.builder.build(candidate)
         assert not isinstance(hung.value, CutOff)
-    with compiled_lab() as lab:
-        lab.left_s = lambda: 40.0
-        with pytest.raises(CutOff, match="compiling it takes too long"):
-            lab.build(candidate)
+    cut_off = pytest.raises(CutOff, match="compiling it takes too long")
+    with compiled_lab("compile") as lab, cut_off:
+        lab.builder.build(candidate)
     monkeypatch.setattr(trials, "keep_compiled", lambda *_: 0)
     with compiled_lab() as lab:
-        assert lab.build(candidate).config.max_batch_size == 4
+        assert lab.builder.build(candidate).config.max_batch_size == 4

@@ -1,0 +1,211 @@
+"""Tries one candidate after the other: build, read back, compare, judge, time.
+
+Every attempt is recorded with its outcome, failed and slower ones too. Which steps are tried is
+decided elsewhere (`search`, `proposals`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from penstock.errors import PenstockError
+from penstock.optimizer import outcomes
+from penstock.optimizer.answer_source import CHOICE
+from penstock.optimizer.candidates import Build, Skip, Step
+from penstock.optimizer.evaluator import Evaluator
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.findings import Contender, Findings
+from penstock.optimizer.passes import Pass
+from penstock.optimizer.predictor import Predictor
+from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.results import Try
+from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import OutOfTime
+
+
+class Attempts:
+    """Tries steps on parents and adds the results to the findings."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        findings: Findings,
+        budget: TimeBudget,
+        progress: ProgressReporter,
+        predictor: Predictor,
+    ) -> None:
+        self._evaluator = evaluator
+        self._findings = findings
+        self._budget = budget
+        self._progress = progress
+        self._predictor = predictor
+        self._seen: set[str] = set()
+
+    def fresh(self, parent: Contender, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps that were not tried on this parent."""
+        return [one for one in steps if parent.candidate.then(one).key not in self._seen]
+
+    def try_step(self, each: Pass, parent: Contender, step: Step) -> Try:
+        with self._record(each, parent, step) as record:
+            build = self._checked(each, parent, record)
+            if build is not None:
+                is_lossy = parent.is_lossy or each.changes_answers
+                contender = self._predictor.predict(build, _facts(record), is_lossy=is_lossy)
+                note_times(record, contender)
+                if not is_lossy or self._is_accurate(build, record):
+                    self._compare(contender, record)
+        return record
+
+    def try_variants(self, each: Pass, parent: Contender, steps: Sequence[Step]) -> None:
+        """Try steps that build the same operators with other numbers: all are judged, and the best
+        is timed for all of them. If none passes, fall back to float for some layers."""
+        judged: list[Try] = []
+        budget = self._budget
+        try:
+            for step in steps:
+                with self._record(each, parent, step) as record:
+                    build = self._checked(each, parent, record)
+                    if build is not None:
+                        self._is_accurate(build, record)
+                        judged.append(record)
+        except OutOfTime:
+            # Steps that have passed are worth timing, if there is time.
+            is_worth = any(record.outcome != "rejected" for record in judged)
+            needed_s = budget.step_s + budget.estimates.shortest_kept_s
+            if is_worth and budget.left_s is not None and budget.left_s >= needed_s:
+                budget.finish_step()
+                self._compare_variants(each, parent, judged)
+            raise
+        self._compare_variants(each, parent, judged)
+
+    def _compare_variants(self, each: Pass, parent: Contender, judged: Sequence[Try]) -> None:
+        best, contender = self._timed_best(judged)
+        if best is None or contender is None:
+            return
+        for record in judged:
+            note_times(record, contender)
+        if best.outcome == "rejected":
+            self._fall_back(each, parent, best, contender)
+            return
+        self._compare(contender, best)
+        for record in judged:
+            if record is not best and record.outcome != "rejected":
+                record.outcome = "equal"
+                record.reason = f"as fast as {best.candidate.steps[-1]}, which loses no more"
+
+    def _timed_best(self, judged: Sequence[Try]) -> tuple[Try | None, Contender | None]:
+        """Return the most accurate try that can be timed, and its contender."""
+        for record in sorted(judged, key=_by_accuracy):
+            try:
+                build = self._evaluator.builder.build(record.candidate)
+                return record, self._predictor.predict(build, _facts(record), is_lossy=True)
+            except PenstockError as error:
+                record.outcome, record.reason = outcomes.outcome_of_error(error)
+        return None, None
+
+    @contextlib.contextmanager
+    def _record(self, each: Pass, parent: Contender, step: Step) -> Iterator[Try]:
+        """Record a try; a candidate that fails is a result like others."""
+        budget = self._budget
+        budget.check(budget.step_s)
+        began = budget.clock()
+        candidate = parent.candidate.then(step)
+        self._seen.add(candidate.key)
+        self._progress.begin(candidate)
+        record = Try(candidate, each.stage, "failed", "")
+        try:
+            yield record
+        except OutOfTime:
+            self._findings.skipped.append(Skip(step.pass_name, outcomes.CUT_OFF, step))
+            raise
+        except PenstockError as error:
+            record.outcome, record.reason = outcomes.outcome_of_error(error)
+        record.seconds = budget.clock() - began
+        self._findings.tries.append(record)
+
+    def _checked(self, each: Pass, parent: Contender, record: Try) -> Build | None:
+        """Build, read back and compare with the original; None if one of these fails."""
+        candidate = record.candidate
+        build = self._evaluator.builder.build(candidate)
+        record.facts = facts = self._evaluator.inspector.facts(build)
+        # Rows influence each other at any precision; the tolerance for a build's own rounding must
+        # not hide it.
+        facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
+        problems = each.check(candidate.steps[-1], parent.facts, facts)
+        if problems:
+            _reject(record, f"not what was asked for: {'; '.join(problems)}")
+            return None
+        if facts.repeat_problem:
+            text = f"the same rows give different answers each time: {facts.repeat_problem}"
+            _reject(record, text)
+            return None
+        is_exact = not (parent.is_lossy or each.changes_answers)
+        record.numerics = self._evaluator.gate.numerics(build, is_exact=is_exact)
+        if record.numerics.problems:
+            _reject(record, "; ".join(record.numerics.problems))
+            return None
+        return build
+
+    def _is_accurate(self, build: Build, record: Try) -> bool:
+        began = self._budget.clock()
+        record.accuracy = self._evaluator.gate.judge(build, CHOICE)
+        self._budget.learn_judging(self._budget.clock() - began)
+        if not record.accuracy.is_passed:
+            _reject(record, record.accuracy.text)
+        else:
+            record.outcome = "equal"
+        return record.accuracy.is_passed
+
+    def _compare(self, contender: Contender, record: Try) -> None:
+        """Compare with the best so far by prediction."""
+        best = self._findings.best
+        self._findings.contenders.append(contender)
+        against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"
+        if contender.is_ahead(best):
+            record.outcome, record.reason = "kept", against
+        elif best.is_ahead(contender):
+            record.outcome, record.reason = "slower", against
+        else:
+            record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
+        self._progress.refresh()
+
+    def _fall_back(self, each: Pass, parent: Contender, refused: Try, timed: Contender) -> None:
+        """If it would be the fastest, keep some layers in float: those that regain the most
+        accuracy for the time they cost."""
+        if not timed.is_ahead(self._findings.best):
+            refused.reason += "; no faster either, so no layer was kept in float for it"
+            return
+        self._progress.begin(refused.candidate)
+        try:
+            step = refused.candidate.steps[-1]
+            found = self._evaluator.fall_back(parent.build, step, self._budget.check)
+        except PenstockError as error:
+            refused.reason += f"; the sensitivity of layers could not be measured: {error}"
+            return
+        if found.step is None:
+            refused.reason += "; keeping layers in float did not help"
+            return
+        self.try_step(each, parent, found.step).fallback = found.layers
+
+
+def note_times(record: Try, contender: Contender) -> None:
+    record.times = list(contender.times.values())
+    record.predicted_rate = contender.rate
+    if contender.shapes:
+        record.predicted_shape = ", ".join(map(str, contender.shapes[0][0]))
+
+
+def _reject(record: Try, reason: str) -> None:
+    record.outcome, record.reason = "rejected", reason
+
+
+def _by_accuracy(record: Try) -> tuple[bool, float]:
+    """Sort key: passed first, then by the smallest loss bound."""
+    assert record.accuracy is not None
+    return not record.accuracy.is_passed, record.accuracy.loss_bound
+
+
+def _facts(record: Try) -> Facts:
+    assert record.facts is not None
+    return record.facts

@@ -1,0 +1,158 @@
+"""Builds candidates, each once, into the folder of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cached_property
+from pathlib import Path
+
+from penstock.backends import CHOICES
+from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.optimizer import passes, trials
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.gpu_sessions import GpuProcesses
+from penstock.optimizer.passes import BuildContext
+from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.time_plan import CutOff, OutOfTime, TookTooLong
+from penstock.repository import layout
+
+# Share of the remaining search time that one compilation may take; it gets at least MIN_COMPILE_S.
+COMPILE_SHARE = 0.5
+# The same for tuning convolutions. Its time per batch size is known, and it gains far more than any
+# other step.
+TUNING_SHARE = 0.8
+MIN_COMPILE_S = 20.0
+# A build that was started this often and never finished crashes the run.
+MAX_BEGUN = 3
+
+
+class Builder:
+    """The builds of one run, by their key."""
+
+    def __init__(self, run: RunContext, gpu: GpuProcesses) -> None:
+        self._run = run
+        self._gpu = gpu
+        self._builds: dict[str, Build] = {}
+
+    @cached_property
+    def context(self) -> BuildContext:
+        run = self._run
+        cache = run.folder / "cache"
+        cache.mkdir(exist_ok=True)
+        return BuildContext(
+            run.plan,
+            run.machine,
+            run.examples,
+            cache,
+            self._compile_timeout_s,
+            check_time=run.budget.check_part,
+        )
+
+    def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
+        left_s = self._run.budget.stage_left_s
+        return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
+
+    def build(self, candidate: Candidate) -> Build:
+        """Return the candidate's files, built after its parents' if they do not exist.
+        BackendFailed if it cannot be built."""
+        run = self._run
+        if not candidate.steps:
+            return run.original
+        known = self._builds.get(candidate.key)
+        if known is not None:
+            return known
+        parent = self.build(candidate.parent)
+        home = run.folder / "builds" / candidate.key
+        run.journal.remember(
+            "build",
+            candidate.key,
+            bool,
+            lambda: self._make(candidate, parent),
+            passing=run.passing,
+        )
+        if not home.is_dir():
+            # The journal knows the build, but its files are gone.
+            self._make(candidate, parent)
+        build = _opened(candidate, home / run.plan.name)
+        self._builds[candidate.key] = build
+        return build
+
+    def _make(self, candidate: Candidate, parent: Build) -> bool:
+        """Build in a hidden folder, then rename: readers never see a partial build."""
+        run = self._run
+        run.tell("build")
+        self._gpu.release()
+        if run.journal.count("build begun", candidate.key) > MAX_BEGUN:
+            raise BackendFailed(f"its build was started {MAX_BEGUN} times and never finished")
+        home = run.folder / "builds" / candidate.key
+        draft = home.with_name(f".{home.name}")
+        for old in (draft, home):
+            shutil.rmtree(old, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            self._write(candidate, parent, draft / run.plan.name)
+            os.rename(draft, home)
+        except TookTooLong as error:
+            # The build ended, so a run with more time must not count this start.
+            run.journal.discount("build begun", candidate.key)
+            raise self._too_long(f"compiling it takes too long: {error}") from error
+        except OutOfTime:
+            run.journal.discount("build begun", candidate.key)
+            raise
+        except PenstockError as error:
+            raise BackendFailed(str(error)) from error
+        except (OSError, MemoryError) as error:
+            # The machine's fault, not the candidate's.
+            raise ConfigError([f"{home.name}: cannot be built: {error}"]) from error
+        except Exception as error:  # A build may fail in any way its libraries do.
+            raise BackendFailed(f"{type(error).__name__}: {_first_line(error)}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return True
+
+    def _write(self, candidate: Candidate, parent: Build, target: Path) -> None:
+        """Run the pass, and compile models that are compiled at load."""
+        step = candidate.steps[-1]
+        made_by = passes.find(step.pass_name)
+        if not made_by.is_config_only:
+            self._gpu.make_room(parent.config)
+        made_by.build(parent, step, target, self.context)
+        made = _opened(candidate, target)
+        if not {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
+            return
+        self._run.tell("compile")
+        self._gpu.make_room(made.config)
+        share = TUNING_SHARE if "penstock.fuse" in made.config.options else COMPILE_SHARE
+        timeout_s = self._compile_timeout_s(share) or trials.LOAD_TIMEOUT_S
+        take = self._gpu.spare.take if made.config.uses_gpu else None
+        trials.keep_compiled(made, timeout_s, take)
+
+    def _too_long(self, text: str) -> TookTooLong:
+        """Return the error for a compilation timeout: with a budget, the compiler had only a share
+        of the remaining time."""
+        is_cut = self._run.budget.stage_left_s is not None
+        return CutOff(text) if is_cut else TookTooLong(text)
+
+    def keep_chosen(self, build: Build, left_s: float | None = None) -> None:
+        """Save the fastest GEMM kernels of a packed model with the version. They are timed at load,
+        which later starts then skip. Done only for the version that is kept: a load that covers all
+        token counts takes as long as a measurement."""
+        is_packed = build.config.uses_gpu and "penstock.pack" in build.config.options
+        if not is_packed or (build.version_folder / CHOICES).exists():
+            return
+        self._run.tell("keep which products are the fastest")
+        self._gpu.release()
+        left_s = None if left_s is None else max(MIN_COMPILE_S, left_s)
+        trials.keep_compiled(build, left_s or trials.LOAD_TIMEOUT_S)
+
+
+def _opened(candidate: Candidate, folder: Path) -> Build:
+    found = layout.read(folder)
+    if found.problems:
+        raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))
+    return Build(candidate, folder, found.configs[-1])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

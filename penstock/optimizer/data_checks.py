@@ -1,0 +1,155 @@
+"""Checks the data of a run before anything is optimised with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.data.non_finite import NonFinite, describe
+from penstock.errors import ConfigError
+from penstock.optimizer import audit, calibration
+from penstock.optimizer.accuracy_gate import AccuracyGate
+from penstock.optimizer.answer_source import CHOICE, COMPARED, HELD_OUT, AnswerSource
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.run_context import RunContext
+
+# Maximum number of rows with NaN or infinity that the original is run on.
+MAX_NON_FINITE = 64
+NO_DATA = (
+    "accuracy was not checked: without --data, answers are compared on random inputs only, and "
+    "steps that may change answers are skipped"
+)
+ONLY_AGREEMENT = (
+    "correctness was not checked: without labels or --eval, answers are only compared with the "
+    "original's"
+)
+
+
+class DataChecks:
+    """What would mislead calibration or the gate, as errors and notes."""
+
+    def __init__(self, run: RunContext, source: AnswerSource, gate: AccuracyGate) -> None:
+        self._run = run
+        self._source = source
+        self._gate = gate
+
+    def check(self) -> None:
+        """Raise ConfigError if the data would mislead calibration or the gate."""
+        run, gate = self._run, self._gate
+        self._check_output_names()
+        if run.examples is None:
+            run.unchecked.append(NO_DATA)
+            self._evaluate_original()
+            return
+        self._check_finite(run.samples.non_finite)
+        run.tell("audit of the data")
+        if gate.scorer.is_agreement:
+            run.unchecked.append(ONLY_AGREEMENT)
+        found = run.journal.remember("audit", "", audit.Audit, self._audit)
+        if found.problems:
+            ways = "or omit --data; steps that need data are then skipped"
+            raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
+        run.notes += found.warnings
+        # Fail now rather than at the end if answers cannot be scored or the evaluator fails.
+        evaluated = gate.evaluate(run.original, CHOICE)
+        scored = evaluated.scores
+        if not np.isfinite(scored).any():
+            where = f"eval: {run.plan.evaluator}" if run.plan.evaluator else "data"
+            problem = f"not one of {len(scored)} answers of the original can be scored"
+            raise ConfigError([f"{where}: {problem} by {gate.scorer.metric}"])
+        self._evaluate_original()
+        self._note_judged(evaluated.reads)
+
+    def _check_output_names(self) -> None:
+        """Raise ConfigError if --outputs names an output that the model does not have."""
+        outputs = self._run.plan.outputs
+        known = [spec.name for spec in self._run.original.config.outputs]
+        unknown = [name for name in outputs if name not in known]
+        if unknown:
+            listed, there = (", ".join(f"'{name}'" for name in names) for names in (unknown, known))
+            raise ConfigError([f"outputs: the model has no output {listed}; it has {there}"])
+        left = [name for name in known if outputs and name not in outputs]
+        if left:
+            listed = ", ".join(f"'{name}'" for name in left)
+            self._run.unchecked.append(
+                f"outputs {listed} were not checked: --outputs leaves them out"
+            )
+
+    def _note_judged(self, names: Sequence[str]) -> None:
+        """Note what is not checked in outputs that an evaluator reads: only its score judges
+        them."""
+        evaluator = self._run.plan.evaluator
+        if evaluator and names:
+            listed = ", ".join(f"'{name}'" for name in names)
+            self._run.unchecked.append(
+                f"parts of {listed} that {evaluator} does not use were not checked "
+                "beyond their scale"
+            )
+
+    def _check_finite(self, found: Sequence[NonFinite]) -> None:
+        """Check rows with NaN or infinity. They are an error if the original's answers are not
+        finite either, as nothing can be compared with those; otherwise they count as missing
+        values."""
+        if not found:
+            return
+        run = self._run
+        run.tell("rows that are not finite")
+        indices = tuple(dict.fromkeys(each.index for each in found))[:MAX_NON_FINITE]
+        try:
+            answers = self._source.answers(run.original, indices)
+        except ConfigError as error:
+            raise ConfigError([*describe(found), *error.problems]) from None
+        unusable = {
+            index
+            for index, answer in zip(indices, answers, strict=True)
+            if not all(
+                np.isfinite(each).all() for each in answer.values() if each.dtype.kind == "f"
+            )
+        }
+        if unusable:
+            texts = describe([each for each in found if each.index in unusable])
+            advice = "leave such rows out, or fill in the missing values"
+            raise ConfigError(
+                [f"{text}, and the model's answer is not finite either; {advice}" for text in texts]
+            )
+        run.notes += [f"{text}; the model answers with finite values" for text in describe(found)]
+
+    def _evaluate_original(self) -> None:
+        """On a GPU, compute everything needed of the original while it is loaded."""
+        if not self._run.original.config.uses_gpu:
+            return
+        if self._run.examples is None:
+            self._source.original_answers(COMPARED)
+        else:
+            self._gate.evaluate(self._run.original, HELD_OUT)
+
+    def _audit(self) -> audit.Audit:
+        run, predict = self._run, self._gate.scorer.predict
+        said = None if predict is None else predict(self._source.original_answers(CHOICE))
+        is_separate = bool(run.plan.calibration)
+        parts = audit.audit_examples(run.samples, said, is_separate=is_separate)
+        return audit.Audit(
+            [text for part in parts for text in part.problems],
+            [text for part in parts for text in part.warnings],
+            {name: value for part in parts for name, value in part.facts.items()},
+        )
+
+    def clipped(self, build: Build) -> dict[str, float]:
+        """Return, for each input, the share of held-out values outside of the calibrated range;
+        empty if nothing was calibrated."""
+        path = build.version_folder / calibration.FILE
+        if not path.is_file():
+            return {}
+        ranges = {
+            name: (each["min"], each["max"])
+            for name, each in json.loads(path.read_bytes())["inputs"].items()
+        }
+        rows = [self._run.rows[index] for index in self._run.samples.split.held_out]
+        values = {
+            name: np.concatenate([np.ravel(row[name]) for row in rows])
+            for name in ranges
+            if rows and name in rows[0] and rows[0][name].dtype.kind == "f"
+        }
+        return audit.clipped_share(ranges, values)

@@ -1,0 +1,73 @@
+"""Evaluation of candidates for the search; every result comes from the journal if already known.
+
+Puts its parts together: builds, facts, answers, the accuracy gate, checks of the data, and
+measurements. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.optimizer import passes
+from penstock.optimizer.accuracy_gate import AccuracyGate
+from penstock.optimizer.answer_source import CHOICE, AnswerSource
+from penstock.optimizer.builder import Builder
+from penstock.optimizer.candidates import Build, Step
+from penstock.optimizer.data_checks import DataChecks
+from penstock.optimizer.gpu_sessions import GpuProcesses
+from penstock.optimizer.inspector import Inspector
+from penstock.optimizer.measurements import Measurements
+from penstock.optimizer.results import FallbackLayer
+from penstock.optimizer.run_context import RunContext
+
+
+class KeptLayers(msgspec.Struct):
+    """A step that passes the gate with some layers in float, and those layers; no step: none
+    passes."""
+
+    step: Step | None = None
+    layers: list[FallbackLayer] = []
+
+
+class Evaluator:
+    """Evaluates the candidates of one run."""
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self._gpu = GpuProcesses(run.machine, run.deadline)
+        self.builder = Builder(run, self._gpu)
+        self.inspector = Inspector(run, self._gpu, self.builder)
+        self.source = AnswerSource(run, self._gpu, self.inspector)
+        self.gate = AccuracyGate(run, self.source)
+        self.data = DataChecks(run, self.source, self.gate)
+        self.measurements = Measurements(run, self._gpu, self.inspector)
+
+    def close(self) -> None:
+        """Stop all processes that this run keeps on GPUs."""
+        self._gpu.close()
+
+    def check_served(self, build: Build, *, is_lossy: bool) -> str:
+        """Return why the server's answers are not those that the gate judged; empty if they are."""
+        return self.measurements.check_answers(build, self.source, self.gate, is_lossy=is_lossy)
+
+    def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
+        """Find the layers that must stay in float for the gate to pass."""
+        run, made_by = self.run, passes.find(step.pass_name)
+        assert isinstance(made_by, passes.LayeredPass)
+
+        def passes_gate(other: Step) -> bool:
+            check_time()
+            run.tell("layers in float")
+            build = self.builder.build(parent.candidate.then(other))
+            return self.gate.judge(build, CHOICE).is_passed
+
+        def find() -> KeptLayers:
+            run.tell("sensitivity of layers")
+            seconds = self.measurements.operator_seconds(parent)
+            found = made_by.fall_back(parent, step, self.builder.context, passes_gate, seconds)
+            return KeptLayers() if found is None else KeptLayers(*found)
+
+        key = parent.candidate.then(step).key
+        return run.journal.remember("fallback", key, KeptLayers, find)

@@ -1,0 +1,126 @@
+"""Results of a search as it goes on: contenders, finalists and what was tried. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.optimizer import goals
+from penstock.optimizer.candidates import Build, Candidate, Skip, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Served, Try
+from penstock.optimizer.shapes import alone_s
+from penstock.optimizer.simulate import TimeTable
+from penstock.profile.results import Profile
+
+
+@dataclass(slots=True)
+class Contender:
+    """A candidate that passed its gates, with its timings."""
+
+    build: Build
+    facts: Facts
+    times: dict[tuple[int, int], TimeTable]
+    # Steps of the serving passes with their predicted highest rates, best first.
+    shapes: list[tuple[tuple[Step, ...], float]]
+    is_lossy: bool
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.build.candidate
+
+    @property
+    def rate(self) -> float:
+        return self.shapes[0][1] if self.shapes else 0.0
+
+    @property
+    def alone_s(self) -> float:
+        return min(alone_s(table) for table in self.times.values())
+
+    @property
+    def speed_text(self) -> str:
+        if self.rate:
+            return f"about {self.rate:,.0f}/s"
+        return f"no rate within the SLO, {self.alone_s * 1e3:.3g} ms alone"
+
+    def is_ahead(self, other: Contender) -> bool:
+        """Compare beyond the noise: by the predicted rate that keeps the SLO; if neither has one,
+        by the latency of a single request."""
+        if self.rate or other.rate:
+            return goals.is_better(self.rate, other.rate)
+        return goals.is_better(other.alone_s, self.alone_s)
+
+
+@dataclass(slots=True)
+class Finalist:
+    """A contender in one serving configuration, served and measured."""
+
+    contender: Contender
+    build: Build
+    served: Served
+
+    @property
+    def simplicity(self) -> int:
+        """Lower is simpler: lossless before lossy, fewer steps before more."""
+        return 100 * self.contender.is_lossy + len(self.build.candidate.steps)
+
+
+@dataclass(slots=True)
+class Findings:
+    """Results of the search; the report is written from it."""
+
+    tries: list[Try] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    contenders: list[Contender] = field(default_factory=list)
+    # From the best to the worst.
+    finalists: list[Finalist] = field(default_factory=list)
+    # The finalists by their key, each with its last measurement.
+    served: dict[str, Finalist] = field(default_factory=dict)
+    original: Served | None = None
+    # Profile of the best candidate before quantisation: shows the bottleneck.
+    profile: Profile | None = None
+    # Key of the profiled candidate.
+    profiled: str = ""
+    # Proof measurements by key.
+    proofs: dict[str, Served] = field(default_factory=dict)
+    is_interrupted: bool = False
+    is_out_of_time: bool = False
+    # Notes on what the time budget did not allow, one sentence each.
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> Contender:
+        """The best by prediction; of equal ones the simpler, which came earlier."""
+        best = self.contenders[0]
+        for contender in self.contenders[1:]:
+            if contender.is_ahead(best):
+                best = contender
+        return best
+
+    def is_met(self) -> bool:
+        """Return whether the SLO is met with certainty: a limit that is barely kept may be missed
+        next time."""
+        return bool(self.finalists) and self.finalists[0].served.is_sure
+
+    def is_in_reach(self, plan: Plan) -> bool:
+        """Return whether the best is predicted to come near the SLO."""
+        assert plan.slo is not None
+        return goals.is_within_reach(self.best.rate, plan.slo, plan.price_per_hour)
+
+    def add_served(self, contender: Contender, build: Build, served: Served) -> None:
+        """Add a measurement and rank the finalists again."""
+        self.served[build.candidate.key] = Finalist(contender, build, served)
+        pool = list(self.served.values())
+        ranked = goals.order([one.served for one in pool], [one.simplicity for one in pool])
+        self.finalists = [pool[index] for index in ranked]
+
+    def note_served(self, build: Build, served: Served, seconds: float) -> None:
+        """Record a serving configuration as a try. If it was measured before, the last figures
+        count, and the time of both. Its comparison is added once the choice is made."""
+        if not build.candidate.steps:
+            return
+        reason = f"served: {served.goodput:.1%} in time, {served.throughput.value:,.0f}/s answered"
+        record = Try(build.candidate, "batching", "equal", reason, served=served, seconds=seconds)
+        key = build.candidate.key
+        record.seconds += sum(each.seconds for each in self.tries if each.candidate.key == key)
+        self.tries = [*(each for each in self.tries if each.candidate.key != key), record]

@@ -1,0 +1,193 @@
+"""The speed of builds: batch times and profiles of trials, and served measurements."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.optimizer import disturbance, served, trials
+from penstock.optimizer.accuracy_gate import AccuracyGate
+from penstock.optimizer.answer_source import HELD_OUT, AnswerSource
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.gpu_sessions import GpuProcesses, num_workers
+from penstock.optimizer.inspector import Inspector
+from penstock.optimizer.results import Served
+from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.shapes import num_free_cores
+from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, Limits
+from penstock.profile.profiler import profile_build
+from penstock.profile.results import Profile
+
+# Longest batch of slow models, whatever the SLO allows.
+MAX_BATCH_S = 10.0
+# Time for requesting answers to held-out rows from a server.
+SERVED_ANSWERS_S = 8.0
+
+
+class Measurements:
+    """Measures builds; every result is in the journal."""
+
+    def __init__(self, run: RunContext, gpu: GpuProcesses, inspector: Inspector) -> None:
+        self._run = run
+        self._gpu = gpu
+        self._inspector = inspector
+        # A small budget has time for short levels only.
+        self._plan = replace(run.plan, duration_s=run.budget.planned.level_s)
+
+    def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
+        run, gpu = self._run, self._gpu
+        pair = num_instances, num_threads
+        rules = self._inspector.rules(build)
+
+        def measure() -> TimeTable:
+            if not build.config.uses_gpu or num_workers(build.config, pair) > 1:
+                gpu.settle()
+                gpu.make_room(build.config)
+                return trials.times(build, run.rows, *pair, self._longest_s, rules)
+            session = gpu.session(build)
+            assert session is not None, "it is on a GPU"
+            return session.times(run.rows, pair, self._longest_s, rules)
+
+        run.tell(f"batch times, {num_instances} x {num_threads} threads")
+        key = f"{build.candidate.key} {num_instances}x{num_threads}"
+        asked = run.required(build, measure)
+        found = run.journal.remember("times", key, TimeTable, asked, passing=run.passing)
+        free = num_free_cores(pair, run.machine.num_cores)
+        return msgspec.structs.replace(found, num_free_cores=free)
+
+    @property
+    def _longest_s(self) -> float:
+        """Longest batch worth measuring: one that exceeds the latency limit fits no
+        configuration."""
+        limit_s = None if self._run.plan.slo is None else self._run.plan.slo.latency_s
+        return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
+
+    def profile(self, build: Build) -> Profile:
+        def measure() -> Profile:
+            self._gpu.release()
+            self._gpu.make_room(build.config)
+            return profile_build(build.folder, self._run.rows)
+
+        self._run.tell("profile")
+        return self._run.journal.remember("profile", build.candidate.key, Profile, measure)
+
+    def operator_seconds(self, build: Build) -> dict[str, float] | None:
+        """Return the seconds of each operator; None if it cannot be profiled."""
+        try:
+            operators = self.profile(build).operators
+        except PenstockError:
+            return None
+        return {operator.name: operator.seconds for operator in operators}
+
+    # Served.
+
+    def serve(self, builds: Sequence[Build]) -> list[Served]:
+        """Measure at the SLO's load; several builds in turns."""
+        run, plan = self._run, self._plan
+
+        def measure() -> list[Served]:
+            kept, limits = self._gpu.kept_servers(builds), self._limits()
+            if len(builds) == 1:
+                return [served.measure(builds[0], plan, run.rows, run.tell, kept, limits)]
+            return served.measure_alternately(builds, plan, run.rows, run.tell, kept, limits)
+
+        run.tell("start servers")
+        asked = run.required(builds[0], measure) if len(builds) == 1 else measure
+        return self._remember("served", builds, asked)
+
+    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
+        """Measure at the SLO's load and up to the highest rate of each, in turns."""
+        run = self._run
+
+        def measure() -> list[Served]:
+            kept, limits = self._gpu.kept_servers(builds), self._limits()
+            limits = replace(limits, search_s=search_s)
+            return served.with_rates(builds, self._plan, run.rows, run.tell, limits, kept)
+
+        run.tell("start servers")
+        return self._remember("served with rates", builds, measure)
+
+    def prove(
+        self, builds: Sequence[Build], left_s: float | None, attempt: int = 0
+    ) -> list[Served]:
+        """Measure at the SLO's load and, if time allows, up to the highest rate of each, in turns.
+        Each attempt is a separate measurement."""
+        run, planned = self._run, self._run.budget.planned
+        needed_s = planned.prove_s(len(builds), planned.num_rounds)
+        needed_s += len(builds) * MIN_SEARCH_S
+        has_time = left_s is None or (planned.has_rates and left_s > needed_s)
+        limits = _limits_of(planned.num_rounds, SEARCH_S if has_time else 0.0, left_s)
+
+        def measure() -> list[Served]:
+            kept = self._gpu.kept_servers(builds)
+            return served.prove(builds, self._plan, run.rows, run.tell, limits, kept)
+
+        run.tell("start servers for the proof")
+        kind = "proof with rates" if has_time else "proof"
+        return self._remember(kind, builds, measure, f" attempt {attempt}" if attempt else "")
+
+    def check_answers(
+        self, build: Build, source: AnswerSource, gate: AccuracyGate, *, is_lossy: bool
+    ) -> str:
+        """Return why the server's answers are not those that the gate judged; empty if they are."""
+        run = self._run
+
+        def check() -> str:
+            run.tell("answers of the server")
+            indices = source.indices(HELD_OUT)
+            judged = source.answers(build, indices)
+            rows = [run.rows[index] for index in indices]
+            left_s = run.budget.stage_left_s
+            seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
+            limits, kept = self._limits(), self._gpu.kept_servers([build])
+            found = served.answers(build, rows, seconds, limits, kept)
+            if not found:
+                return "the server refused every row of the held-out examples"
+            pairs = [judged[place] for place, _ in found], [answer for _, answer in found]
+            return gate.served_difference(*pairs, is_lossy=is_lossy)
+
+        self._gpu.settle()
+        return run.journal.remember(
+            "served answers", build.candidate.key, str, check, passing=(PenstockError,)
+        )
+
+    def _limits(self) -> Limits:
+        """Return the limits of a served measurement that begins now."""
+        budget = self._run.budget
+        planned = budget.planned
+        return _limits_of(planned.num_rounds, planned.cost_search_s, budget.stage_left_s)
+
+    def _remember(
+        self,
+        kind: str,
+        builds: Sequence[Build],
+        measure: Callable[[], list[Served]],
+        suffix: str = "",
+    ) -> list[Served]:
+        """Measure with the machine otherwise idle, or take the figures from the journal, at the
+        current price."""
+        plan, level_s = self._run.plan, self._plan.duration_s
+        self._gpu.settle()
+        if level_s < plan.duration_s:
+            # A run with a larger budget measures again, for longer.
+            kind = f"{kind}, levels of {level_s:.3g} s"
+        found = self._run.journal.remember(
+            kind,
+            " ".join(build.candidate.key for build in builds) + suffix,
+            list[Served],
+            measure,
+            passing=(PenstockError,),
+            is_reusable=lambda servings: all(map(disturbance.is_reusable, servings)),
+        )
+        return [served.repriced(each, plan) for each in found]
+
+
+def _limits_of(num_rounds: int, search_s: float, left_s: float | None) -> Limits:
+    ends_at = math.inf if left_s is None else time.monotonic() + left_s
+    return Limits(num_rounds, search_s, lambda: ends_at - time.monotonic())

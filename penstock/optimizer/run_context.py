@@ -1,0 +1,91 @@
+"""What the parts of the evaluator share: the plan, the original, the data, the journal and the time
+of one run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.examples import Examples
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.subject import Subject
+from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TookTooLong
+from penstock.types import Array
+
+# Minimum time of a step's child process, however little time is left.
+MIN_CHILD_S = 5.0
+
+Row = Mapping[str, Array]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RunContext:
+    plan: Plan
+    machine: Machine
+    subject: Subject
+    # The user's data, or random rows drawn from the signature.
+    samples: Examples
+    journal: Journal
+    budget: TimeBudget
+    # Receives what is being done.
+    tell: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
+    # Gaps in what the accuracy gate checks, one sentence each.
+    unchecked: list[str] = field(default_factory=list)
+
+    @property
+    def original(self) -> Build:
+        return self.subject.build
+
+    def configure_original(self, config: ModelConfig) -> None:
+        """Change the original's configuration, also on disk, where the server reads it."""
+        config = folders.write_config(self.original.folder, config)
+        self.subject = replace(self.subject, build=replace(self.original, config=config))
+
+    @property
+    def examples(self) -> Examples | None:
+        """The user's examples; None without data."""
+        return self.samples if self.plan.data else None
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self.samples.rows
+
+    @property
+    def folder(self) -> Path:
+        return self.journal.path.parent
+
+    @property
+    def passing(self) -> tuple[type[PenstockError], ...]:
+        """Errors that may not happen with more time."""
+        return () if self.plan.budget_s is None else (TookTooLong,)
+
+    def deadline(self, build: Build) -> float:
+        """Return the deadline of a child process that starts now."""
+        left_s = self.budget.stage_left_s if build.candidate.steps else None
+        return math.inf if left_s is None else time.monotonic() + max(MIN_CHILD_S, left_s)
+
+    def required(self, build: Build, compute: Callable[[], T]) -> Callable[[], T]:
+        """Wrap `compute` for the original: without it there is nothing to optimise, so its failure
+        ends the run with a ConfigError and is not remembered."""
+
+        def checked() -> T:
+            try:
+                return compute()
+            except BackendFailed as error:
+                hint = "" if self.plan.data else "; its inputs were made up: give data"
+                raise ConfigError([f"the original: {error}{hint}"]) from error
+
+        return compute if build.candidate.steps else checked

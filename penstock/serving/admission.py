@@ -1,0 +1,96 @@
+"""Admission to one model: a request is checked, counted and queued, or refused.
+
+Checks what the request is (names, datatypes, shapes, sizes), who sent it (quarantine, quotas), and
+through the batcher whether there is room for it. Knows no instance and no process.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.errors import PenstockError
+from penstock.serving.context import ModelContext
+from penstock.serving.poison import PoisonGuard
+from penstock.serving.processor_wait import ProcessorWait
+from penstock.serving.replies import Replies, is_overload
+from penstock.serving.request_memory import RequestMemory
+from penstock.serving.request_queue import RequestQueue
+from penstock.serving.slo_batcher import SloBatcher
+from penstock.serving.ticket import Ticket
+from penstock.types import Request
+
+# Interval between readings of how long the event loop waited for a CPU. A difference over more
+# than LOOK_WITHIN_S says nothing about one request.
+LOOK_EVERY_S, LOOK_WITHIN_S = 0.001, 0.5
+
+
+class Admission:
+    def __init__(
+        self,
+        context: ModelContext,
+        memory: RequestMemory,
+        queue: RequestQueue,
+        guard: PoisonGuard,
+        replies: Replies,
+    ) -> None:
+        self._policy = context.config.batching
+        self._planner = context.planner
+        self._memory = memory
+        self._queue = queue
+        self._guard = guard
+        self._quarantine = guard.quarantine
+        self._sequencer = replies.sequencer
+        self._quotas = context.quotas
+        self._shares = context.shares
+        self._saturation = context.saturation
+        self._clock = context.clock
+        self._processor_wait = ProcessorWait()
+        self._looked_at = -math.inf
+        self._waited_s = 0.0
+
+    def admit(self, request: Request) -> None:
+        """Queue the request, or raise why it is refused."""
+        fit = self._planner.fit(request)
+        request.ticket = Ticket(fit)
+        plan = fit.plan
+        request.num_rows = plan.num_rows
+        request.num_tokens = plan.num_tokens
+        geometry = plan.geometry
+        if geometry.layout is None:
+            self._memory.check_size(request)
+        if self._quarantine.is_active:
+            self._guard.check(request)
+        has_quotas = self._quotas.is_active
+        if has_quotas:
+            # The protocols check rates, since they also see requests that never reach a model.
+            level = self._policy.level(request.priority)
+            self._shares.check(request.caller, self._clock(), level)
+        timings = request.timings
+        timings.queued = now = self._clock()
+        timings.saturated_s = self._saturation.at(now)
+        queue = self._queue
+        if queue.slo is not None and now >= self._looked_at + LOOK_EVERY_S:
+            self._note_processor_wait(queue.slo, now)
+        queue.batcher.add(request, geometry, now)
+        if has_quotas:
+            self._shares.enter(request, request.caller, level=request.priority)
+        if self._sequencer is not None:
+            request.turn = self._sequencer.enter()
+
+    def shows_full_queue(self, request: Request, error: PenstockError) -> bool:
+        """Whether the refusal tells the queue shares something: requests with their own deadline
+        do not show that the queue is full."""
+        return self._quotas.is_active and is_overload(error) and request.timeout_s is None
+
+    def note_full(self, request: Request, num_held: int) -> None:
+        """Tell the queue shares that the queue was full with this many requests."""
+        self._shares.refused(num_held, self._clock(), request.priority)
+
+    def close(self) -> None:
+        self._processor_wait.close()
+
+    def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
+        total_s = self._processor_wait.total_s()
+        if now - self._looked_at <= LOOK_WITHIN_S:
+            slo.note_wait(total_s - self._waited_s)
+        self._waited_s, self._looked_at = total_s, now

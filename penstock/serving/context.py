@@ -1,0 +1,26 @@
+"""What all parts of one served model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.config import ModelConfig
+from penstock.serving.metrics import ModelMetrics
+from penstock.serving.plan import Planner
+from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.saturation import Saturation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """`shares` are entered at admission and left with the answer; the dispatcher alone notes
+    `saturation`."""
+
+    config: ModelConfig
+    clock: Callable[[], float]
+    metrics: ModelMetrics
+    planner: Planner
+    quotas: Quotas
+    shares: QueueShares
+    saturation: Saturation

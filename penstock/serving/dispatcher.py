@@ -1,0 +1,350 @@
+"""Batches of one model on their way: from the queue to an instance, and back as answers.
+
+Sends batches to idle instances, hands answers to the replies, and runs requests again whose batch
+failed or whose worker died. Runs on the core's event loop without locks; the supervisor owns the
+processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+from penstock.errors import BackendFailed, PenstockError, TooLarge
+from penstock.serving.context import ModelContext
+from penstock.serving.hang_limits import HangLimits
+from penstock.serving.poison import PoisonGuard
+from penstock.serving.replies import Replies, has_ended
+from penstock.serving.request_memory import RequestMemory
+from penstock.serving.request_queue import RequestQueue
+from penstock.serving.running_batch import RunningBatch
+from penstock.serving.supervisor import Instance, Supervisor
+from penstock.types import Request
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.model")
+
+# Limit on one dispatch frame, which has to fit the socket buffer.
+MAX_DISPATCH_BYTES = 128 * 1024
+# Suspects wait this long for a spare worker, since they may kill theirs.
+SUSPECT_PATIENCE_S = 30.0
+
+
+class Dispatcher:
+    """Invariant: an admitted request is in the queue, in exactly one RunningBatch, or done."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        supervisor: Supervisor,
+        queue: RequestQueue,
+        memory: RequestMemory,
+        replies: Replies,
+        guard: PoisonGuard,
+    ) -> None:
+        self._name = context.config.name
+        self._supervisor = supervisor
+        self._queue = queue
+        self._memory = memory
+        self._replies = replies
+        self._guard = guard
+        self._saturation = context.saturation
+        self._clock = context.clock
+        self._loop = asyncio.get_running_loop()
+        self.hang_limits = HangLimits(context.config.hang_s)
+        self._most_slots = max(each.num_slots for each in supervisor.instances)
+        self._batch_ids = itertools.count(1)
+        self._num_slabs_mapped = 0
+        self._is_pump_due = False
+        self._is_answering = False
+        self._last_num_requests = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def num_running(self) -> int:
+        return sum(
+            len(batch.requests)
+            for instance in self._supervisor.instances
+            for batch in instance.batches
+        )
+
+    def tick(self) -> None:
+        """Do periodic work."""
+        self._guard.quarantine.expire(self._clock())
+        # Queued requests may have expired although no instance became free.
+        self.pump_if_waiting()
+        self._replies.log_overload_end()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def drain(self) -> None:
+        """Wait until everything admitted has been answered."""
+        if self._queue.num_waiting or self.num_running:
+            waiter = self._loop.create_future()
+            self._idle_waiters.append(waiter)
+            await waiter
+
+    def check_idle(self) -> None:
+        """Wake those who `drain`, if nothing is queued or running."""
+        if self._idle_waiters and not self._queue.num_waiting and not self.num_running:
+            for waiter in self._idle_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._idle_waiters.clear()
+
+    def instance_ready(self, ready: frames.Ready) -> None:
+        self.hang_limits.seed(ready.timings)
+        self._saturation.note(False, self._clock())
+
+    # Sending.
+
+    def wake(self) -> None:
+        """Dispatch, now or at the end of this loop iteration."""
+        is_alone = self._last_num_requests == 1 and self._queue.batcher.num_waiting == 1
+        if is_alone and not self._is_answering:
+            # The last batch had one request: waiting for others would only add latency.
+            self.pump()
+        elif not self._is_pump_due:
+            # All requests that this loop iteration reads can join the same batch.
+            self._is_pump_due = True
+            self._loop.call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Refuse expired requests, then dispatch batches to idle instances."""
+        self._is_pump_due = False
+        now = self._clock()
+        self._queue.expire(now)
+        if self._queue.suspects:
+            self._try_suspects(now)
+        has_idle = self._fill_instances(now)
+        self._arm_timer(now, only_expiry=not has_idle)
+        self.check_idle()
+
+    def pump_if_waiting(self) -> None:
+        if self._queue.num_waiting:
+            self.pump()
+
+    def _fill_instances(self, now: float) -> bool:
+        """Send batches until no instance takes another, or until the queue has none that may run
+        now. Return whether it was the queue."""
+        for num_others in range(self._most_slots):
+            # Instances with no batch come first, then those with one, and so on.
+            for instance in self._supervisor.instances:
+                while len(instance.batches) <= num_others and self._takes_batch(instance):
+                    requests = self._queue.next(now)
+                    if requests is None:
+                        return True
+                    if not self._dispatch(instance, requests, now):
+                        break
+        return False
+
+    def _takes_batch(self, instance: Instance) -> bool:
+        """Whether the instance may take another batch. A rerun gets the worker for itself, so that
+        a crash can be attributed."""
+        if not instance.is_idle:
+            return False
+        others = instance.batches
+        if not others:
+            return True
+        if self._queue.batcher.num_reruns or others[0].closed_by == "rerun":
+            return False
+        return not (self._queue.suspects and self._may_try_suspect())
+
+    def _try_suspects(self, now: float) -> None:
+        """Run suspects on instances without batches."""
+        while self._queue.suspects and self._may_try_suspect():
+            instances = self._supervisor.instances
+            idle = [each for each in instances if each.is_idle and not each.batches]
+            request = self._queue.next_suspect(now) if idle else None
+            if request is None or not self._dispatch(idle[0], [request], now):
+                return
+
+    def _may_try_suspect(self) -> bool:
+        """Whether a suspect may run now: one at a time, and only while a worker can be spared."""
+        for each in self._supervisor.instances:
+            if each.is_ready and any(batch.closed_by == "rerun" for batch in each.batches):
+                return False
+        waited_s = self._clock() - self._queue.tried_suspect_at
+        return self._supervisor.can_spare_worker(waits_for_spares=waited_s < SUSPECT_PATIENCE_S)
+
+    def _arm_timer(self, now: float, only_expiry: bool) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batcher = self._queue.batcher
+        wake_at = batcher.next_expiry if only_expiry else batcher.wake_at
+        if wake_at is not None:
+            self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
+
+    def _dispatch(self, instance: Instance, requests: list[Request], now: float) -> bool:
+        """Send a batch to an instance. False if shared memory is full: the batch is queued again
+        until one in flight is answered."""
+        batch = RunningBatch(next(self._batch_ids), requests, now)
+        try:
+            num_placed = self._memory.place_batch(batch)
+            if num_placed == 0:
+                self._queue.batcher.ended(now)
+                self._queue.put_back(requests)
+                return False
+            if num_placed < len(requests):
+                self._queue.put_back(requests[num_placed:])
+                batch.requests = requests[:num_placed]
+            data = frames.encode(self._memory.frame(batch))
+        except Exception:  # A batch that cannot be encoded must not stop the others.
+            log.exception("%s: a batch could not be dispatched", self._name)
+            self._queue.batcher.ended(now)
+            self._abandon(batch, BackendFailed("internal error; this is a bug"))
+            return True
+        if len(data) > MAX_DISPATCH_BYTES and len(batch.requests) > 1:
+            return self._dispatch(instance, self._halve(batch), now)
+        if len(data) > frames.MAX_FRAME_BYTES // 4:
+            self._queue.batcher.ended(now)
+            self._abandon(batch, TooLarge("the request's id and parameters are too large"))
+            return True
+        saturated_s = self._saturation.at(now)
+        for request in batch.requests:
+            timings = request.timings
+            timings.dispatched = now
+            timings.instance_wait_s = saturated_s - timings.saturated_s
+            batch.num_tokens += request.num_tokens
+        batch.instance, batch.closed_by = instance.index, self._queue.batcher.closed_by
+        instance.batches.append(batch)
+        self._saturation.note(not self._supervisor.has_idle, now)
+        self._last_num_requests = len(batch.requests)
+        while self._num_slabs_mapped < len(self._memory.slabs):
+            self._supervisor.add_slab(self._memory.slabs[self._num_slabs_mapped])
+            self._num_slabs_mapped += 1
+        self._supervisor.send_bytes(instance, data)
+        return True
+
+    def _halve(self, batch: RunningBatch) -> list[Request]:
+        """Queue the second half of a batch whose frame is too long again; return the first."""
+        requests, half = batch.requests, len(batch.requests) // 2
+        self._memory.release_extents(batch)
+        for request in requests:
+            self._memory.requeued(request)
+        self._queue.put_back(requests[half:])
+        return requests[:half]
+
+    def _abandon(self, batch: RunningBatch, error: PenstockError, reason: str = "OTHER") -> None:
+        """End the requests of a batch with an error."""
+        self._memory.release_batch(batch)
+        for request in batch.requests:
+            self._replies.fail(request, error, reason)
+
+    # Answers.
+
+    def answered(self, instance: Instance, frame: frames.FromWorker) -> None:
+        # A sink may submit the next request during its callback. That one must not be dispatched
+        # before the worker has its output spill back.
+        self._is_answering = True
+        try:
+            batch = _take(instance, frame)
+            self._guard.quarantine.answered()
+            if batch is not None:
+                now = instance.answered_at = self._clock()
+                self._saturation.note(False, now)
+                if isinstance(frame, frames.Done):
+                    self._deliver(instance, batch, frame, now)
+                elif isinstance(frame, frames.Failed):
+                    self._fail(batch, frame.error, now)
+        finally:
+            self._is_answering = False
+        self.pump_if_waiting()
+        self.check_idle()
+
+    def _deliver(
+        self, instance: Instance, batch: RunningBatch, frame: frames.Done, now: float
+    ) -> None:
+        self.hang_limits.note(batch.num_rows, now - batch.started)
+        geometry = batch.requests[0].ticket.fit.plan.geometry
+        size = batch.num_tokens or batch.num_rows
+        self._queue.batcher.observe(geometry, size, batch.started, now)
+        extents = frame.outputs
+        if not extents:
+            # Dispatch the next batch first: the worker computes while this loop encodes. Not while
+            # the worker's spill still holds this answer.
+            self.pump_if_waiting()
+        answered = self._replies.deliver(batch, frame, instance.output_spill, now)
+        self._memory.release_batch(batch)
+        if extents:
+            offsets = tuple(extent.offset for part in extents for extent in part)
+            self._supervisor.send(instance, frames.Release(offsets))
+        self._replies.count(batch, answered, now)
+
+    def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
+        """Handle an exception of the model. In a batch the culprit is unknown, so each request runs
+        again alone."""
+        self._queue.batcher.ended(batch.started)
+        self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
+        if len(batch.requests) > 1:
+            self._rerun(batch)
+        else:
+            self._abandon(batch, BackendFailed(text), "BACKEND")
+
+    def _rerun(self, batch: RunningBatch) -> None:
+        """Queue each request of the batch to run again alone."""
+        self._memory.release_extents(batch)
+        for request in batch.requests:
+            if has_ended(request):
+                self._memory.release(request)
+                continue
+            self._queue.rerun(request)
+            self._memory.requeued(request)
+
+    # Deaths.
+
+    def died(self, instance: Instance, reason: str) -> bool:
+        """Rerun each request of the instance's batches alone; one whose worker died before and that
+        ran alone now fails. Return whether a request is to blame, rather than the model."""
+        batches, instance.batches = instance.batches, []
+        now = self._clock()
+        self._saturation.note(not self._supervisor.has_idle, now)
+        is_excused = bool(batches) and self._judge(batches, instance.was_killed_outside)
+        for batch in batches:
+            self._lose(batch, reason, now)
+            if not is_excused and len(batch.requests) > 1:
+                for request in batch.requests:
+                    request.lost_with = instance.index
+        if batches:
+            self.pump()
+        return is_excused
+
+    def _judge(self, batches: list[RunningBatch], was_killed_outside: bool) -> bool:
+        """Whether a request killed the worker, rather than a broken model."""
+        if len(batches) > 1 or len(batches[0].requests) > 1:
+            return self._guard.quarantine.died_in_company()
+        (request,) = batches[0].requests
+        verdict = self._guard.pin(request, was_killed_outside)
+        if verdict.is_excused and request.lost_with is not None:
+            self._supervisor.excuse(request.lost_with)
+            request.lost_with = None
+        if verdict.quarantines_body or verdict.quarantines_key:
+            self._queue.refuse_quarantined()
+        return verdict.is_excused
+
+    def _lose(self, batch: RunningBatch, reason: str, now: float) -> None:
+        self._queue.batcher.ended(batch.started)
+        self._replies.note_batch(batch, now, batch.waits(), 0.0, "the worker died")
+        if len(batch.requests) == 1 and batch.requests[0].num_deaths > 0:
+            worker = f"the worker of model '{self._name}'"
+            error = BackendFailed(f"{worker} {reason} while running it, twice")
+            self._abandon(batch, error, "BACKEND")
+            return
+        for request in batch.requests:
+            request.num_deaths += 1
+        self._rerun(batch)
+
+
+def _take(instance: Instance, frame: frames.FromWorker) -> RunningBatch | None:
+    """Remove the batch that the frame answers from the instance, and return it."""
+    if isinstance(frame, frames.Done | frames.Failed):
+        for index, batch in enumerate(instance.batches):
+            if batch.id == frame.batch:
+                del instance.batches[index]
+                return batch
+    return None

@@ -1,0 +1,173 @@
+"""Answers of one model: each admitted request gets exactly one, which then counts in the metrics.
+
+Keeps the order of answers if the model must, remembers the last batches, and logs overload. Knows
+neither queues nor workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from penstock.errors import (
+    BackendFailed,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    QuotaExceeded,
+)
+from penstock.serving.batcher import Sequencer
+from penstock.serving.context import ModelContext
+from penstock.serving.history import History, Record
+from penstock.serving.metrics import Waits
+from penstock.serving.refusals import Refusals
+from penstock.serving.request_memory import RequestMemory
+from penstock.serving.running_batch import RunningBatch
+from penstock.serving.slab import Segment
+from penstock.types import Request, Response
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.model")
+
+
+class Replies:
+    """Owns the history, the order of answers and the stretches of overload."""
+
+    def __init__(self, context: ModelContext, memory: RequestMemory) -> None:
+        self._config = context.config
+        self._memory = memory
+        self._metrics = context.metrics
+        self._shares = context.shares
+        self._clock = context.clock
+        self.history = History()
+        self._refusals = Refusals()
+        # None if answers need no order.
+        self.sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
+        if context.config.batching.preserve_ordering:
+            self.sequencer = Sequencer()
+
+    def finish(self, request: Request, answer: Response | PenstockError) -> None:
+        """End an admitted request."""
+        if self._shares.held:
+            self._shares.leave(request)
+        if isinstance(answer, PenstockError):
+            request.timings.completed = now = self._clock()
+            self._metrics.fail_s += now - request.timings.received
+        if self.sequencer is None:
+            request.respond(answer)
+            return
+        if isinstance(answer, Response):
+            for output in answer.outputs:
+                output.data = bytes(output.data)  # The answer may outlive its slab row.
+        for earlier, its_answer in self.sequencer.finish(request.turn, (request, answer)):
+            earlier.respond(its_answer)
+
+    def fail(self, request: Request, error: PenstockError, reason: str) -> None:
+        """End an admitted request with an error, unless it has ended."""
+        if not has_ended(request):
+            self._metrics.failed(reason)
+            self.finish(request, error)
+
+    def refuse(self, request: Request, error: PenstockError, reason: str = "") -> None:
+        """End an admitted request that never ran; `reason` overrides the error's own."""
+        self._memory.release(request, was_dispatched=False)
+        self._metrics.refused(error, reason)
+        self._note_overload(error, self._clock())
+        self.finish(request, error)
+
+    def refused(self, error: PenstockError, received: float) -> None:
+        """Count a request that was not admitted."""
+        now = self._clock()
+        self._metrics.refused(error)
+        self._metrics.fail_s += now - received
+        self._note_overload(error, now)
+
+    def deliver(
+        self, batch: RunningBatch, frame: frames.Done, output_spill: Segment | None, now: float
+    ) -> list[Request]:
+        """Answer the requests of a batch; return those that were answered without an error."""
+        answered: list[Request] = []
+        extents = frame.outputs
+        compute_s = (frame.input_s, frame.infer_s, frame.output_s)
+        name, version = self._config.name, self._config.version
+        for index, request in enumerate(batch.requests):
+            timings = request.timings
+            timings.compute_s = compute_s
+            if request.is_done or timings.completed > 0.0:
+                continue
+            if index in frame.invalid:
+                self.fail(request, InvalidRequest(frame.errors[index]), "OTHER")
+            elif index in frame.errors:
+                self.fail(request, BackendFailed(frame.errors[index]), "BACKEND")
+            else:
+                timings.completed = now
+                answered.append(request)
+                own = extents[index] if extents else ()
+                outputs = self._memory.outputs(request, output_spill, own)
+                response = Response(name, version, outputs)
+                fit = request.ticket.fit
+                if fit.has_fixed_outputs:
+                    response.form = fit
+                self.finish(request, response)
+        return answered
+
+    def count(self, batch: RunningBatch, answered: Sequence[Request], ended: float) -> None:
+        """Count a batch that was delivered, in metrics and history."""
+        timings = batch.requests[0].timings
+        waits = self._metrics.fold(answered, batch.num_rows, timings)
+        if batch.num_tokens:
+            self._metrics.batch_tokens.add(batch.num_tokens)
+        self.note_batch(batch, ended, waits, sum(timings.compute_s), "answered")
+
+    def note_batch(
+        self, batch: RunningBatch, ended: float, waits: Waits, compute_s: float, outcome: str
+    ) -> None:
+        batch_wait_s, instance_wait_s = waits
+        record = Record(
+            ended,
+            batch.num_rows,
+            len(batch.requests),
+            batch.requests[0].ticket.fit.plan.geometry.row_shapes,
+            batch_wait_s,
+            instance_wait_s,
+            compute_s,
+            ended - batch.started,
+            batch.instance,
+            batch.closed_by,
+            outcome,
+            batch.num_tokens,
+        )
+        self.history.note(record)
+
+    def _note_overload(self, error: PenstockError, now: float) -> None:
+        if is_overload(error) and self._refusals.refused(now):
+            log.warning(
+                "%s/%s is overloaded and refuses requests (%s)",
+                self._config.name,
+                self._config.version,
+                error.reason,
+                extra={**self._config.labels, "reason": error.reason},
+            )
+
+    def log_overload_end(self) -> None:
+        """Log that overload is over, once; call it periodically."""
+        over = self._refusals.ended(self._clock())
+        if over is not None:
+            log.info(
+                "%s/%s is no longer overloaded; %d requests were refused in %.1f s",
+                self._config.name,
+                self._config.version,
+                over.num_refused,
+                over.duration_s,
+                extra={**self._config.labels, "num_refused": over.num_refused},
+            )
+
+
+def is_overload(error: PenstockError) -> bool:
+    """Whether the error is a lack of capacity, rather than an exceeded quota."""
+    return isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded)
+
+
+def has_ended(request: Request) -> bool:
+    """Whether the request has its answer, even if the sequencer still holds it back."""
+    return request.is_done or request.timings.completed > 0.0

@@ -1,0 +1,126 @@
+"""The requests of one model that wait for an instance: in the batcher, or as suspects.
+
+Suspects are requests whose worker died while poison requests are known. Each runs again alone, and
+only when that cannot take the last worker from the other requests. Knows no process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from penstock.errors import Overloaded, PenstockError, Quarantined
+from penstock.serving.batcher import Batcher
+from penstock.serving.context import ModelContext
+from penstock.serving.poison import PoisonGuard
+from penstock.serving.replies import Replies
+from penstock.serving.slo_batcher import SloBatcher
+from penstock.types import Request
+
+QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
+DROPPED = Overloaded(
+    "Request timeout expired: the answer would have been late", reason="dropped_late"
+)
+
+
+class RequestQueue:
+    """Owns the batcher (`slo` is the same one, if the model has an SLO) and the suspects."""
+
+    def __init__(self, context: ModelContext, replies: Replies, guard: PoisonGuard) -> None:
+        self._config = config = context.config
+        self._replies = replies
+        self._guard = guard
+        self._clock = context.clock
+        self.slo: SloBatcher | None = None
+        if config.batching.slo_latency_s is not None:
+            self.slo = SloBatcher(config.batching, config.num_instances)
+        self.batcher: Batcher | SloBatcher = self.slo or Batcher(config.batching)
+        self.suspects: deque[Request] = deque()
+        # When a suspect was last tried, or when the first one was added.
+        self.tried_suspect_at = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        return self.batcher.num_waiting + len(self.suspects)
+
+    def stop_batching(self) -> None:
+        """Serve one request at a time. Only before the first request."""
+        policy = replace(self._config.batching, is_dynamic=False)
+        if self.slo is not None:
+            self.slo = SloBatcher(policy, self._config.num_instances)
+        self.batcher = self.slo or Batcher(policy)
+
+    def expire(self, now: float) -> None:
+        """Refuse the requests that waited too long, or that would be late."""
+        if self.slo is not None:
+            for request in self.slo.take_dropped():
+                self._replies.refuse(request, DROPPED)
+        for request in self.batcher.expire(now):
+            self._replies.refuse(request, QUEUE_TIMEOUT)
+
+    def next(self, now: float) -> list[Request] | None:
+        """Return the batch to run now on a free instance; None: not yet."""
+        while True:
+            batch = self.batcher.next(now)
+            if batch is None or self.batcher.closed_by != "rerun":
+                return batch
+            # Its body or key may have been quarantined while it waited.
+            if not self._guard.quarantine.is_active or not self.refuse_if_quarantined(batch[0]):
+                return batch
+            self.batcher.ended(now)
+
+    def next_suspect(self, now: float) -> Request | None:
+        while self.suspects:
+            request = self.suspects.popleft()
+            if not self.refuse_if_quarantined(request):
+                self.tried_suspect_at = now
+                self.batcher.closed_by = "rerun"
+                return request
+        return None
+
+    def rerun(self, request: Request) -> None:
+        """Run a request again, alone: as soon as possible, or as a suspect if it may have killed a
+        worker."""
+        if self._guard.quarantine.has_bodies and request.num_deaths > 0:
+            if not self.suspects:
+                self.tried_suspect_at = self._clock()
+            self.suspects.append(request)
+        else:
+            self.batcher.rerun_alone(request)
+
+    def put_back(self, requests: list[Request]) -> None:
+        """Undo a `next` or `next_suspect` whose requests cannot be sent, keeping the order."""
+        if self.batcher.closed_by == "rerun":
+            for request in requests:
+                self.rerun(request)
+        else:
+            self.batcher.put_back(requests, requests[0].ticket.fit.plan.geometry)
+
+    def remove(self, request: Request) -> bool:
+        """Remove a request; False if it is not queued."""
+        if request in self.suspects:
+            self.suspects.remove(request)
+            return True
+        return self.batcher.remove(request)
+
+    def refuse_all(self, error: PenstockError) -> None:
+        """End all queued requests with an error."""
+        suspects = list(self.suspects)
+        self.suspects.clear()
+        for request in (*suspects, *self.batcher.drain()):
+            self._replies.refuse(request, error, "gave_up")
+
+    def refuse_quarantined(self) -> None:
+        """Refuse quarantined requests that are already queued."""
+        waiting = [request for lane in self.batcher.waiting() for request in lane.walk()]
+        for request in (*waiting, *self.suspects):
+            self.refuse_if_quarantined(request)
+
+    def refuse_if_quarantined(self, request: Request) -> bool:
+        try:
+            self._guard.check(request)
+        except Quarantined as error:
+            self.remove(request)
+            self._replies.refuse(request, error)
+            return True
+        return False

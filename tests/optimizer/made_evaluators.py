@@ -1,0 +1,28 @@
+"""Evaluators of candidates, with all the time there is unless a budget says otherwise."""
+
+import time
+
+from penstock.optimizer.evaluator import Evaluator
+from penstock.optimizer.examples import Examples
+from penstock.optimizer.findings import Findings
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.subject import Subject
+from penstock.optimizer.time_budget import TimeBudget
+
+
+def made_evaluator(
+    plan: Plan,
+    machine: Machine,
+    subject: Subject,
+    examples: Examples,
+    journal: Journal,
+    budget: TimeBudget | None = None,
+) -> Evaluator:
+    is_on_gpu = subject.build.config.uses_gpu
+    budget = budget or TimeBudget(plan, Findings(), time.monotonic, is_on_gpu=is_on_gpu)
+    return Evaluator(
+        RunContext(plan, machine, subject, examples, journal, budget, lambda doing: None)
+    )
