@@ -84,7 +84,7 @@ class FrontSpec:
     protocol: str
     # From 1 if there are several fronts of this kind; otherwise 0.
     number: int
-    opening: frames.Open
+    opening: frames.OpenFront
     hang_s: float
     max_text: int
     status_ok: object
@@ -99,7 +99,7 @@ def grpc_spec(
     start_life: StartLife = GRPC_FRONT,
     tls: TlsConfig | None = None,
 ) -> FrontSpec:
-    opening = frames.Open(
+    opening = frames.OpenFront(
         frames.VERSION,
         host,
         config.port,
@@ -116,7 +116,7 @@ def grpc_spec(
 
 
 def http_spec(
-    number: int, opening: frames.Open, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
+    number: int, opening: frames.OpenFront, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
 ) -> FrontSpec:
     hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
     name = f"HTTP front {number}"
@@ -132,10 +132,10 @@ def http_opening(
     gate: Gate,
     logs_requests: bool,
     tls: TlsConfig | None = None,
-) -> frames.Open:
+) -> frames.OpenFront:
     """Make the opening frame, identical for all HTTP fronts; they share the port."""
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
-    return frames.Open(
+    return frames.OpenFront(
         frames.VERSION,
         host,
         port,
@@ -293,7 +293,7 @@ class Session:
         num_asked = len(self._calls) + len(self._relays) + len(self._questions)
         return num_asked + self._outbox.num_waiting
 
-    def open(self, frame: frames.Open) -> None:
+    def open(self, frame: frames.OpenFront) -> None:
         fds = [self._requests.fd, self._answers.fd]
         try:
             socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
@@ -396,7 +396,7 @@ class Session:
             return
         for start in range(0, len(data), INLINE_BYTES):
             part = data[start : start + INLINE_BYTES]
-            piece = frames.Piece("body", "UINT8", (len(part),), len(part))
+            piece = frames.TensorHeader("body", "UINT8", (len(part),), len(part))
             parcel = frames.Parcel((piece,), part)
             self._line.send(frames.Forwarded(number, parcel, is_part=True))
 
@@ -477,10 +477,10 @@ class Session:
             self._post(ask.call, await self._core.answer(ask))
         except PenstockError as error:
             kind, text = type(error).__name__, str(error)[: self.spec.max_text]
-            self._line.send(frames.Answer(ask.call, b"", kind, text))
+            self._line.send(frames.AskReply(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
-            self._line.send(frames.Answer(ask.call, b"", "BackendFailed", "internal error"))
+            self._line.send(frames.AskReply(ask.call, b"", "BackendFailed", "internal error"))
 
     def _post(self, number: int, body: bytes) -> None:
         if not self._is_open:
@@ -489,7 +489,7 @@ class Session:
         def send(parcel: frames.Parcel) -> None:
             is_inline = parcel.offset is None
             self._line.send(
-                frames.Answer(number, parcel.data, parcel=None if is_inline else parcel)
+                frames.AskReply(number, parcel.data, parcel=None if is_inline else parcel)
             )
 
         try:
@@ -638,7 +638,7 @@ class Front:
                     self.pid,
                     extra={"front_pid": self.pid},
                 )
-            case frames.LoadFailed():
+            case frames.StartFailed():
                 self._problems = frame.problems
 
     def _tick(self) -> None:
