@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.llm.engine_supervisor import EngineLife
+from penstock.llm.language_model import LanguageModel
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
@@ -46,9 +47,6 @@ from penstock.serving.served import Served
 from penstock.serving.supervisor import limited
 from penstock.system.exit_codes import ExitCode
 from penstock.wire.openai_v1 import Known
-
-if TYPE_CHECKING:
-    from penstock.llm.language_model import LanguageModel
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -78,15 +76,9 @@ FRONTS_WITH_TEXT = (
 
 
 def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) -> Served:
-    """Create a language model. ConfigError if a package is missing, or if there are HTTP fronts."""
+    """Create a language model. ConfigError if there are HTTP fronts."""
     if num_fronts:
         raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
-    try:
-        from penstock.llm.engine_supervisor import EngineLife
-        from penstock.llm.language_model import LanguageModel
-    except ModuleNotFoundError as error:
-        problem = f"backend: '{LLM}' needs the package '{error.name}', which is not installed"
-        raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it']) from error
     return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
@@ -98,19 +90,16 @@ class TextModels:
 
     def find(self, name: str) -> LanguageModel:
         model = self._catalog.find(name)
-        if model.config.backend != LLM:
+        if not isinstance(model, LanguageModel):
             there = ", ".join(each.name for each in self.known()) or "none"
             raise NotFound(f"The model '{name}' is no language model; loaded: {there}")
-        return cast("LanguageModel", model)
+        return model
 
     def known(self) -> list[Known]:
-        found = [
-            cast("LanguageModel", each) for each in self._catalog if each.config.backend == LLM
-        ]
         return [
             Known(each.config.name, each.loaded_at, each.max_length)
-            for each in found
-            if each.is_ready
+            for each in self._catalog
+            if isinstance(each, LanguageModel) and each.is_ready
         ]
 
 

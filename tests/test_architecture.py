@@ -170,7 +170,7 @@ WITHOUT_OWN_TEST = {
     "api/serving.py": "tests/api/test_server_handle.py and tests/test_cli.py run it",
     "api/shown.py": "tests/api/test_results.py",
     "wire/arrays.py": "tests/serving/test_local.py and tests/api/test_client.py",
-    "llm/local_text.py": "tests/api/test_loaded.py",
+    "api/local_text.py": "tests/api/test_loaded.py",
     "report/sweep.py": "tests/api/test_results.py shows one",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
     "repository/model_hints.py": "tests/repository/test_model_source.py gets each hint",
