@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def signal_stack() -> Iterator[None]:
     libc.sigaltstack(None, ctypes.byref(before))
     yield
     libc.sigaltstack(ctypes.byref(before), None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests run in as many processes as there are cores: threads of torch for tiny models would
+    only wait for each other. Not by an environment variable, which servers would inherit."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -180,7 +180,10 @@ def test_the_true_percentile_is_in_the_interval(case, percent):
     assert 0.8 < width < 1.8
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if "queue" in case else case for case in CASES],
+)
 def test_the_true_mean_is_in_the_interval(case):
     runs, mean_s = CASES[case][0](), CASES[case][1]
     coverage, width = judged([mean_interval(windows) for windows in runs], mean_s)

@@ -49,7 +49,7 @@ def test_what_does_not_change_is_soon_called_steady(noise):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
-@pytest.mark.parametrize("decay_s", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("decay_s", [0.3, 1.0, pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("excess", [0.5, 5.0])
 def test_a_decay_is_not_called_steady_before_it_has_decayed(noise, decay_s, excess):
     """Like a compiler or a cache at work: 1 + excess, down to 1."""

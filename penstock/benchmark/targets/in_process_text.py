@@ -22,10 +22,10 @@ from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.generation import Generation, Totals
+from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text, read_text
-from penstock.llm.text_model import TextModel
 from penstock.repository import pbtxt
 from penstock.serving import local
 from penstock.wire import openai_v1
@@ -46,7 +46,7 @@ class InProcessText:
         self._spec = spec
         self._extra = parse_extra(spec.extra)
         self._name = ""
-        self._model: TextModel | None = None
+        self._model: LanguageModel | None = None
         self._text: Text | None = None
         self._open: dict[TimedExchange, Generation] = {}
         self._sweep: asyncio.TimerHandle | None = None
@@ -91,7 +91,7 @@ class InProcessText:
             path = str(path_of(config))
             read = partial(read_text, path, parses_special=parses_special)
             self._text = await asyncio.to_thread(read)
-            model = TextModel(await asyncio.to_thread(local.placed, config))
+            model = LanguageModel(await asyncio.to_thread(local.placed, config))
             await model.start()
         except ConfigError as error:
             problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
@@ -121,9 +121,9 @@ class InProcessText:
             asyncio.get_running_loop().call_soon(_end, exchange, failure_text(error))
             return
         self._open[exchange] = generation
-        self._model.generate(generation)
+        self._model.submit(generation)
 
-    def _generation(self, model: TextModel, exchange: TimedExchange) -> Generation:
+    def _generation(self, model: LanguageModel, exchange: TimedExchange) -> Generation:
         """Make the generation as a server would for the same request."""
         asked: ChatRequest | CompletionRequest = exchange.item
         assert self._text is not None, "it is read before the model is there"
@@ -162,7 +162,7 @@ class InProcessText:
                 break
             self.ended(exchange, f"no answer within {self._spec.timeout_s:g} s")
             if self._model is not None:
-                self._model.give_up(generation)
+                self._model.cancel(generation)
         self._plan_sweep()
 
 
