@@ -93,31 +93,14 @@ def _held_to_server(evaluator: Evaluator, finalist: Finalist, judgement: Judgeme
     return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
 
 
-def conclude(evaluator: Evaluator, search: Search, command: str, created: str) -> Optimization:
-    """Choose, prove and conclude; return everything but the version's number."""
-    findings = search.findings
-    plan = evaluator.run.plan
-    assert plan.slo is not None
-    found = Optimization(
-        name=plan.name,
-        source=plan.model,
-        source_text=evaluator.run.subject.text,
-        source_digest=evaluator.run.subject.digest,
-        slo=str(plan.slo),
-        accuracy_budget="" if evaluator.run.examples is None else str(evaluator.gate.budget),
-        data_text=evaluator.run.samples.text,
-        machine=evaluator.run.machine,
-        created=created,
-        command=command,
-        out=plan.out,
-        price_per_hour=plan.price_per_hour,
-        notes=_notes(evaluator, findings),
-        tries=findings.tries,
-        skipped=findings.skipped,
-        profile=findings.profile,
-        profiled=findings.profiled,
-        work=str(evaluator.run.journal.path.parent),
-    )
+def conclude(evaluator: Evaluator, search: Search, found: Optimization) -> None:
+    """Choose and prove; complete the record with everything but the version's number."""
+    findings, run = search.findings, evaluator.run
+    assert run.plan.slo is not None
+    if run.examples is not None:
+        found.accuracy_budget = str(evaluator.gate.budget)
+    found.notes = [*run.notes, *found.notes, *findings.notes]
+    found.profile, found.profiled = findings.profile, findings.profiled
     search.progress.begin_proof(findings.finalists[0].build.candidate)
     choice = finish(findings, lambda: choose(evaluator, findings))
     _prove(evaluator, search, choice, found)
@@ -152,9 +135,8 @@ def conclude(evaluator: Evaluator, search: Search, command: str, created: str) -
     found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
     if found.outcome != "kept" and found.after is not None:
         more = _can_add_instances(evaluator, choice)
-        found.binding = goals.binding(found.after, plan.slo, can_add_instances=more)
+        found.binding = goals.binding(found.after, run.plan.slo, can_add_instances=more)
     found.phases = phases.waterfall(found)
-    return found
 
 
 def _can_add_instances(evaluator: Evaluator, choice: Choice) -> bool:
@@ -214,15 +196,6 @@ def _examples_wanted(evaluator: Evaluator, findings: Findings) -> list[str]:
         return []
     total = num_to_bring(min(wanted), bool(evaluator.run.plan.calibration))
     return [f"too few examples to judge some candidates: provide about {total:,} in total"]
-
-
-def _notes(evaluator: Evaluator, findings: Findings) -> list[str]:
-    cut = outcomes.cut_notes(
-        findings.tries,
-        is_interrupted=findings.is_interrupted,
-        is_out_of_time=findings.is_out_of_time,
-    )
-    return evaluator.run.notes + cut + findings.notes
 
 
 def _saved(choice: Choice, found: Optimization) -> Candidate:

@@ -23,12 +23,13 @@ import penstock
 from penstock import slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import evidence, run, served, shapes, trials
+from penstock.optimizer import evidence, run, served, shapes, tensor_run, trials, workspace
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
+from penstock.optimizer.optimize_call import OptimizeCall
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
@@ -83,7 +84,7 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     # Also where a figure is not known, and NaN is not even equal to itself.
     assert repr(again.after) == repr(found.after)
     assert layout.version_folders(Path(plan.out) / "small") == ["1"]
-    [journal] = (Path(plan.out) / run.WORK / "small").glob("*/journal.jsonl")
+    [journal] = (Path(plan.out) / workspace.WORK / "small").glob("*/journal.jsonl")
     records = [json.loads(line) for line in journal.read_text().splitlines()]
     keys = [(each["kind"], each["key"]) for each in records]
     assert len(keys) == len(set(keys))
@@ -114,7 +115,8 @@ def key_of(plan: Plan, machine: Machine = MACHINE, model: str = "m", data: str =
     config = ModelConfig("m", "1", "null", "", (), (), 0, BatchPolicy(0))
     subject = Subject(Build(Candidate(), Path("m"), config), "ONNX", model, "ONNX")
     examples = Examples([], None, Split((), (), ()), data, "")
-    return run.run_key(plan, machine, subject, examples)
+    call = OptimizeCall(plan, lambda progress: None, "", 0.0, "today", machine)
+    return tensor_run.TensorRun(call).key(subject, examples)
 
 
 def test_a_journal_is_of_one_model_data_machine_and_wish(
@@ -349,7 +351,7 @@ def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Op
     config = shapes.with_batching(subject.build.config, settings, WISH)
     found = made_optimizations.missed()
     found.outcome, found.out, found.name, found.slo = outcome, plan.out, "small", str(WISH)
-    build = run.without_promise(replace(subject.build, config=config), found)
+    build = tensor_run.without_promise(replace(subject.build, config=config), found)
     evidence.commit(build, found, "a run")
     (config,) = layout.read(Path(plan.out) / "small").configs
     return config, found
@@ -358,7 +360,7 @@ def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Op
 def test_a_version_that_keeps_its_slo_is_served_in_slo_mode(plan: Plan, tmp_path: Path) -> None:
     config, found = committed(plan, tmp_path, "kept")
     assert config.batching.slo_latency_s == 2.0
-    assert run.UNPROMISED not in found.notes
+    assert tensor_run.UNPROMISED not in found.notes
 
 
 @pytest.mark.parametrize("outcome", ["missed", "refused", "disturbed"])
@@ -369,7 +371,7 @@ def test_a_version_that_misses_its_slo_does_not_refuse_requests_for_it(
     assert config.batching.slo_latency_s is None
     assert config.batching.is_dynamic and config.max_batch_size == 8
     assert f"not kept: {WISH} ({outcome})" in config.unkept_note
-    assert run.UNPROMISED in found.notes
+    assert tensor_run.UNPROMISED in found.notes
 
 
 def test_a_repository_that_cannot_be_written(plan: Plan) -> None:

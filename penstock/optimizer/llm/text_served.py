@@ -24,6 +24,7 @@ from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.llm.text_prompts import Prompts, write_load
+from penstock.optimizer.llm.text_time import SEARCH_S
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import (
@@ -54,8 +55,6 @@ ALONE_S = 5.0
 NUM_ROUNDS = 2
 # Share of the remaining time for searches: the last level of each overruns its time.
 IN_TIME = 0.7
-# Time limit of the rate search of one build.
-SEARCH_S = 90.0
 LOWEST_RATE = 0.01
 # Requests that a level should have, and the longest time to wait for them.
 MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
