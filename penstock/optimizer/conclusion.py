@@ -31,7 +31,7 @@ INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the 
 
 
 @dataclass(slots=True)
-class Choice:
+class FinalChoice:
     finalist: Finalist
     held_out: Judgement | None
     # Better finalists that the held-out set rejected, in the order they were judged, by the key of
@@ -41,7 +41,7 @@ class Choice:
     doubts: list[str] = field(default_factory=list)
 
 
-def choose(evaluator: Evaluator, findings: Findings) -> Choice:
+def choose(evaluator: Evaluator, findings: Findings) -> FinalChoice:
     """Return the first finalist that passes on the held-out set. Each test of it spends a part of
     alpha, so that repeated testing does not inflate false positives."""
     refused: dict[str, Judgement] = {}
@@ -54,15 +54,15 @@ def choose(evaluator: Evaluator, findings: Findings) -> Choice:
 
 def _admitted(
     evaluator: Evaluator, finalist: Finalist, refused: dict[str, Judgement]
-) -> Choice | None:
+) -> FinalChoice | None:
     """Judge a finalist on the held-out set; if it fails, add it to `refused` and return None. This
     applies to every step, lossless or not; only the original is always admitted."""
     if evaluator.run.examples is None:
-        return Choice(finalist, None, refused)
+        return FinalChoice(finalist, None, refused)
     candidate, model = finalist.build.candidate, finalist.contender.candidate
     alpha = spent_alpha(len(refused))
     if not candidate.steps:
-        return Choice(
+        return FinalChoice(
             finalist, evaluator.gate.judge_lossless(finalist.build, HELD_OUT, alpha), refused
         )
     if candidate.key in refused or model.key in refused:
@@ -78,7 +78,7 @@ def _admitted(
     if not judgement.is_passed:
         refused[candidate.key] = judgement
         return None
-    return Choice(finalist, judgement, refused)
+    return FinalChoice(finalist, judgement, refused)
 
 
 def _held_to_server(evaluator: Evaluator, finalist: Finalist, judgement: Judgement) -> Judgement:
@@ -139,7 +139,7 @@ def conclude(evaluator: Evaluator, search: Search, found: Optimization) -> None:
     found.phases = phases.waterfall(found)
 
 
-def _can_add_instances(evaluator: Evaluator, choice: Choice) -> bool:
+def _can_add_instances(evaluator: Evaluator, choice: FinalChoice) -> bool:
     """Return whether the machine has room for more instances than were timed."""
     config = choice.finalist.build.config
     timed = [number for number, _ in choice.finalist.contender.times]
@@ -147,7 +147,7 @@ def _can_add_instances(evaluator: Evaluator, choice: Choice) -> bool:
     return most > max([config.num_instances, *timed])
 
 
-def _clipped(evaluator: Evaluator, choice: Choice) -> list[str]:
+def _clipped(evaluator: Evaluator, choice: FinalChoice) -> list[str]:
     shares = evaluator.data.clipped(choice.finalist.build)
     return [
         f"input '{name}': {share:.2%} of held-out values lie outside of the calibrated range"
@@ -156,7 +156,7 @@ def _clipped(evaluator: Evaluator, choice: Choice) -> list[str]:
     ]
 
 
-def _narrowed(evaluator: Evaluator, choice: Choice) -> list[str]:
+def _narrowed(evaluator: Evaluator, choice: FinalChoice) -> list[str]:
     sizes = shape_folding.narrowing(choice.finalist.build.candidate)
     if not sizes:
         return []
@@ -164,7 +164,7 @@ def _narrowed(evaluator: Evaluator, choice: Choice) -> list[str]:
     return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
 
 
-def _not_compared(evaluator: Evaluator, choice: Choice) -> list[str]:
+def _not_compared(evaluator: Evaluator, choice: FinalChoice) -> list[str]:
     """Say on how many rows a lossless choice was compared, if not on all."""
     judged, total = choice.held_out, len(evaluator.run.rows)
     if judged is None or not 0 < judged.num_compared < total:
@@ -198,13 +198,17 @@ def _examples_wanted(evaluator: Evaluator, findings: Findings) -> list[str]:
     return [f"too few examples to judge some candidates: provide about {total:,} in total"]
 
 
-def _saved(choice: Choice, found: Optimization) -> Candidate:
+def _saved(choice: FinalChoice, found: Optimization) -> Candidate:
     """Return the candidate to save if nothing more is measured."""
     return Candidate() if _original_does(choice, found) else choice.finalist.build.candidate
 
 
 def _prove(
-    evaluator: Evaluator, search: Search, choice: Choice, found: Optimization, to_save: str = ""
+    evaluator: Evaluator,
+    search: Search,
+    choice: FinalChoice,
+    found: Optimization,
+    to_save: str = "",
 ) -> bool:
     """Measure original and choice in turns, at the SLO's load and up to the highest rate of each.
     Return False if that did not run: `found` then has the figures of the search. `to_save` names
@@ -262,7 +266,7 @@ def _note_end(
 
 
 def _note_doubts(
-    evaluator: Evaluator, findings: Findings, choice: Choice, found: Optimization
+    evaluator: Evaluator, findings: Findings, choice: FinalChoice, found: Optimization
 ) -> None:
     """Collect what contradicts the proof, for the choice and for the original."""
     assert found.before is not None and found.after is not None
@@ -285,7 +289,7 @@ def _note_doubts(
         found.notes.append(gap)
 
 
-def _note_disturbances(evaluator: Evaluator, choice: Choice, found: Optimization) -> None:
+def _note_disturbances(evaluator: Evaluator, choice: FinalChoice, found: Optimization) -> None:
     """If the verdict cannot stand, record what contradicts it and what disturbed the machine, and
     drop all timings from the journal so that none is reused."""
     if not choice.doubts:
@@ -296,8 +300,8 @@ def _note_disturbances(evaluator: Evaluator, choice: Choice, found: Optimization
 
 
 def _better_proven(
-    evaluator: Evaluator, search: Search, choice: Choice, found: Optimization
-) -> Choice | None:
+    evaluator: Evaluator, search: Search, choice: FinalChoice, found: Optimization
+) -> FinalChoice | None:
     """If the first choice misses the SLO in its proof, return the next finalist that did better and
     is admitted, provided there is time to prove it."""
     for finalist in _ahead(search.findings, choice, found):
@@ -311,7 +315,7 @@ def _better_proven(
     return None
 
 
-def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[Finalist]:
+def _ahead(findings: Findings, choice: FinalChoice, found: Optimization) -> Iterator[Finalist]:
     """Yield finalists whose search figures beat the choice's proof, if that misses the SLO."""
     if found.after is None or found.after.is_met or findings.is_interrupted:
         return
@@ -323,8 +327,12 @@ def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[
 
 
 def _proven_again(
-    evaluator: Evaluator, search: Search, first: Choice, other: Choice, found: Optimization
-) -> Choice:
+    evaluator: Evaluator,
+    search: Search,
+    first: FinalChoice,
+    other: FinalChoice,
+    found: Optimization,
+) -> FinalChoice:
     """Prove the other choice too; return the one with the better proof, or the first if the other
     has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
@@ -347,7 +355,7 @@ def _proven_again(
     return first
 
 
-def _original_does(choice: Choice, found: Optimization) -> bool:
+def _original_does(choice: FinalChoice, found: Optimization) -> bool:
     """Return whether the original is no worse after all: it is the simplest."""
     if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
         return False

@@ -89,7 +89,7 @@ class OptimizeCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """The end of a run, before its commit."""
 
     found: Optimization
@@ -113,5 +113,5 @@ class ModelRun(Protocol[S, D]):
 
     def key(self, subject: S, data: D) -> str: ...
 
-    def conclude(self, subject: S, data: D, journal: Journal) -> Outcome:
+    def conclude(self, subject: S, data: D, journal: Journal) -> RunOutcome:
         """Search, choose and prove."""

@@ -19,7 +19,7 @@ from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.optimize_call import OptimizeCall, Outcome
+from penstock.optimizer.optimize_call import OptimizeCall, RunOutcome
 from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
@@ -58,7 +58,7 @@ class TensorRun:
         code = map(_code_digest, (plan.evaluator, plan.preprocess, plan.postprocess))
         return self.call.key(plan, subject.digest, data.digest, *code)
 
-    def conclude(self, subject: Subject, data: Examples, journal: Journal) -> Outcome:
+    def conclude(self, subject: Subject, data: Examples, journal: Journal) -> RunOutcome:
         call, plan = self.call, self.call.plan
         is_on_gpu = subject.build.config.uses_gpu
         findings = Findings()
@@ -75,7 +75,7 @@ class TensorRun:
             build = without_promise(_as_committed(evaluator, found), found)
             _keep_chosen(evaluator, search, build, found)
         found.elapsed_s = budget.elapsed_s
-        return Outcome(found, build, findings)
+        return RunOutcome(found, build, findings)
 
 
 def _search(evaluator: Evaluator, search: Search) -> None:

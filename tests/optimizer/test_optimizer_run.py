@@ -394,18 +394,18 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
         file.write("\ninstance_group { kind: KIND_GPU }\n")
     loads: list[str] = []
     servers: list[Path] = []
-    load, enter = trials.Child.load, served.Endpoint.__enter__
+    load, enter = trials.TrialProcess.load, served.ServedEndpoint.__enter__
 
-    def loaded(self: trials.Child, run_timeout_s: float | None = None):
+    def loaded(self: trials.TrialProcess, run_timeout_s: float | None = None):
         loads.append(self.config.device)
         return load(self, run_timeout_s)
 
-    def entered(self: served.Endpoint) -> served.Endpoint:
+    def entered(self: served.ServedEndpoint) -> served.ServedEndpoint:
         servers.append(self.build.folder)
         return enter(self)
 
-    monkeypatch.setattr(trials.Child, "load", loaded)
-    monkeypatch.setattr(served.Endpoint, "__enter__", entered)
+    monkeypatch.setattr(trials.TrialProcess, "load", loaded)
+    monkeypatch.setattr(served.ServedEndpoint, "__enter__", entered)
     before = psutil.Process().children()
     # Less memory than it takes, so that nothing ends the sequence but its end.
     wish = slo.parse("p99 < 1s, memory <= 1KiB at 20/s")

@@ -27,7 +27,7 @@ from penstock.optimizer.llm.text_search import TextFinalist, TextFindings, TextS
 from penstock.optimizer.llm.text_steps import Knob, dtype_offers, serving_offers
 from penstock.optimizer.llm.text_subject import TextSubject, open_text_subject
 from penstock.optimizer.llm.text_time import TextTime
-from penstock.optimizer.optimize_call import OptimizeCall, Outcome
+from penstock.optimizer.optimize_call import OptimizeCall, RunOutcome
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.served import repriced
@@ -78,7 +78,7 @@ class TextRun:
         plan = replace(self.call.plan, model="", data="")
         return self.call.key(plan, subject.digest, data.digest, ",".join(DTYPES))
 
-    def conclude(self, subject: TextSubject, data: Prompts, journal: Journal) -> Outcome:
+    def conclude(self, subject: TextSubject, data: Prompts, journal: Journal) -> RunOutcome:
         call, plan = self.call, self.call.plan
         clock, findings = TextTime(plan.budget_s, time.monotonic, call.began), TextFindings()
         progress = TextProgress(call.watch, findings, clock)
@@ -95,7 +95,7 @@ class TextRun:
             _settle(evaluator, findings, choice, found)
             build = evaluator.build(choice.finalist.candidate)
         found.elapsed_s = clock.elapsed_s
-        return Outcome(found, build, findings)
+        return RunOutcome(found, build, findings)
 
     def _search(
         self,

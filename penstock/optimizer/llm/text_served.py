@@ -31,9 +31,9 @@ from penstock.optimizer.served import (
     LONG_PATIENCE_S,
     PATIENCE,
     PATIENCE_S,
-    Account,
-    Endpoint,
     RateSearch,
+    ServedAccount,
+    ServedEndpoint,
     Watch,
     bench_plan,
     curve_of,
@@ -60,7 +60,7 @@ LOWEST_RATE = 0.01
 MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
 
 
-class TextEndpoint(Endpoint):
+class TextEndpoint(ServedEndpoint):
     """Endpoint of the OpenAI API. Each level sends new prompts to the server, written to `file`."""
 
     probe_s = PROBE_S
@@ -169,7 +169,7 @@ def rated(
         search.step(watch)
     is_through = search_s >= SEARCH_S or time.monotonic() - began < search_s
     level = shown_level(search.levels, search.rate)
-    account = Account(build.config)
+    account = ServedAccount(build.config)
     account.add(level, endpoint.memory_bytes, endpoint.conditions)
     account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = served_of(account, level.load, plan)
@@ -209,7 +209,7 @@ def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
     (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels
-    account = Account(endpoint.build.config)
+    account = ServedAccount(endpoint.build.config)
     account.add(level, endpoint.memory_bytes, endpoint.conditions)
     return msgspec.structs.replace(served_of(account, load, plan), max_rate=rate)
 
@@ -226,7 +226,7 @@ def prove(
     each, in turns too if all servers may run at once. Rates are left out if time is short. Also
     return whether there was time for them."""
     load = load_of(plan.slo)
-    accounts = [Account(build.config) for build in builds]
+    accounts = [ServedAccount(build.config) for build in builds]
     for number in range(NUM_ROUNDS):
         for build, account in zip(builds, accounts, strict=True):
             left_s = left()
