@@ -46,7 +46,7 @@ from penstock.system.exit_codes import ExitCode
 from penstock.wire.openai_v1 import Known
 
 if TYPE_CHECKING:
-    from penstock.llm.text_model import TextModel
+    from penstock.llm.language_model import LanguageModel
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -80,12 +80,12 @@ def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) ->
     if num_fronts:
         raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
     try:
-        from penstock.llm.language_model import EngineLife
-        from penstock.llm.text_model import TextModel
+        from penstock.llm.engine_supervisor import EngineLife
+        from penstock.llm.language_model import LanguageModel
     except ModuleNotFoundError as error:
         problem = f"backend: '{LLM}' needs the package '{error.name}', which is not installed"
         raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it']) from error
-    return TextModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
+    return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
 class TextModels:
@@ -94,15 +94,17 @@ class TextModels:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def find(self, name: str) -> TextModel:
+    def find(self, name: str) -> LanguageModel:
         model = self._catalog.find(name)
         if model.config.backend != LLM:
             there = ", ".join(each.name for each in self.known()) or "none"
             raise NotFound(f"The model '{name}' is no language model; loaded: {there}")
-        return cast("TextModel", model)
+        return cast("LanguageModel", model)
 
     def known(self) -> list[Known]:
-        found = [cast("TextModel", each) for each in self._catalog if each.config.backend == LLM]
+        found = [
+            cast("LanguageModel", each) for each in self._catalog if each.config.backend == LLM
+        ]
         return [
             Known(each.config.name, each.loaded_at, each.max_length)
             for each in found

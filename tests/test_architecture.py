@@ -1,6 +1,7 @@
 """The shape of the code: which folder may import which, what is pure, what is never used."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,6 +142,7 @@ IMPURE_MODULES = {
 # What unpickles, or runs text as code.
 UNSAFE_MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_KEYWORDS = {("allow_pickle", True), ("weights_only", False), ("shell", True)}
 MAX_FUNCTION_LINES = 80
 
 # Modules without a test file of their own, and why.
@@ -210,8 +212,9 @@ WITHOUT_OWN_TEST = {
     "repository/layout.py": "tests/repository/test_repository_layout.py, whose name was taken",
     "kernels/paged.py": "values only; tests/kernels/test_paged_attention.py makes them",
     "llm/__init__.py": "empty",
+    "llm/engine_supervisor.py": "tests/llm/test_open_generations.py",
     "llm/fused.py": "tests/llm/test_cuda_runner.py runs it",
-    "llm/generation.py": "values only; tests/llm/test_language_model.py makes them",
+    "llm/generation.py": "values only; tests/llm/test_open_generations.py makes them",
     "llm/json_files.py": "tests/llm/test_checkpoint.py and test_text.py read through it",
     "llm/messages.py": "values only; tests/llm/test_engine_main.py sends them",
     "sampling_params.py": "values only; tests/llm/test_sampling.py samples with them",
@@ -301,15 +304,18 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def walk_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node, functions included, except what only a type checker reads."""
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children: list[ast.AST] = list(node.orelse)
-    else:
-        children = list(ast.iter_child_nodes(node))
-        yield node
-    for child in children:
-        yield from walk_at_run_time(child)
+def walk_at_run_time(module: ast.Module) -> Iterator[ast.stmt]:
+    """Every statement, those of functions included, except what only a type checker reads."""
+    waiting: list[ast.AST] = [module]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            waiting += getattr(node, field, ())
 
 
 @cache
@@ -326,11 +332,13 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+BY_NAME = {module_name(source): source for source in SOURCES}
+
+
 @cache
 def own_imports(path: Path) -> frozenset[Path]:
     """Files of the package that this one imports."""
-    by_name = {module_name(source): source for source in SOURCES}
-    return frozenset(by_name[name] for name in imports(path) if name in by_name)
+    return frozenset(BY_NAME[name] for name in imports(path) if name in BY_NAME)
 
 
 def rank(path: Path) -> int:
@@ -340,44 +348,52 @@ def rank(path: Path) -> int:
     return ranks[0]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=short)
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_go_one_way() -> None:
     """`penstock/__init__.py` is the face: all may read its version, it loads others when called."""
     face = PACKAGE / "__init__.py"
-    if path == face:
-        return
-    later = [short(other) for other in own_imports(path) - {face} if rank(other) > rank(path)]
-    assert later == []
+    wrong = [
+        f"{short(path)} imports {short(other)}"
+        for path in SOURCES
+        if path != face
+        for other in own_imports(path) - {face}
+        if rank(other) > rank(path)
+    ]
+    assert wrong == []
 
 
 def test_no_module_imports_itself_through_others() -> None:
     face = PACKAGE / "__init__.py"
     left = {path: set(own_imports(path)) - {face, path} for path in SOURCES if path != face}
-    while free := [path for path, needs in left.items() if not needs]:
+    while free := [path for path, others in left.items() if not others]:
         for path in free:
             del left[path]
-        for needs in left.values():
-            needs.difference_update(free)
+        for others in left.values():
+            others.difference_update(free)
     assert sorted(map(short, left)) == []
 
 
-@pytest.mark.parametrize(
-    "path", sorted(path for pattern in PURE for path in PACKAGE.glob(pattern)), ids=short
-)
-def test_what_decides_knows_no_clock_thread_or_socket(path: Path) -> None:
+def needs(path: Path) -> set[Path]:
+    """Files that are imported with this one, itself included."""
     seen, waiting = set(), [path]
     while waiting:
         current = waiting.pop()
         seen.add(current)
         waiting.extend(own_imports(current) - seen - {PACKAGE / "__init__.py"})
+    return seen
+
+
+def test_what_decides_knows_no_clock_thread_or_socket() -> None:
     used = {
-        (short(source), name)
-        for source in seen
+        f"{short(path)} gets {name} from {short(source)}"
+        for pattern in PURE
+        for path in PACKAGE.glob(pattern)
+        for source in needs(path)
         for name in {full.split(".")[0] for full in imports(source)} & IMPURE_MODULES
     }
     assert used == set()
 
 
+@cache
 def added_by_importing(module: str) -> set[str]:
     """Top-level modules outside the standard library that an import brings."""
     script = (
@@ -412,30 +428,42 @@ def test_importing_the_package_itself_is_cheap() -> None:
     assert added_by_importing("penstock") == {"penstock"}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=short)
-def test_nothing_is_unpickled_or_run_from_text(path: Path) -> None:
-    assert {name.split(".")[0] for name in imports(path)} & UNSAFE_MODULES == set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call):
-            called = node.func.id if isinstance(node.func, ast.Name) else ""
-            assert called not in UNSAFE_CALLS, f"line {node.lineno}"
-        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-            assert (node.arg, node.value.value) not in {
-                ("allow_pickle", True),
-                ("weights_only", False),
-                ("shell", True),
-            }, f"line {node.value.lineno}"
+def is_unsafe(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        return (node.arg, node.value.value) in UNSAFE_KEYWORDS
+    return False
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=short)
-def test_module_opens_with_what_it_owns(path: Path) -> None:
-    assert path.name == "__main__.py" or ast.get_docstring(tree(path))
+def test_nothing_is_unpickled_or_run_from_text() -> None:
+    used = [
+        f"{short(path)} imports {name}"
+        for path in SOURCES
+        for name in {name.split(".")[0] for name in imports(path)} & UNSAFE_MODULES
+    ]
+    used += [
+        f"{short(path)}: {ast.unparse(node)}"
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if is_unsafe(node)
+    ]
+    assert used == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=short)
-def test_functions_fit_a_screen(path: Path) -> None:
+def test_modules_open_with_what_they_own() -> None:
+    silent = [
+        short(path)
+        for path in SOURCES
+        if path.name != "__main__.py" and not ast.get_docstring(tree(path))
+    ]
+    assert silent == []
+
+
+def test_functions_fit_a_screen() -> None:
     long = {
-        node.name: node.end_lineno - node.lineno + 1
+        f"{short(path)}: {node.name}": node.end_lineno - node.lineno + 1
+        for path in SOURCES
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
@@ -463,17 +491,32 @@ def test_names_of_test_files_are_unique() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("path", TEST_SOURCES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_tests_use_no_private_names(path: Path) -> None:
-    """A test's own class may have private attributes; those of the package are not its business."""
-    used = []
-    for node in ast.walk(tree(path)):
+# Most files have none, and are not parsed.
+MAY_BE_PRIVATE = re.compile(
+    r"(?<!self)(?<!cls)(?<!os)(?<!sys)\._\w|\bimport\b.*\b_\w|^\s+_\w+,?$", re.M
+)
+
+
+def private_names(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    if not MAY_BE_PRIVATE.search(text):
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
-            used += [alias.name for alias in node.names if is_private(alias.name)]
+            yield from (alias.name for alias in node.names if is_private(alias.name))
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
             if owner not in {"self", "cls", "os", "sys"}:
-                used.append(f"{owner}.{node.attr}, line {node.lineno}")
+                yield f"{owner}.{node.attr}, line {node.lineno}"
+
+
+def test_tests_use_no_private_names() -> None:
+    """A test's own class may have private attributes; those of the package are not its business."""
+    used = [
+        f"{path.relative_to(TESTS).as_posix()}: {name}"
+        for path in TEST_SOURCES
+        for name in private_names(path)
+    ]
     assert used == []
 
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import APPLIES, KINDS, make_plans
-from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
-from penstock.benchmark.plan import Decides, Plan
+from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, RateStep, Replay, Steps
+from penstock.benchmark.plan import BenchPlan, Decides
 from penstock.benchmark.targets import TargetSpec, path_target
 from penstock.benchmark.targets.kinds import CLASSES
 from penstock.cli.bench import bench
@@ -36,7 +36,7 @@ def parse(*arguments: str) -> tuple[str, BenchOptions, set[str]]:
     return context.params["source"], options, from_environment(context, BenchOptions)
 
 
-def plan(*arguments: str) -> Plan:
+def plan(*arguments: str) -> BenchPlan:
     model, options, _ = parse("http://127.0.0.1:8000/v2/models/m", *arguments)
     command = shlex.join(["penstock", *sys.argv[1:]])
     [made] = make_plans(model, options, command=command)
@@ -65,7 +65,7 @@ def problems(*arguments: str) -> str:
             (Open(Flat(10.0), "gamma", 3.0),),
         ),
         (["--ramp", "10:100", "--duration", "30s"], (Open(Ramp(10.0, 100.0, 30.0)),)),
-        (["--steps", "10:2s,50:500ms"], (Open(Steps((Step(10.0, 2.0), Step(50.0, 0.5)))),)),
+        (["--steps", "10:2s,50:500ms"], (Open(Steps((RateStep(10.0, 2.0), RateStep(50.0, 0.5)))),)),
         # The SLO's own rate, when nothing else is asked for.
         (["--slo", "p99 < 20ms at 200/s gamma 2"], (Open(Flat(200.0), "gamma", 2.0),)),
         (["--slo", "p99 < 20ms at 200/s", "--concurrency", "4"], (Closed(4),)),

@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 import psutil
 import pytest
+from click.testing import CliRunner
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 from waiting import wait_until
@@ -81,6 +82,13 @@ def run_penstock(*arguments: str | Path, **environment: str) -> Ended:
     assert "Traceback" not in stderr, stderr
     wait_until(lambda: workers_of(process.pid) == [])
     return Ended(process.returncode, stdout, stderr)
+
+
+def call_penstock(*arguments: str | Path) -> Ended:
+    """A command that starts nothing, in this process."""
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, [*map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return Ended(done.exit_code, done.stdout, done.stderr)
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
@@ -158,7 +166,7 @@ def test_help_names_the_commands() -> None:
 
 
 def test_version_is_the_packages() -> None:
-    assert penstock.__version__ in run_penstock("--version").stdout
+    assert penstock.__version__ in call_penstock("--version").stdout
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
@@ -197,7 +205,7 @@ def test_every_flag_says_when_one_would_change_it(command: str, flag: click.Opti
 def test_help_has_whole_summaries_and_ends_with_examples(name: str) -> None:
     command = main.commands[name]
     assert command.short_help and len(command.short_help) < 60
-    text = run_penstock(name, "--help").stdout
+    text = call_penstock(name, "--help").stdout
     assert text.rstrip().splitlines()[-1].startswith("  ") and "\nExamples:\n" in text
     for flag in command.params:
         if isinstance(flag, click.Option) and flag.help:
@@ -207,7 +215,7 @@ def test_help_has_whole_summaries_and_ends_with_examples(name: str) -> None:
 
 
 def test_help_shows_flags_by_group() -> None:
-    text = run_penstock("bench", "--help").stdout
+    text = call_penstock("bench", "--help").stdout
     groups = re.findall(r"^([A-Z][A-Za-z ]+):$", text, re.M)
     wanted = ["Load", "SLO and comparison", "Duration", "Inputs", "Server", "Load generator"]
     assert groups == [*wanted, "Output", "Other options", "Examples"]
@@ -215,13 +223,13 @@ def test_help_shows_flags_by_group() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script(shell: str) -> None:
-    ended = run_penstock("completion", shell)
+    ended = call_penstock("completion", shell)
     assert ended.code == 0
     assert "_PENSTOCK_COMPLETE" in ended.stdout
 
 
 def test_inspect_writes_json_and_nothing_else(examples: Path) -> None:
-    ended = run_penstock("inspect", examples / "digits", "--json", "-")
+    ended = call_penstock("inspect", examples / "digits", "--json", "-")
     assert ended.code == 0
     [model] = json.loads(ended.stdout)["models"]
     assert model["name"] == "digits" and "max_batch_size: 64" in model["config_text"]
@@ -230,12 +238,12 @@ def test_inspect_writes_json_and_nothing_else(examples: Path) -> None:
 def test_explain_takes_the_url_of_a_model_and_writes_json(examples: Path, tmp_path: Path) -> None:
     with serving(examples / "digits") as server:
         url = f"http://127.0.0.1:{server.port}/v2/models/digits"
-        ended = run_penstock("explain", url, "--json")
+        ended = call_penstock("explain", url, "--json")
         assert json.loads(ended.stdout)["model"] == "digits"
         file = tmp_path / "e.json"
-        run_penstock("explain", "digits", "--url", url.partition("/v2")[0], "--json", file)
+        call_penstock("explain", "digits", "--url", url.partition("/v2")[0], "--json", file)
         assert json.loads(file.read_text())["model"] == "digits"
-    twice = run_penstock("explain", url, "--url", url)
+    twice = call_penstock("explain", url, "--url", url)
     assert twice.code == ExitCode.USAGE and "--url is given twice" in twice.stderr
 
 
@@ -259,7 +267,7 @@ def test_a_quiet_server_prints_nothing(tmp_path: Path) -> None:
 
 
 def test_help_of_serve_shows_every_flag_with_its_default() -> None:
-    text = run_penstock("serve", "--help").stdout
+    text = call_penstock("serve", "--help").stdout
     flags = {"--host": "127.0.0.1", "--http-port": "8000", "--grpc-port": "8001", "--grpc": "grpc"}
     flags |= {"--drain-s": "30.0", "--insecure": "", "--metrics-port": "8002"}
     for flag, default in flags.items():
@@ -272,7 +280,7 @@ def test_help_of_serve_shows_every_flag_with_its_default() -> None:
     "arguments", [["serve"], ["inspect"], ["launch"], ["serve", ".", "--http-port", "99999"]]
 )
 def test_wrong_usage_ends_with_its_own_code_and_no_traceback(arguments: list[str]) -> None:
-    assert run_penstock(*arguments).code == ExitCode.USAGE
+    assert call_penstock(*arguments).code == ExitCode.USAGE
 
 
 def test_unknown_log_level_is_an_error_in_words(examples: Path) -> None:
@@ -285,7 +293,7 @@ def test_unknown_log_level_is_an_error_in_words(examples: Path) -> None:
 
 
 def test_inspect_prints_a_config_pbtxt_for_every_model(examples: Path) -> None:
-    ended = run_penstock("inspect", examples)
+    ended = call_penstock("inspect", examples)
     assert (ended.code, ended.stderr) == (0, "")
     messages = [
         text_format.Parse(text, model_config_pb2.ModelConfig())
@@ -299,7 +307,7 @@ def test_inspect_prints_a_config_pbtxt_for_every_model(examples: Path) -> None:
 
 def test_inspect_shows_what_was_worked_out(tmp_path: Path, write_identity: WriteOnnx) -> None:
     write_identity(tmp_path / "model" / "1" / "model.onnx", "INT64", ("batch", 3))
-    ended = run_penstock("inspect", tmp_path)
+    ended = call_penstock("inspect", tmp_path)
     message = text_format.Parse(ended.stdout, model_config_pb2.ModelConfig())
     assert message.input[0].data_type == model_config_pb2.TYPE_INT64
     assert message.max_batch_size > 0
@@ -309,7 +317,7 @@ def test_inspect_shows_what_was_worked_out(tmp_path: Path, write_identity: Write
 def test_inspect_shows_the_good_models_and_fails_for_the_bad_one(tmp_path: Path) -> None:
     add_model(tmp_path, "good")
     add_model(tmp_path, "bad", NULL + "instance_group { gpus: -1 }")
-    ended = run_penstock("inspect", tmp_path)
+    ended = call_penstock("inspect", tmp_path)
     assert ended.code == 1
     assert 'name: "good"' in ended.stdout
     [problem] = ended.errors
@@ -321,7 +329,7 @@ def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path
     [config] = layout.read(tmp_path).configs
     evidence = {"slo": "p99 < 20ms"}
     assert versions.commit(tmp_path, "model", {}, config, evidence) == "2"
-    ended = run_penstock("inspect", tmp_path)
+    ended = call_penstock("inspect", tmp_path)
     assert (ended.code, ended.stderr) == (0, "")
     head = [line for line in ended.stdout.splitlines() if line.startswith("#   ")]
     assert head[:2] == ["#   versions: 1, 2", "#   configuration: 2/config.pbtxt"]
@@ -329,7 +337,7 @@ def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path
     assert head[3:] == ["#   slo: p99 < 20ms, from 2/manifest.json: evidence.slo"]
     assert "penstock.slo" in ended.stdout
     (folder / "2" / "config.pbtxt").unlink()
-    ended = run_penstock("inspect", tmp_path)
+    ended = call_penstock("inspect", tmp_path)
     assert ended.code == 1
     assert ended.errors[0].startswith("model: 2/config.pbtxt: missing; version 2 is incomplete")
 
@@ -342,7 +350,7 @@ def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path
 def test_wrong_path_is_one_line_and_code_1(tmp_path: Path, command: str, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    ended = run_penstock(command, tmp_path / name)
+    ended = (call_penstock if command == "inspect" else run_penstock)(command, tmp_path / name)
     assert (ended.code, ended.stdout) == (1, "")
     [line] = ended.stderr.splitlines()
     assert line.startswith("error: ")
@@ -354,7 +362,7 @@ def test_every_problem_of_every_model_is_one_line(tmp_path: Path, command: str) 
     add_model(tmp_path, "first", NULL + "instance_group { gpus: -1 count: 100 }")
     add_model(tmp_path, "second", "nonsense")
     add_model(tmp_path, "third", NULL + "ensemble_scheduling { } response_cache { enable: true }")
-    ended = run_penstock(command, tmp_path)
+    ended = (call_penstock if command == "inspect" else run_penstock)(command, tmp_path)
     assert (ended.code, ended.stdout) == (1, "")
     assert len(ended.errors) == len(ended.stderr.splitlines()) == 5
     models = [line.split(": ")[0] for line in ended.errors]
@@ -717,11 +725,11 @@ def test_wrong_values_of_flags_are_usage_errors(
 
 
 def test_explain_without_a_server_is_one_line_and_code_1() -> None:
-    ended = run_penstock("explain", "digits", "--url", "http://127.0.0.1:1")
+    ended = call_penstock("explain", "digits", "--url", "http://127.0.0.1:1")
     assert (ended.code, ended.stdout) == (1, "")
     [problem] = ended.errors
     assert "http://127.0.0.1:1: the server cannot be reached" in problem
 
 
 def test_explain_cannot_both_watch_and_print_json() -> None:
-    assert run_penstock("explain", "digits", "--watch", "--json").code == ExitCode.USAGE
+    assert call_penstock("explain", "digits", "--watch", "--json").code == ExitCode.USAGE

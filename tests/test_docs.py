@@ -186,7 +186,16 @@ def test_python_is_valid(block: Block) -> None:
     ast.parse(block.text)
 
 
-@pytest.mark.parametrize("block", [each for each in of("python") if each.is_run], ids=by_place)
+@pytest.mark.parametrize(
+    "block",
+    [
+        # A measurement takes its time.
+        pytest.param(each, marks=pytest.mark.slow) if "penstock.bench(" in each.text else each
+        for each in of("python")
+        if each.is_run
+    ],
+    ids=by_place,
+)
 def test_python_runs(block: Block) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", block.text],

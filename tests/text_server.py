@@ -10,7 +10,7 @@ from tiny_text import TOKENIZER
 
 from penstock.config import LLM, HttpLimits
 from penstock.dashboard.pages import Pages
-from penstock.llm.text_model import TextModel
+from penstock.llm.language_model import LanguageModel
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
@@ -51,7 +51,7 @@ def write_model(folder, parameters=None, max_length=256, template=TEMPLATE):
 
 def text_model(config, quotas=None):
     """Its engine and its renderer are threads."""
-    return TextModel(config, EngineThread, RendererThread, quotas=quotas)
+    return LanguageModel(config, EngineThread, RendererThread, quotas=quotas)
 
 
 class TextServer:

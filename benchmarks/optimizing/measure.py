@@ -218,7 +218,7 @@ def duel(
                 pairs = list(zip(contenders, endpoints, strict=True))
                 # Nobody is always the first.
                 for each, endpoint in pairs if turn % 2 else reversed(pairs):
-                    asked = bench.Plan(
+                    asked = bench.BenchPlan(
                         TargetSpec(endpoint.address, timeout_s=served.patience_s(plan.slo)),
                         InputSpec(path=endpoint.data, seed=plan.seed),
                         (Open(Flat(rate)),),

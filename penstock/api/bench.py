@@ -16,8 +16,8 @@ from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import make_plans
 from penstock.benchmark import ci_gate, headline, run_files, summary
 from penstock.benchmark.comparison import Named
-from penstock.benchmark.plan import Plan
-from penstock.benchmark.results import Run
+from penstock.benchmark.plan import BenchPlan
+from penstock.benchmark.results import BenchRun
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.summary import Figures
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from penstock.benchmark.ci_gate import Check
-    from penstock.benchmark.progress import Progress
+    from penstock.benchmark.progress import LevelProgress
 
-Watch = Callable[["Progress"], None]
-Keep = Callable[[Run], None]
+Watch = Callable[["LevelProgress"], None]
+Keep = Callable[[BenchRun], None]
 # Percent, of --tolerance.
 TOLERANCE = 5.0
 
@@ -37,11 +37,11 @@ TOLERANCE = 5.0
 class BenchResult:
     """Result of a load test: one run, or one for each batch size."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[BenchRun, ...]
     checks: tuple[Check, ...] = ()
 
     @property
-    def run(self) -> Run:
+    def run(self) -> BenchRun:
         """The run; of a sweep, the first."""
         return self.runs[0]
 
@@ -97,10 +97,12 @@ def _as_typed(model: str, options: BenchOptions) -> str:
     return f"penstock.bench({', '.join([repr(model), *changed])})"
 
 
-def measure(plans: Sequence[Plan], watch: Watch, keep: Keep = lambda run: None) -> list[Run]:
+def measure(
+    plans: Sequence[BenchPlan], watch: Watch, keep: Keep = lambda run: None
+) -> list[BenchRun]:
     """Measure each plan. Ctrl-C ends the level and keeps what was measured. `keep` receives each
     run after each of its levels."""
-    runs: list[Run] = []
+    runs: list[BenchRun] = []
     for plan in plans:
         conductor = Conductor(plan, watch, keep)
         runs.append(_run(conductor))
@@ -110,44 +112,44 @@ def measure(plans: Sequence[Plan], watch: Watch, keep: Keep = lambda run: None) 
 
 
 def judge(
-    runs: Sequence[Run], plan: Plan, baseline: Run | None, tolerance: float | None
+    runs: Sequence[BenchRun], plan: BenchPlan, baseline: BenchRun | None, tolerance: float | None
 ) -> tuple[Check, ...]:
     """Return the checks of SLO and baseline; `tolerance` in percent."""
     share = (TOLERANCE if tolerance is None else tolerance) / 100
     return tuple(check for run in runs for check in ci_gate.checks(run, plan.slo, baseline, share))
 
 
-def render(runs: Sequence[Run]) -> RenderableType:
+def render(runs: Sequence[BenchRun]) -> RenderableType:
     from penstock.report import bench_table, sweep
 
     return bench_table.shown(runs[0]) if len(runs) == 1 else sweep.shown(runs)
 
 
-def save(runs: Sequence[Run], path: Path) -> None:
+def save(runs: Sequence[BenchRun], path: Path) -> None:
     """Write runs to a file, by the name's ending."""
     writers = {".json": write_json, ".html": write_html, ".csv": write_csv}
     shown.writer_for(path, writers)(runs, path)
 
 
-def to_json(runs: Sequence[Run]) -> str:
+def to_json(runs: Sequence[BenchRun]) -> str:
     """Return the run as JSON; a list of runs of a sweep."""
     texts = [run_files.to_json(run) for run in runs]
     return texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "]\n"
 
 
-def write_json(runs: Sequence[Run], path: Path) -> None:
+def write_json(runs: Sequence[BenchRun], path: Path) -> None:
     """Write the run; each run of a sweep to its own file, `run-b8.json`."""
     for target, run in _targets(runs, path):
         run_files.write_run(run, target)
 
 
-def write_csv(runs: Sequence[Run], path: Path) -> None:
+def write_csv(runs: Sequence[BenchRun], path: Path) -> None:
     """Write the run; each run of a sweep to its own file, `run-b8.csv`."""
     for target, run in _targets(runs, path):
         run_files.write_text(run_files.csv_text(run), target)
 
 
-def write_html(runs: Sequence[Run], path: Path) -> None:
+def write_html(runs: Sequence[BenchRun], path: Path) -> None:
     """Write the page of a run, or of a sweep's runs compared with the first."""
     from penstock.report import bench, compare
 
@@ -156,18 +158,18 @@ def write_html(runs: Sequence[Run], path: Path) -> None:
     run_files.write_text(page, path)
 
 
-def headline_of(runs: Sequence[Run]) -> str:
+def headline_of(runs: Sequence[BenchRun]) -> str:
     from penstock.report import sweep
 
     return headline.headline_of(runs[0]).text if len(runs) == 1 else sweep.headline(runs)
 
 
-def _targets(runs: Sequence[Run], path: Path) -> Iterator[tuple[Path, Run]]:
+def _targets(runs: Sequence[BenchRun], path: Path) -> Iterator[tuple[Path, BenchRun]]:
     for run in runs:
         yield path if len(runs) == 1 else path.with_stem(f"{path.stem}-b{run.batch_size}"), run
 
 
-def _run(conductor: Conductor) -> Run:
+def _run(conductor: Conductor) -> BenchRun:
     """Run on an event loop of its own: in the main thread if that has none, so that signals are
     handled; otherwise, as in a notebook, in another thread."""
     is_main = threading.current_thread() is threading.main_thread()
@@ -176,7 +178,7 @@ def _run(conductor: Conductor) -> Run:
         is_main = False
     if is_main:
         return asyncio.run(_interruptible(conductor))
-    found: list[Run] = []
+    found: list[BenchRun] = []
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -197,7 +199,7 @@ def _run(conductor: Conductor) -> Run:
     return found[0]
 
 
-async def _interruptible(conductor: Conductor) -> Run:
+async def _interruptible(conductor: Conductor) -> BenchRun:
     with _signals(conductor):
         return await conductor.measure()
 

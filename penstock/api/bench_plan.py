@@ -14,7 +14,7 @@ from penstock import slo as slos
 from penstock.api.bench_options import BenchOptions
 from penstock.benchmark import pacer
 from penstock.benchmark.pacer import Closed, Load
-from penstock.benchmark.plan import Plan, decides_for
+from penstock.benchmark.plan import BenchPlan, decides_for
 from penstock.benchmark.targets import TargetSpec, path_target
 from penstock.benchmark.targets.kinds import kind_of
 from penstock.data import InputSpec, lengths, traces
@@ -54,7 +54,7 @@ APPLIES = {
 
 def make_plans(
     model: str, options: BenchOptions, *, command: str = "", ambient: Collection[str] = ()
-) -> list[Plan]:
+) -> list[BenchPlan]:
     """Make a plan for each batch size; ConfigError lists everything that is wrong. `ambient` names
     options that came from the environment, which is for many commands: they may have no effect."""
     if options.seed is None:
@@ -76,7 +76,7 @@ def make_plans(
     reading.check()
     is_endless = not options.trace and not options.steps
     rate = None if slo is None else slo.rate
-    plan = Plan(
+    plan = BenchPlan(
         target=spec,
         inputs=inputs,
         loads=() if question else loads,

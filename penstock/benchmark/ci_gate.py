@@ -10,7 +10,7 @@ import numpy as np
 from penstock import units
 from penstock.benchmark import comparison, headline, pacer, stats
 from penstock.benchmark.comparison import Named
-from penstock.benchmark.results import Level, MaxRate, Run
+from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.slo import Latency, Slo, Term
 
 
@@ -22,7 +22,9 @@ class Check:
     text: str
 
 
-def checks(run: Run, slo: Slo | None, baseline: Run | None, tolerance: float) -> list[Check]:
+def checks(
+    run: BenchRun, slo: Slo | None, baseline: BenchRun | None, tolerance: float
+) -> list[Check]:
     """Return the checks that apply; empty when there is nothing to judge."""
     found: list[Check] = []
     if run.is_partial:
@@ -34,7 +36,7 @@ def checks(run: Run, slo: Slo | None, baseline: Run | None, tolerance: float) ->
     return found
 
 
-def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
+def _slo_checks(run: BenchRun, slo: Slo) -> Iterator[Check]:
     if run.max_rate is not None:
         yield _max_rate_check(run.max_rate, slo)
         return
@@ -57,7 +59,7 @@ def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
     return Check(is_enough, f"{slo}: kept up to {rate:.4g}/s")
 
 
-def _baseline_checks(run: Run, baseline: Run, tolerance: float) -> Iterator[Check]:
+def _baseline_checks(run: BenchRun, baseline: BenchRun, tolerance: float) -> Iterator[Check]:
     pair = comparison.pair_of(Named("baseline", baseline), Named("run", run), tolerance)
     if not pair.rows:
         have = ", ".join(pacer.label(level.load) for level in baseline.levels) or "nothing"

@@ -10,8 +10,8 @@ from typing import Literal
 
 from penstock import units
 from penstock.benchmark import stats, summary
-from penstock.benchmark.results import Level, Run
-from penstock.benchmark.stats import Comparison, Interval
+from penstock.benchmark.results import BenchRun, Level
+from penstock.benchmark.stats import Interval, RatioTest
 
 Verdict = Literal["faster", "slower", "no difference shown"]
 
@@ -21,11 +21,11 @@ class Named:
     """A run and its name, usually its file."""
 
     name: str
-    run: Run
+    run: BenchRun
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One figure of one load in both runs; `ratio` is the other over the base."""
 
     load: str
@@ -44,7 +44,7 @@ class _Unjudged:
     figure: str
     texts: list[str]
     # Base to other, and other to base.
-    both: list[Comparison]
+    both: list[RatioTest]
 
     @property
     def p_value(self) -> float:
@@ -52,20 +52,20 @@ class _Unjudged:
         least = min(each.p_value for each in self.both)
         return 1.0 if math.isnan(least) else min(1.0, 2 * least)
 
-    def judged(self, is_shown: bool) -> Row:
+    def judged(self, is_shown: bool) -> ComparisonRow:
         verdict: Verdict = "no difference shown"
         if is_shown:
             is_worse = self.both[0].p_value < self.both[1].p_value
             verdict = "slower" if is_worse else "faster"
         base, other = self.texts
-        return Row(self.load, self.figure, base, other, self.both[0].ratio, verdict)
+        return ComparisonRow(self.load, self.figure, base, other, self.both[0].ratio, verdict)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     base: Named
     other: Named
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     # Other differences between the runs, in words.
     differences: tuple[str, ...]
 
@@ -79,7 +79,7 @@ def pair_of(base: Named, other: Named, tolerance: float = 0.0) -> Pair:
     return Pair(base, other, tuple(_judged(rows)), tuple(differences(base.run, other.run)))
 
 
-def matched(base: Run, other: Run) -> list[tuple[Level, Level]]:
+def matched(base: BenchRun, other: BenchRun) -> list[tuple[Level, Level]]:
     """Pair levels with the same load; each level is used once."""
     left = list(other.levels)
     found = []
@@ -113,7 +113,7 @@ def _has(windows: Sequence[stats.Window], metric: str) -> bool:
     return any(metric in window.metrics for window in windows)
 
 
-def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
+def _judged(rows: Sequence[_Unjudged]) -> list[ComparisonRow]:
     """Judge all rows together with Holm's procedure: among twenty comparisons, one would differ by
     chance alone."""
     shown: set[int] = set()
@@ -125,7 +125,7 @@ def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
     return [row.judged(index in shown) for index, row in enumerate(rows)]
 
 
-def differences(base: Run, other: Run) -> list[str]:
+def differences(base: BenchRun, other: BenchRun) -> list[str]:
     """List what makes two runs more than the same thing measured twice."""
     ours, theirs = base.target, other.target
     known = {
@@ -152,12 +152,12 @@ def differences(base: Run, other: Run) -> list[str]:
     return found
 
 
-def _inputs(run: Run) -> str:
+def _inputs(run: BenchRun) -> str:
     digest = f" ({run.origin.digest})" if run.origin.digest else ""
     return run.origin.text + digest
 
 
-def _hardware(run: Run) -> str:
+def _hardware(run: BenchRun) -> str:
     machine = run.environment
     gpus = f", {', '.join(machine.gpus)}" if machine.gpus else ""
     return f"{machine.host_cpu}, {units.count(machine.num_cores, 'core')}{gpus}"

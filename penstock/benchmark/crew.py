@@ -11,12 +11,12 @@ from typing import TypeVar
 from penstock.benchmark.messages import (
     Answer,
     Broken,
-    Opened,
-    Prepare,
-    Prepared,
-    Progress,
+    GeneratorReport,
+    LoadPrepared,
+    PrepareLoad,
     Question,
     SetUp,
+    TargetOpened,
     decode_answer,
     encode,
 )
@@ -28,11 +28,11 @@ from penstock.processes.endings import describe_status
 A = TypeVar("A")
 
 
-class Member:
+class GeneratorProcess:
     """One generator. `report` receives its progress; all other answers queue for `expect`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, report: Callable[[Progress], None]
+        self, process: asyncio.subprocess.Process, report: Callable[[GeneratorReport], None]
     ) -> None:
         # Why the generator failed; empty while it works.
         self.problems: list[str] = []
@@ -58,7 +58,7 @@ class Member:
         assert self._process.stdout is not None
         while (body := await framing.read(self._process.stdout)) is not None:
             answer = decode_answer(body)
-            if isinstance(answer, Progress):
+            if isinstance(answer, GeneratorReport):
                 self._report(answer)
             else:
                 self._put(answer)
@@ -82,21 +82,21 @@ class Member:
         await self._listening
 
 
-class Crew:
+class GeneratorPool:
     """All generators of a run."""
 
-    def __init__(self, report: Callable[[int, Progress], None]) -> None:
+    def __init__(self, report: Callable[[int, GeneratorReport], None]) -> None:
         self._report = report
-        self.members: list[Member] = []
+        self.members: list[GeneratorProcess] = []
 
-    async def start(self, setups: Sequence[SetUp]) -> list[Opened]:
+    async def start(self, setups: Sequence[SetUp]) -> list[TargetOpened]:
         """Start generators one at a time: the first one measures the cold start."""
         opened = []
         for setup in setups:
-            member = Member(await self._spawn(), partial(self._report, setup.index))
+            member = GeneratorProcess(await self._spawn(), partial(self._report, setup.index))
             self.members.append(member)
             member.ask(setup)
-            opened.append(await member.expect(Opened))
+            opened.append(await member.expect(TargetOpened))
         return opened
 
     async def _spawn(self) -> asyncio.subprocess.Process:
@@ -110,8 +110,8 @@ class Crew:
         )
 
     async def prepare(self, load: Load, seed: int) -> None:
-        self.ask(Prepare(load, seed))
-        await self.expect(Prepared)
+        self.ask(PrepareLoad(load, seed))
+        await self.expect(LoadPrepared)
 
     def ask(self, question: Question) -> None:
         for member in self.members:

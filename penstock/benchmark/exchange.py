@@ -1,8 +1,8 @@
 """One request of a load test with its outcome, and many of them as columns.
 
-An `Exchange` lives in a generator process, between its event loop and a target. Finished ones are
-folded into `Columns`, which travel to the conductor as bytes. Times are seconds of the monotonic
-clock, which all processes of a machine share.
+A `TimedExchange` lives in a generator process, between its event loop and a target. Finished ones
+are folded into `ExchangeColumns`, which travel to the conductor as bytes. Times are seconds of the
+monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from penstock.types import Array
 
 
-class Exchange:
+class TimedExchange:
     """One request. `due` is when it should be sent, `sent` when it was. The sender sets `sent`,
     then `done` (and `failure` if it failed), and calls `finish` once, on the event loop."""
 
     __slots__ = ("done", "due", "failure", "finish", "item", "phases", "sent", "stream")
 
-    def __init__(self, due: float, item: Any, finish: Callable[[Exchange], None]) -> None:
+    def __init__(self, due: float, item: Any, finish: Callable[[TimedExchange], None]) -> None:
         self.due = due
         # The target's encoding of the input: bytes to write, a message, tensors.
         self.item = item
@@ -34,10 +34,10 @@ class Exchange:
         self.failure: str | None = None
         # The server's own timings of this request in seconds, where it was asked for them.
         self.phases: Mapping[str, float] | None = None
-        self.stream: Stream | None = None
+        self.stream: StreamTimes | None = None
 
 
-class Stream:
+class StreamTimes:
     """Arrival times of the chunks of a streamed answer, and its token counts."""
 
     __slots__ = ("num_input_tokens", "num_output_tokens", "times")
@@ -56,7 +56,7 @@ class TimingSample(msgspec.Struct, frozen=True):
     phases_s: dict[str, float]
 
 
-class Columns(msgspec.Struct):
+class ExchangeColumns(msgspec.Struct):
     """Finished exchanges as columns of float64; `failed` has one byte per exchange: 0, or one plus
     an index into `failures`."""
 
@@ -93,7 +93,7 @@ class Collector:
         self._due, self._sent, self._done = array("d"), array("d"), array("d")
         self._failed = bytearray()
         self._failures: list[str] = []
-        self._streams: list[Exchange] = []
+        self._streams: list[TimedExchange] = []
         self._samples: list[TimingSample] = []
         # Bound once: `add` runs for every request.
         self._add_due, self._add_sent = self._due.append, self._sent.append
@@ -102,7 +102,7 @@ class Collector:
     def __len__(self) -> int:
         return len(self._done)
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: TimedExchange) -> None:
         self._add_due(exchange.due)
         self._add_sent(exchange.sent)
         self._add_done(exchange.done)
@@ -124,8 +124,8 @@ class Collector:
                 self._failures.append(text)
         return self._failures.index(text) + 1
 
-    def take(self) -> Columns:
-        columns = Columns(
+    def take(self) -> ExchangeColumns:
+        columns = ExchangeColumns(
             self._due.tobytes(),
             self._sent.tobytes(),
             self._done.tobytes(),
@@ -139,7 +139,7 @@ class Collector:
         return columns
 
 
-def _add_streams(columns: Columns, exchanges: list[Exchange]) -> None:
+def _add_streams(columns: ExchangeColumns, exchanges: list[TimedExchange]) -> None:
     due, first, tpot, gap_due, gaps = (array("d") for _ in range(5))
     num_in, num_out = array("q"), array("q")
     for exchange in exchanges:

@@ -14,7 +14,7 @@ from typing import Literal
 from penstock import units
 from penstock.benchmark import headline, pacer, stats, steadiness, summary
 from penstock.benchmark.pacer import Closed, Flat, Open
-from penstock.benchmark.results import Level, Run
+from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.summary import (
     PERCENTILES,
     Figures,
@@ -46,14 +46,14 @@ LONGEST_ADVICE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding; `level` is an index into `Run.levels`, or None for the whole run."""
+    """One finding; `level` is an index into `BenchRun.levels`, or None for the whole run."""
 
     severity: Severity
     text: str
     level: int | None = None
 
 
-def find(run: Run) -> list[Finding]:
+def find(run: BenchRun) -> list[Finding]:
     """Return all findings, most severe first, then in the order of the levels."""
     figures = [summary.figures_of(run, level) for level in run.levels]
     found = [*_of_run(run), *_too_few(run, figures), *_load_of_server(run, figures)]
@@ -66,7 +66,7 @@ def find(run: Run) -> list[Finding]:
     return sorted(told, key=lambda each: ORDER.index(each.severity))
 
 
-def deciding_levels(run: Run) -> set[int]:
+def deciding_levels(run: BenchRun) -> set[int]:
     """Return the indices of the levels that the answer rests on. A rate search overloads the server
     on purpose, so findings about those levels are left out."""
     every = set(range(len(run.levels)))
@@ -91,7 +91,7 @@ def grouped(found: Sequence[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _of_run(run: Run) -> Iterator[Finding]:
+def _of_run(run: BenchRun) -> Iterator[Finding]:
     if run.is_partial:
         reason = run.problem or "it was stopped before its end"
         yield Finding("error", f"This run is partial: {reason}.")
@@ -107,7 +107,7 @@ def _of_run(run: Run) -> Iterator[Finding]:
         yield Finding("note", f"{text} that real arrivals would see is not in these percentiles.")
 
 
-def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+def _of_level(run: BenchRun, level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
     if not figures.num_requests:
         yield "error", "No request was due in the time measured: nothing can be said."
         return
@@ -169,7 +169,7 @@ def _lateness(level: Level, figures: Figures) -> str | None:
     return None
 
 
-def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
+def _shared_machine(run: BenchRun, level: Level) -> Iterator[tuple[Severity, str]]:
     if not run.environment.is_server_local or not level.system:
         return
     cpu = sum(sample.cpu_percent for sample in level.system) / len(level.system)
@@ -255,7 +255,7 @@ def _is_growing(level: Level) -> bool:
     return is_flat and steadiness.trend(level.windows).is_growing
 
 
-def _imprecision(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
+def _imprecision(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:
     """Report levels that ended before they were precise enough; the worst one sets the advice."""
     errors: dict[int, float] = {}
     for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
@@ -284,7 +284,7 @@ def _findings(indices: Sequence[int], text: str) -> Iterator[Finding]:
         yield Finding("warning", text, index)
 
 
-def _wide_text(run: Run, errors: Sequence[float], indices: Sequence[int]) -> str:
+def _wide_text(run: BenchRun, errors: Sequence[float], indices: Sequence[int]) -> str:
     lowest, highest = units.number(min(errors)), units.number(max(errors))
     known = f"±{highest} %" if lowest == highest else f"±{lowest} to ±{highest} %"
     spans_s = [run.levels[index].measured_s for index in indices]
@@ -306,7 +306,7 @@ def _round_up(seconds: float) -> int:
     return math.ceil(seconds / step) * step
 
 
-def _too_few(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
+def _too_few(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:
     """Report percentiles with too few requests beyond them: their value is mostly chance."""
     answered = [row.num_good for row in figures if row.num_good]
     short: dict[str, list[int]] = {}
@@ -331,7 +331,7 @@ def _amount(short: Sequence[int], num_levels: int) -> str:
     return f"{units.count(short[0], 'good answer')}{at}"
 
 
-def _load_of_server(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
+def _load_of_server(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:
     """Report the headroom at the highest load that keeps the SLO."""
     kept = [i for i, level in enumerate(run.levels) if headline.level_outcome(run, level) == "kept"]
     if not kept:

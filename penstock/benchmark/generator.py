@@ -20,7 +20,7 @@ from typing import assert_never
 
 import uvloop
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
 from penstock.benchmark.messages import (
     Answer,
@@ -28,14 +28,14 @@ from penstock.benchmark.messages import (
     Count,
     Counted,
     Ended,
+    GeneratorReport,
     Go,
-    Opened,
-    Prepare,
-    Prepared,
-    Progress,
+    LoadPrepared,
+    PrepareLoad,
     Question,
     SetUp,
-    Stop,
+    StopLoad,
+    TargetOpened,
     decode_question,
     encode,
 )
@@ -70,13 +70,13 @@ class Generator:
         match question:
             case SetUp():
                 await self._open(question)
-            case Prepare():
+            case PrepareLoad():
                 await self._prepare(question)
             case Go():
                 assert self._running is not None
                 self._running.start(question.start)
                 self._plan_report()
-            case Stop():
+            case StopLoad():
                 assert self._running is not None
                 self._give_up_at = max(question.at, time.monotonic()) + question.patience_s
                 if self._ending is None:
@@ -107,7 +107,7 @@ class Generator:
         is_connected = self._target.num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
-        opened = Opened(description, origin, time.monotonic() - began)
+        opened = TargetOpened(description, origin, time.monotonic() - began)
         opened.load_s = self._target.load_s
         if is_connected:
             opened.connect_s = None
@@ -124,15 +124,15 @@ class Generator:
         self._feed = Feed(source, target)
         return source.origin
 
-    async def _ask_once(self) -> Exchange:
+    async def _ask_once(self) -> TimedExchange:
         assert self._target is not None and self._feed is not None
-        answered: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
-        exchange = Exchange(0.0, self._feed.next(), answered.set_result)
+        answered: asyncio.Future[TimedExchange] = asyncio.get_running_loop().create_future()
+        exchange = TimedExchange(0.0, self._feed.next(), answered.set_result)
         exchange.due = time.monotonic()
         self._target.send(exchange)
         return await answered
 
-    async def _prepare(self, question: Prepare) -> None:
+    async def _prepare(self, question: PrepareLoad) -> None:
         assert self._set_up is not None and self._target is not None
         setup = self._set_up
         if self._running is not None:
@@ -154,7 +154,7 @@ class Generator:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        self._tell(Prepared())
+        self._tell(LoadPrepared())
 
     async def _end(self) -> None:
         """Wait for the requests in flight until `_give_up_at`, then cancel them."""
@@ -188,7 +188,7 @@ class Generator:
         in_flight = running.in_flight
         now = time.monotonic()
         self._tell(
-            Progress(
+            GeneratorReport(
                 at=now,
                 columns=running.collector.take(),
                 in_flight=in_flight.now,

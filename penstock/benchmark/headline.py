@@ -13,14 +13,14 @@ from penstock import slo as promises
 from penstock import units
 from penstock.benchmark import stats, verdicts
 from penstock.benchmark.pacer import Flat, Open
-from penstock.benchmark.results import Level, MaxRate, Run
+from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.summary import (
     in_order,
     label_of,
     slo_of,
 )
-from penstock.benchmark.verdicts import Verdict
+from penstock.benchmark.verdicts import IntervalVerdict
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 
 Outcome = Literal["kept", "missed", "partly kept", "not measured", "no SLO"]
@@ -38,7 +38,7 @@ class _Judged:
     """One level and the verdict of each term there."""
 
     level: Level
-    terms: tuple[Verdict, ...]
+    terms: tuple[IntervalVerdict, ...]
 
     @property
     def outcome(self) -> promises.Outcome:
@@ -54,12 +54,12 @@ class _Judged:
         return f"{', '.join(terms)} at {label_of(self.level)}"
 
 
-def headline_of(run: Run) -> Headline:
+def headline_of(run: BenchRun) -> Headline:
     found = _headline(run)
     return Headline(found.outcome, f"{found.text} (partial run)") if run.is_partial else found
 
 
-def _headline(run: Run) -> Headline:
+def _headline(run: BenchRun) -> Headline:
     limits = slo_of(run)
     if limits is None:
         return Headline("no SLO", _without_slo(run))
@@ -84,7 +84,7 @@ def _headline(run: Run) -> Headline:
     return Headline("missed", f"SLO missed{place}: {_first(judged, 'missed').text}")
 
 
-def _without_slo(run: Run) -> str:
+def _without_slo(run: BenchRun) -> str:
     """Summarise the highest throughput and its latency."""
     if run.knee is not None:
         knee = run.knee
@@ -101,17 +101,17 @@ def _without_slo(run: Run) -> str:
     return f"No SLO was given: {text} at {label_of(best)}"
 
 
-def level_outcome(run: Run, level: Level) -> promises.Outcome:
+def level_outcome(run: BenchRun, level: Level) -> promises.Outcome:
     """Return the outcome of a level; "not measured" also without an SLO."""
     limits = slo_of(run)
     return "not measured" if limits is None else _judged(run, level, limits).outcome
 
 
-def _judged(run: Run, level: Level, limits: Slo) -> _Judged:
+def _judged(run: BenchRun, level: Level, limits: Slo) -> _Judged:
     return _Judged(level, verdicts_of(run, level, limits))
 
 
-def verdicts_of(run: Run, level: Level, limits: Slo) -> tuple[Verdict, ...]:
+def verdicts_of(run: BenchRun, level: Level, limits: Slo) -> tuple[IntervalVerdict, ...]:
     """Judge each term, including cost where the price is known."""
     measured = verdicts.measured(level.windows, limits)
     if run.price_per_hour is not None:
@@ -129,7 +129,7 @@ def _cost(price_per_hour: float, throughput: Interval) -> Interval:
     return Interval(*map(per_million, (throughput.value, throughput.high, throughput.low)))
 
 
-def _levels_at(run: Run, limits: Slo) -> list[Level]:
+def _levels_at(run: BenchRun, limits: Slo) -> list[Level]:
     """Return the levels at the SLO's rate, if it names one that was measured."""
     if limits.rate is None:
         return run.levels
@@ -170,7 +170,7 @@ def rate_text(rate: Interval) -> str:
     return f"{units.number(rate.value)}/s" + (f" ({text})" if text else "")
 
 
-def term_text(verdict: Verdict) -> str:
+def term_text(verdict: IntervalVerdict) -> str:
     """Format a verdict: `p99 12.1 ms (11.8-12.6) < 20 ms`."""
     term, measured = verdict.term, verdict.measured
     sign = _sign(term)

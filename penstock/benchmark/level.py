@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 
 from penstock.benchmark import pacer, stats, system
-from penstock.benchmark.crew import Crew
-from penstock.benchmark.exchange import Columns
-from penstock.benchmark.messages import Count, Counted, Ended, Go, Progress, Stop
+from penstock.benchmark.crew import GeneratorPool
+from penstock.benchmark.exchange import ExchangeColumns
+from penstock.benchmark.messages import Count, Counted, Ended, GeneratorReport, Go, StopLoad
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Replay
-from penstock.benchmark.plan import Plan
+from penstock.benchmark.plan import BenchPlan
+from penstock.benchmark.progress import LevelProgress as Shown
 from penstock.benchmark.progress import Phase
-from penstock.benchmark.progress import Progress as Shown
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample, WarmUp
 from penstock.benchmark.stats import Interval, Window
@@ -52,19 +52,19 @@ INSTANT_S = 1e-6
 class Meter:
     """Measures the levels of a run, one after the other. `watch` receives progress."""
 
-    def __init__(self, plan: Plan, watch: Callable[[Shown], None]) -> None:
+    def __init__(self, plan: BenchPlan, watch: Callable[[Shown], None]) -> None:
         self._plan = plan
         self._watch = watch
-        self.crew = Crew(self._heard)
+        self.crew = GeneratorPool(self._heard)
         self.is_interrupted = False
         # The SLO terms that decide a search for the highest rate; None in other runs.
         self._searched = None
         if plan.question == "max rate" and plan.slo is not None:
             self._searched = of_each_request(plan.slo)
         self._index = 0
-        self._waiting: list[Columns] = []
+        self._waiting: list[ExchangeColumns] = []
         # By generator, while a level runs.
-        self._reports: dict[int, list[Progress]] = {}
+        self._reports: dict[int, list[GeneratorReport]] = {}
 
     async def measure(self, load: Load, limit_s: float | None) -> Level:
         """Measure a load for at most `limit_s`; None runs a load that has an end to its end."""
@@ -201,14 +201,14 @@ class Meter:
 
     async def _stop(self, at: float, patience_s: float) -> None:
         """Stop the generators; an interrupt shortens the wait for the last answers."""
-        self.crew.ask(Stop(at, patience_s))
+        self.crew.ask(StopLoad(at, patience_s))
         ended = asyncio.ensure_future(self.crew.expect(Ended))
         was_interrupted = self.is_interrupted
         try:
             while not (await asyncio.wait({ended}, timeout=TICK_S))[0]:
                 if self.is_interrupted and not was_interrupted:
                     was_interrupted = True
-                    self.crew.ask(Stop(at, min(patience_s, SHORT_PATIENCE_S)))
+                    self.crew.ask(StopLoad(at, min(patience_s, SHORT_PATIENCE_S)))
             await ended
         finally:
             ended.cancel()
@@ -220,9 +220,9 @@ class Meter:
 
     # Reports of the generators.
 
-    def _heard(self, index: int, progress: Progress) -> None:
+    def _heard(self, index: int, progress: GeneratorReport) -> None:
         self._waiting.append(progress.columns)
-        progress.columns = Columns(b"", b"", b"", b"")
+        progress.columns = ExchangeColumns(b"", b"", b"", b"")
         reports = self._reports.setdefault(index, [])
         if len(reports) >= MAX_REPORTS:
             del reports[1::2]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.benchmark.alarm import Alarm
-from penstock.benchmark.exchange import Collector, Exchange
+from penstock.benchmark.exchange import Collector, TimedExchange
 from penstock.benchmark.pacer import Closed, Load, due_times
 from penstock.benchmark.targets import Target
 from penstock.data import Source
@@ -54,7 +54,7 @@ class Feed:
         return item
 
 
-class InFlight:
+class InFlightCount:
     """The number of exchanges in flight, each from its due time until it is done."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ClosedLoop:
 
     def __init__(self, feed: Feed, target: Target, share: int) -> None:
         self.collector = Collector()
-        self.in_flight = InFlight()
+        self.in_flight = InFlightCount()
         self.is_through = False
         self._loop = asyncio.get_running_loop()
         self._next = feed.next
@@ -119,11 +119,11 @@ class ClosedLoop:
             self._send(at)
 
     def _send(self, due: float) -> None:
-        exchange = Exchange(due, self._next(), self._finish)
+        exchange = TimedExchange(due, self._next(), self._finish)
         self.in_flight.begin(time.monotonic())
         self._send_to(exchange)
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: TimedExchange) -> None:
         self.collector.add(exchange)
         self.in_flight.end(exchange.done)
         if exchange.failure is not None and exchange.done < self._stop_at:
@@ -152,7 +152,7 @@ class OpenLoop:
 
     def __init__(self, feed: Feed, target: Target, due: Iterator[float]) -> None:
         self.collector = Collector()
-        self.in_flight = InFlight()
+        self.in_flight = InFlightCount()
         self.ended = asyncio.Event()
         self.is_through = False
         self._loop = asyncio.get_running_loop()
@@ -191,7 +191,7 @@ class OpenLoop:
         for _ in range(MAX_GIVEN_UP):
             if self._next_due is None:
                 break
-            exchange = Exchange(self._next_due, None, self._finish)
+            exchange = TimedExchange(self._next_due, None, self._finish)
             exchange.done, exchange.failure = now, "cancelled"
             self.collector.add(exchange)
             self._advance()
@@ -224,14 +224,14 @@ class OpenLoop:
                 self._is_held = True
                 return
             self.in_flight.begin(due)
-            self._send_to(Exchange(due, self._item, self._finish))
+            self._send_to(TimedExchange(due, self._item, self._finish))
             self._advance()
         if self._next_due is None:
             self._end_sending()
         else:
             self._alarm.set(self._next_due)
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: TimedExchange) -> None:
         self.collector.add(exchange)
         self.in_flight.end(exchange.done)
         if self._next_due is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.benchmark.exchange import Columns
+from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.data import InputSpec, Origin
@@ -16,7 +16,7 @@ from penstock.data import InputSpec, Origin
 
 class SetUp(msgspec.Struct, tag="set_up"):
     """The first message. `is_first`: send the very first request and report how long it took.
-    Answered by Opened."""
+    Answered by TargetOpened."""
 
     target: TargetSpec
     inputs: InputSpec
@@ -25,8 +25,8 @@ class SetUp(msgspec.Struct, tag="set_up"):
     is_first: bool
 
 
-class Prepare(msgspec.Struct, tag="prepare"):
-    """Open the connections that this load needs. Answered by Prepared."""
+class PrepareLoad(msgspec.Struct, tag="prepare"):
+    """Open the connections that this load needs. Answered by LoadPrepared."""
 
     load: Load
     seed: int
@@ -38,9 +38,9 @@ class Go(msgspec.Struct, tag="go"):
     start: float
 
 
-class Stop(msgspec.Struct, tag="stop"):
+class StopLoad(msgspec.Struct, tag="stop"):
     """Send nothing that is due at this moment or later; requests in flight have `patience_s`.
-    Answered by Ended, once: a second Stop only changes the patience."""
+    Answered by Ended, once: a second StopLoad only changes the patience."""
 
     at: float
     patience_s: float
@@ -50,7 +50,7 @@ class Count(msgspec.Struct, tag="count"):
     """Ask for the server's own counters. Answered by Counted."""
 
 
-class Opened(msgspec.Struct, tag="opened"):
+class TargetOpened(msgspec.Struct, tag="opened"):
     description: Description
     origin: Origin
     connect_s: float | None
@@ -60,15 +60,15 @@ class Opened(msgspec.Struct, tag="opened"):
     first_failure: str = ""
 
 
-class Prepared(msgspec.Struct, tag="prepared"):
+class LoadPrepared(msgspec.Struct, tag="prepared"):
     pass
 
 
-class Progress(msgspec.Struct, tag="progress"):
+class GeneratorReport(msgspec.Struct, tag="progress"):
     """The requests finished since the last report, and the generator's state."""
 
     at: float
-    columns: Columns
+    columns: ExchangeColumns
     in_flight: int
     max_in_flight: int
     # The number in flight, integrated over time since the load began.
@@ -96,8 +96,8 @@ class Broken(msgspec.Struct, tag="broken"):
     problems: list[str]
 
 
-Question = SetUp | Prepare | Go | Stop | Count
-Answer = Opened | Prepared | Progress | Ended | Counted | Broken
+Question = SetUp | PrepareLoad | Go | StopLoad | Count
+Answer = TargetOpened | LoadPrepared | GeneratorReport | Ended | Counted | Broken
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)

@@ -27,7 +27,7 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
     concurrency: int
 
 
-class Step(msgspec.Struct, frozen=True):
+class RateStep(msgspec.Struct, frozen=True):
     """One rate for a duration; a rate of 0 is a pause."""
 
     rate: float
@@ -45,7 +45,7 @@ class Ramp(msgspec.Struct, frozen=True, tag="ramp"):
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    steps: tuple[Step, ...]
+    steps: tuple[RateStep, ...]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -227,13 +227,13 @@ def parse_steps(text: str) -> Steps:
     return Steps(steps)
 
 
-def _parse_step(part: str, text: str) -> Step:
+def _parse_step(part: str, text: str) -> RateStep:
     rate, colon, duration = part.partition(":")
     if not colon:
         raise ValueError(
             f"'{text}': '{part}' is not a step; expected a rate and a time, as in 100:10s"
         )
-    return Step(_parse_number(rate, text, "a step like 100:10s"), parse_duration(duration))
+    return RateStep(_parse_number(rate, text, "a step like 100:10s"), parse_duration(duration))
 
 
 def _parse_levels(text: str, expected: str) -> list[float]:

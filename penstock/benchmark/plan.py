@@ -23,7 +23,7 @@ class Decides:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """One benchmark run, as the command line asks for it."""
 
     target: TargetSpec

@@ -11,7 +11,7 @@ Phase = Literal["warm-up", "measuring", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LevelProgress:
     """A level at one moment. `of_s` None: it ends with its trace or search."""
 
     level: str  # "concurrency 8"

@@ -10,8 +10,8 @@ import random
 
 import numpy as np
 
-from penstock.benchmark.exchange import Columns, TimingSample, floats
-from penstock.benchmark.stats import Histogram, Window, add_counts, merged
+from penstock.benchmark.exchange import ExchangeColumns, TimingSample, floats
+from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged
 from penstock.slo import Latency, Slo
 from penstock.types import Array
 
@@ -45,8 +45,8 @@ class Recorder:
         # For reservoir sampling; a fixed seed keeps it reproducible.
         self._random = random.Random(0)
         # sent -> done of good answers, and due -> sent of all that were sent.
-        self.service = Histogram()
-        self.lateness = Histogram()
+        self.service = DurationHistogram()
+        self.lateness = DurationHistogram()
         self.samples: list[TimingSample] = []
 
     @property
@@ -58,7 +58,7 @@ class Recorder:
         due before `end` does, whenever they are answered."""
         self._end = end
 
-    def add(self, columns: Columns) -> None:
+    def add(self, columns: ExchangeColumns) -> None:
         due, sent, done = floats(columns.due), floats(columns.sent), floats(columns.done)
         failed = np.frombuffer(columns.failed, np.uint8)
         is_good = failed == 0
@@ -109,7 +109,7 @@ class Recorder:
                 add_counts(self._window(index // 2), window)
 
     def _add_requests(
-        self, window: Window, columns: Columns, failed: Array, latencies: Array
+        self, window: Window, columns: ExchangeColumns, failed: Array, latencies: Array
     ) -> None:
         is_good = failed == 0
         window.num_due += len(failed)
@@ -120,7 +120,7 @@ class Recorder:
         if is_good.any():
             _add_metric(window, "latency", latencies[is_good])
 
-    def _add_streams(self, columns: Columns) -> None:
+    def _add_streams(self, columns: ExchangeColumns) -> None:
         due = floats(columns.stream_due)
         is_mine = self._is_mine(due)
         ttft = floats(columns.first) - due
@@ -139,7 +139,7 @@ class Recorder:
         for index, rows in self._split(gap_due[self._is_mine(gap_due)]):
             _add_metric(self._window(index), "itl", gaps[rows])
 
-    def _is_in_slo(self, columns: Columns, latencies: Array, is_good: Array) -> Array:
+    def _is_in_slo(self, columns: ExchangeColumns, latencies: Array, is_good: Array) -> Array:
         """Mark the requests that kept every limit. A stream keeps a limit on `itl` when its longest
         gap does; an answer of one token has neither gap nor time per token, and keeps both."""
         kept = is_good & (latencies < self._limits.get("latency", float("inf")))
@@ -182,7 +182,7 @@ class Recorder:
 
 
 def _add_metric(window: Window, metric: str, seconds: Array) -> None:
-    window.metrics.setdefault(metric, Histogram()).add(seconds)
+    window.metrics.setdefault(metric, DurationHistogram()).add(seconds)
 
 
 def _rows_of_streams(due: Array, good_rows: Array, stream_due: Array) -> Array:

@@ -10,7 +10,7 @@ from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.search import Knee as Knee
 from penstock.benchmark.search import MaxRate as MaxRate
-from penstock.benchmark.stats import Histogram, Window
+from penstock.benchmark.stats import DurationHistogram, Window
 from penstock.benchmark.targets import Counters, Description
 from penstock.data import Origin
 
@@ -39,7 +39,7 @@ class GeneratorUse(msgspec.Struct):
     # Share of one core while measuring, by process.
     cpu_shares: list[float]
     # due -> sent.
-    lateness: Histogram
+    lateness: DurationHistogram
     # Mean number in flight over the whole span.
     mean_in_flight: float
     max_in_flight: int
@@ -70,7 +70,7 @@ class Level(msgspec.Struct):
     warm_up: WarmUp | None
     windows: list[Window]
     # sent -> done: latency without the wait to be sent.
-    service: Histogram
+    service: DurationHistogram
     generator: GeneratorUse
     # Differences over this level; None where the server has no counters.
     server: Counters | None = None
@@ -99,7 +99,7 @@ class Environment(msgspec.Struct):
     is_server_local: bool = True
 
 
-class Run(msgspec.Struct):
+class BenchRun(msgspec.Struct):
     """Everything known about one call of `penstock bench`."""
 
     target: Description

@@ -12,9 +12,9 @@ from penstock.benchmark.findings import MAX_CPU_SHARE
 from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Load, Open
-from penstock.benchmark.plan import Plan
-from penstock.benchmark.progress import Progress
-from penstock.benchmark.results import ColdStart, Level, Run
+from penstock.benchmark.plan import BenchPlan
+from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.results import BenchRun, ColdStart, Level
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError
 
@@ -24,12 +24,12 @@ PROBE_S = 2.0
 INTERRUPTED = "interrupted"
 
 
-class Choice(Protocol):
+class LoadPolicy(Protocol):
     """Chooses the next load and learns from each measurement."""
 
     def next(self) -> Load | None: ...
     def add(self, load: Load, level: Level) -> None: ...
-    def answer(self, run: Run) -> None: ...
+    def answer(self, run: BenchRun) -> None: ...
 
 
 class GivenLoads:
@@ -44,7 +44,7 @@ class GivenLoads:
     def add(self, load: Load, level: Level) -> None:
         pass
 
-    def answer(self, run: Run) -> None:
+    def answer(self, run: BenchRun) -> None:
         """Report a knee, even unasked, if the sweep goes from one client to the plateau."""
         search = KneeSearch()
         for level in run.levels:
@@ -67,7 +67,7 @@ class KneeChoice:
         assert isinstance(load, Closed)
         self._search.add(load, level.windows)
 
-    def answer(self, run: Run) -> None:
+    def answer(self, run: BenchRun) -> None:
         run.knee = self._search.knee
 
 
@@ -82,7 +82,7 @@ class MaxRateChoice:
         assert isinstance(load, Open)
         self._search.add(load, level.windows)
 
-    def answer(self, run: Run) -> None:
+    def answer(self, run: BenchRun) -> None:
         run.max_rate = found = self._search.max_rate
         if found is None or found.reason:
             return
@@ -103,7 +103,10 @@ class Conductor:
     """One run. `watch` receives progress, `keep` receives the run after each level."""
 
     def __init__(
-        self, plan: Plan, watch: Callable[[Progress], None], keep: Callable[[Run], None]
+        self,
+        plan: BenchPlan,
+        watch: Callable[[LevelProgress], None],
+        keep: Callable[[BenchRun], None],
     ) -> None:
         self._plan = plan
         self._keep = keep
@@ -119,7 +122,7 @@ class Conductor:
         """End the current level and keep what was measured."""
         self._meter.is_interrupted = True
 
-    async def measure(self) -> Run:
+    async def measure(self) -> BenchRun:
         """Measure everything. Raises ConfigError if nothing can be measured; later failures make
         the run partial and are recorded in it."""
         try:
@@ -136,7 +139,7 @@ class Conductor:
         finally:
             await self._meter.crew.close()
 
-    def _keep_last(self, run: Run) -> None:
+    def _keep_last(self, run: BenchRun) -> None:
         """Save the run; a file that cannot be written must not hide the results."""
         try:
             self._keep(run)
@@ -144,7 +147,7 @@ class Conductor:
             run.is_partial = True
             run.problem = run.problem or "; ".join(error.problems)
 
-    async def _open(self) -> Run:
+    async def _open(self) -> BenchRun:
         plan = self._plan
         setups = [
             SetUp(plan.target, plan.inputs, index, plan.num_processes, is_first=index == 0)
@@ -156,7 +159,7 @@ class Conductor:
             if opened.description.protocol == "HTTP" and "status 404" in text:
                 text += "; a v2 model is addressed as http://host:port/v2/models/NAME"
             raise ConfigError([text])
-        return Run(
+        return BenchRun(
             target=opened.description,
             origin=opened.origin,
             environment=system.environment(plan.target.address),
@@ -172,7 +175,7 @@ class Conductor:
             seed=plan.seed,
         )
 
-    async def _measure_levels(self, run: Run) -> str:
+    async def _measure_levels(self, run: BenchRun) -> str:
         """Measure all levels. Return the problem that ended the run, or an empty text."""
         choice = await self._choice()
         while not self.is_interrupted and (load := choice.next()) is not None:
@@ -187,7 +190,7 @@ class Conductor:
         choice.answer(run)
         return ""
 
-    async def _choice(self) -> Choice:
+    async def _choice(self) -> LoadPolicy:
         plan = self._plan
         if plan.question == "knee":
             return KneeChoice()

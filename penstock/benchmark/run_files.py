@@ -23,7 +23,7 @@ import msgspec
 from penstock.benchmark import pacer, summary
 from penstock.benchmark.headline import headline_of
 from penstock.benchmark.pacer import Closed
-from penstock.benchmark.results import FORMAT, Level, Run
+from penstock.benchmark.results import FORMAT, BenchRun, Level
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.summary import Figures
 from penstock.errors import CommandLineError, ConfigError
@@ -49,12 +49,12 @@ LONG_ROWS = re.compile(r'"(?:counts|times)": [\[{][^\[\]{}]*')
 OWN_COLUMNS = ("p99.9 latency", "p99 low", "p99 high", "Failures", "Goodput/Second")
 
 
-def write_run(run: Run, path: Path) -> None:
+def write_run(run: BenchRun, path: Path) -> None:
     """Write the run as JSON, atomically."""
     write_text(to_json(run), path)
 
 
-def to_json(run: Run) -> str:
+def to_json(run: BenchRun) -> str:
     """Return the run as JSON, with a summary of each level."""
     verdict = headline_of(run)
     data: dict[str, Any] = {"verdict": {"slo": verdict.outcome, "text": verdict.text}}
@@ -128,7 +128,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _summary(run: Run, level: Level) -> dict[str, Any]:
+def _summary(run: BenchRun, level: Level) -> dict[str, Any]:
     """Summarise a level; None where a figure is unknown."""
     figures = summary.figures_of(run, level)
     found: dict[str, Any] = {
@@ -160,7 +160,7 @@ def _finite(number: float) -> float | None:
     return round(number, 6) if math.isfinite(number) else None
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> BenchRun:
     """Read a run; ConfigError says why the file is not one."""
     try:
         text = path.read_bytes()
@@ -173,7 +173,7 @@ def read_run(path: Path) -> Run:
     _check_kind(path, text)
     try:
         # Not strict: NaN is written as a word.
-        run = msgspec.json.decode(text, type=Run, strict=False)
+        run = msgspec.json.decode(text, type=BenchRun, strict=False)
         if run.slo:
             summary.slo_of(run)
     except msgspec.ValidationError as error:
@@ -197,7 +197,7 @@ def _check_kind(path: Path, text: bytes) -> None:
         raise ConfigError([f"{path}: {found}"])
 
 
-def csv_text(run: Run) -> str:
+def csv_text(run: BenchRun) -> str:
     """Return one row per level, ordered by throughput as perf_analyzer does."""
     is_closed = all(isinstance(level.load, Closed) for level in run.levels)
     out = io.StringIO()
@@ -216,7 +216,7 @@ def _load_cell(level: Level) -> str:
     return f"{pacer.mean_rate(level.load):.6g}"
 
 
-def _known_cells(run: Run, figures: Figures) -> list[str]:
+def _known_cells(run: BenchRun, figures: Figures) -> list[str]:
     parts = figures.breakdown
     inside = (0.0, 0.0, 0.0, 0.0)
     unsent_s = 0.0

@@ -15,7 +15,7 @@ import msgspec
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
 from penstock.benchmark.steadiness import trend
-from penstock.benchmark.verdicts import Verdict, measured, of_each_request, verdicts
+from penstock.benchmark.verdicts import IntervalVerdict, measured, of_each_request, verdicts
 from penstock.errors import ConfigError
 from penstock.slo import Latency, Slo
 
@@ -152,7 +152,7 @@ class MaxRateSearch:
         # All windows of a rate, of both measurements if it was measured again.
         self._windows: dict[float, list[Window]] = {}
         self._num_tries: dict[float, int] = {}
-        self._verdicts: dict[float, tuple[Verdict, ...]] = {}
+        self._verdicts: dict[float, tuple[IntervalVerdict, ...]] = {}
         # Rates at which the queue grew in every measurement.
         self._growing: set[float] = set()
         # The rate was so low that no request was due; lower ones would tell nothing either.

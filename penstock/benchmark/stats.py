@@ -1,7 +1,7 @@
 """Figures and their confidence intervals. Pure: values in, values out.
 
-A `Histogram` has buckets of constant relative width; a `Window` holds the outcomes of the requests
-that were due in one span of time. Every reported figure is folded from windows.
+A `DurationHistogram` has buckets of constant relative width; a `Window` holds the outcomes of the
+requests that were due in one span of time. Every reported figure is folded from windows.
 
 Requests that queue behind each other are not independent, so errors are estimated from spans of
 time, not from single requests: windows are merged into 20 to 39 batches, and the variation between
@@ -43,7 +43,7 @@ else:
 Finding = Literal["regression", "improvement", "no difference shown"]
 
 
-class Histogram(msgspec.Struct):
+class DurationHistogram(msgspec.Struct):
     """Durations in buckets whose centres are at most 0.4 % off. Sparse: bucket to count.
 
     Bucket 0 is below 1 ns and also holds negative durations; each later power of two has 128."""
@@ -58,7 +58,7 @@ class Histogram(msgspec.Struct):
         for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
             self.counts[bucket] = self.counts.get(bucket, 0) + count
 
-    def merge(self, other: Histogram) -> None:
+    def merge(self, other: DurationHistogram) -> None:
         for bucket, count in other.counts.items():
             self.counts[bucket] = self.counts.get(bucket, 0) + count
 
@@ -139,7 +139,7 @@ class Window(msgspec.Struct):
     num_arrived: int = 0
     failures: dict[str, int] = {}
     # By metric, from the due time: latency of good answers; ttft, tpot and itl of streams.
-    metrics: dict[str, Histogram] = {}
+    metrics: dict[str, DurationHistogram] = {}
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     # Good answers that kept every latency limit of the SLO.
@@ -152,11 +152,13 @@ class Window(msgspec.Struct):
         return self.num_due - self.num_good
 
     def copy(self) -> Window:
-        metrics = {name: Histogram(dict(each.counts)) for name, each in self.metrics.items()}
+        metrics = {
+            name: DurationHistogram(dict(each.counts)) for name, each in self.metrics.items()
+        }
         return msgspec.structs.replace(self, failures=dict(self.failures), metrics=metrics)
 
 
-NO_DURATIONS = Histogram()
+NO_DURATIONS = DurationHistogram()
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -182,7 +184,7 @@ class Interval(msgspec.Struct, frozen=True):
         return max(self.high - self.value, self.value - self.low) / self.value
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class RatioTest(msgspec.Struct, frozen=True):
     """`ratio` is b over a. `p_value`: the probability of such a ratio if b were not worse than a by
     more than the tolerance."""
 
@@ -211,7 +213,7 @@ def add_counts(window: Window, other: Window) -> None:
     for failure, count in other.failures.items():
         window.failures[failure] = window.failures.get(failure, 0) + count
     for metric, histogram in other.metrics.items():
-        window.metrics.setdefault(metric, Histogram()).merge(histogram)
+        window.metrics.setdefault(metric, DurationHistogram()).merge(histogram)
     if other.num_in_slo is not None:
         window.num_in_slo = (window.num_in_slo or 0) + other.num_in_slo
 
@@ -228,10 +230,10 @@ class _Table:
         self._counts = np.fromiter(values, np.int64, sum(sizes))
         self._num_windows = len(parts)
 
-    def whole(self) -> Histogram:
+    def whole(self) -> DurationHistogram:
         sums = np.bincount(self._buckets, self._counts).astype(np.int64)
         filled = np.flatnonzero(sums)
-        return Histogram(dict(zip(filled.tolist(), sums[filled].tolist(), strict=True)))
+        return DurationHistogram(dict(zip(filled.tolist(), sums[filled].tolist(), strict=True)))
 
     def totals(self) -> Array:
         """Return the number of durations by window."""
@@ -248,7 +250,7 @@ class _Table:
         return np.bincount(self._owners, parts, self._num_windows)
 
 
-def histogram(windows: Sequence[Window], metric: str = "latency") -> Histogram:
+def histogram(windows: Sequence[Window], metric: str = "latency") -> DurationHistogram:
     """Merge the histograms of all windows."""
     return _Table(windows, metric).whole()
 
@@ -408,7 +410,7 @@ def _levels(share: float) -> list[float]:
 
 def compare(
     a: Sequence[Window], b: Sequence[Window], metric: str, percent: float, tolerance: float = 0.0
-) -> Comparison:
+) -> RatioTest:
     """Test whether b is slower than a by more than `tolerance` (0.05: 5 %) and chance."""
     return _compared(
         percentile_interval(a, metric, percent),
@@ -420,26 +422,26 @@ def compare(
 
 def compare_throughput(
     a: Sequence[Window], b: Sequence[Window], tolerance: float = 0.0
-) -> Comparison:
+) -> RatioTest:
     """Test whether b has less throughput than a by more than `tolerance` and chance."""
     degrees = (num_batches(len(b)) - 1, num_batches(len(a)) - 1)
     # Lower is worse: swap the sides.
     turned = _compared(throughput_interval(b), throughput_interval(a), degrees, tolerance)
     value, low, high = turned.ratio.value, turned.ratio.low, turned.ratio.high
     ratio = Interval(_inverse(value), _inverse(high), _inverse(low))
-    return Comparison(ratio, turned.p_value, turned.finding)
+    return RatioTest(ratio, turned.p_value, turned.finding)
 
 
 def _inverse(number: float) -> float:
     return 1 / number if number else math.inf
 
 
-def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> Comparison:
+def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> RatioTest:
     """Compare logarithms, each side with the error in the direction that matters: intervals of
     percentiles are not symmetric."""
     is_known = all(0 < side.value < math.inf and side.low >= 0 for side in (a, b))
     if not is_known:
-        return Comparison(Interval(math.nan, math.nan, math.nan), math.nan, "no difference shown")
+        return RatioTest(Interval(math.nan, math.nan, math.nan), math.nan, "no difference shown")
     log_ratio = math.log(b.value / a.value)
     downwards = math.hypot(_log(b.value, b.low), _log(a.high, a.value))
     upwards = math.hypot(_log(b.high, b.value), _log(a.value, a.low))
@@ -450,8 +452,8 @@ def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: flo
     worse = _p_value(log_ratio - margin, _errors(b, a, degrees), degrees)
     better = _p_value(-log_ratio - margin, _errors(a, b, degrees[::-1]), degrees)
     if worse < ALPHA:
-        return Comparison(ratio, worse, "regression")
-    return Comparison(ratio, worse, "improvement" if better < ALPHA else "no difference shown")
+        return RatioTest(ratio, worse, "regression")
+    return RatioTest(ratio, worse, "improvement" if better < ALPHA else "no difference shown")
 
 
 def _log(high: float, low: float) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.benchmark.stats import (
     NO_DURATIONS,
-    Histogram,
+    DurationHistogram,
     Window,
     histogram,
     merged,
@@ -82,7 +82,7 @@ def _groups(windows: Sequence[Window], num: int) -> list[Window]:
     return [merged(windows[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
 
 
-def _latency(window: Window) -> Histogram:
+def _latency(window: Window) -> DurationHistogram:
     return window.metrics.get("latency", NO_DURATIONS)
 
 

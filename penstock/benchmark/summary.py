@@ -14,7 +14,7 @@ import msgspec
 from penstock import slo as promises
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.results import Level, Run
+from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.targets import Counters
 from penstock.slo import Goodput, Latency, Slo
@@ -91,7 +91,7 @@ class Figures:
         return max(self.utilisation.items(), key=lambda item: item[1], default=None)
 
 
-def figures_of(run: Run, level: Level) -> Figures:
+def figures_of(run: BenchRun, level: Level) -> Figures:
     windows, limits = level.windows, slo_of(run)
     failures: dict[str, int] = {}
     for window in windows:
@@ -162,7 +162,7 @@ def breakdown_of(level: Level) -> Breakdown | None:
     )
 
 
-def utilisation_of(run: Run, level: Level) -> dict[str, float]:
+def utilisation_of(run: BenchRun, level: Level) -> dict[str, float]:
     """Return means over the level. The machine counts only if the server runs on it."""
     found: dict[str, float] = {}
     if run.environment.is_server_local and level.system:
@@ -188,7 +188,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def slo_of(run: Run) -> Slo | None:
+def slo_of(run: BenchRun) -> Slo | None:
     return promises.parse(run.slo) if run.slo else None
 
 
@@ -196,7 +196,7 @@ def label_of(level: Level) -> str:
     return pacer.label(level.load)
 
 
-def in_order(run: Run) -> Run:
+def in_order(run: BenchRun) -> BenchRun:
     """Return the run with its levels from low load to high, if they are of one kind: a search goes
     up and down."""
     if len({type(level.load) for level in run.levels}) != 1:

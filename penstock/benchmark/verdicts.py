@@ -36,7 +36,7 @@ FAR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class IntervalVerdict:
     """One term and its measured interval."""
 
     term: Term
@@ -102,9 +102,9 @@ def _num_in_time(window: Window, slo: Slo) -> float | None:
     return window.metrics["latency"].num_below(bounds["latency"])
 
 
-def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
+def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[IntervalVerdict, ...]:
     """Judge each term."""
-    return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
+    return tuple(IntervalVerdict(term, measured.get(term.name)) for term in slo.terms)
 
 
 def of_each_request(slo: Slo) -> Slo:

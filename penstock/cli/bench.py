@@ -20,8 +20,8 @@ from penstock.system.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.benchmark.ci_gate import Check
-    from penstock.benchmark.plan import Plan
-    from penstock.benchmark.results import Run
+    from penstock.benchmark.plan import BenchPlan
+    from penstock.benchmark.results import BenchRun
 
 
 @click.command(
@@ -69,11 +69,11 @@ def bench(ctx: click.Context, source: str, options: BenchOptions, outputs: Table
     sys.exit(_conclude(runs, checks, is_judged, options.gate, outputs))
 
 
-def _measure(plans: Sequence[Plan], outputs: TableOutputs) -> list[Run]:
+def _measure(plans: Sequence[BenchPlan], outputs: TableOutputs) -> list[BenchRun]:
     from penstock.api import bench as api
     from penstock.report.live import Live
 
-    def keep(run: Run) -> None:
+    def keep(run: BenchRun) -> None:
         """Save the run so far, so that it survives a crash. A full disk does not stop the
         measurement; `_show` tries again and reports it."""
         with contextlib.suppress(ConfigError):
@@ -85,7 +85,7 @@ def _measure(plans: Sequence[Plan], outputs: TableOutputs) -> list[Run]:
         return api.measure(plans, watch, keep)
 
 
-def _show(runs: Sequence[Run], outputs: TableOutputs) -> None:
+def _show(runs: Sequence[BenchRun], outputs: TableOutputs) -> None:
     from penstock.api import bench as api
     from penstock.api import terminal
 
@@ -104,7 +104,7 @@ def _show(runs: Sequence[Run], outputs: TableOutputs) -> None:
 
 
 def _conclude(
-    runs: Sequence[Run],
+    runs: Sequence[BenchRun],
     checks: Sequence[Check],
     is_judged: bool,
     is_gate: bool,

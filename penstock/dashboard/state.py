@@ -16,7 +16,7 @@ from penstock.wire.documented import TensorDescription
 from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
 
 if TYPE_CHECKING:
-    from penstock.llm.text_model import TextModel
+    from penstock.llm.language_model import LanguageModel
     from penstock.protocols.v2_routes import V2Routes
     from penstock.serving.catalog import Catalog
     from penstock.serving.served import Served
@@ -124,7 +124,7 @@ def _key(catalog: Catalog, model: Served) -> CallKey:
 
 def _has_chat(model: Served) -> bool:
     is_loaded = model.config.backend == LLM and model.is_ready
-    return is_loaded and cast("TextModel", model).vocabulary.has_template
+    return is_loaded and cast("LanguageModel", model).vocabulary.has_template
 
 
 def _has_few_labels(spec: TensorSpec) -> bool:

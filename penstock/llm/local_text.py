@@ -15,8 +15,8 @@ import msgspec
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, NotReady, PenstockError
 from penstock.llm.generation import Generation, Totals
+from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
-from penstock.llm.text_model import TextModel
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
 
@@ -71,8 +71,8 @@ class LocalTextModel:
         asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
         self._end_loop()
 
-    async def _start(self) -> TextModel:
-        model = TextModel(self.config)
+    async def _start(self) -> LanguageModel:
+        model = LanguageModel(self.config)
         try:
             await model.start()
         except BaseException:
@@ -90,7 +90,7 @@ class LocalTextModel:
 class _Answer:
     """One request on the model's loop. Ends `pieces` with None or an error, exactly once."""
 
-    model: TextModel
+    model: LanguageModel
     asked: ChatRequest | CompletionRequest
     pieces: queue.SimpleQueue[str | PenstockError | None] = field(default_factory=queue.SimpleQueue)
     generation: Generation | None = None
@@ -108,7 +108,7 @@ class _Answer:
 
     def give_up(self) -> None:
         if self.generation is not None and not self.is_ended:
-            self.model.give_up(self.generation)
+            self.model.cancel(self.generation)
 
     # Receives the tokens of the prompt.
 
@@ -121,7 +121,7 @@ class _Answer:
         except PenstockError as error:
             self.failed(error)
             return
-        self.model.generate(self.generation)
+        self.model.submit(self.generation)
 
     # Receives the answer.
 

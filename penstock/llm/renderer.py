@@ -130,7 +130,7 @@ class Renderer:
         self._source = source
         self._limits = limits or TextLimits()
         self._start_life = start_life
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop
         self._numbers = itertools.count()
         self._queues: dict[Lane, deque[Job]] = {lane: deque() for lane in SLOTS}
         self._suspects: deque[Job] = deque()
@@ -146,7 +146,7 @@ class Renderer:
         self._num_deaths = 0
         # Limits the load of a process, then delays the next start after a death.
         self._timer: asyncio.TimerHandle | None = None
-        self._loaded: asyncio.Future[Vocabulary] = self._loop.create_future()
+        self._loaded: asyncio.Future[Vocabulary] | None = None
         self._dead = asyncio.Event()
         self._dead.set()
         self._idle = asyncio.Event()
@@ -156,6 +156,8 @@ class Renderer:
 
     async def start(self) -> Vocabulary:
         """Start the process and return the vocabulary; raise ConfigError if it cannot load."""
+        self._loop = asyncio.get_running_loop()
+        self._loaded = self._loop.create_future()
         self._launch()
         return await self._loaded
 
@@ -167,7 +169,7 @@ class Renderer:
         self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        if not self._loaded.done():
+        if self._loaded is not None:
             self._loaded.cancel()
         self._fail_all(NotReady(f"model '{self.name}' is unloaded"))
         if self._life is None:
@@ -363,7 +365,7 @@ class Renderer:
         if self._timer is not None:
             self._timer.cancel()
         self._is_ready, self._num_deaths = True, 0
-        if not self._loaded.done():
+        if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(vocabulary)
         self._pump()
 
@@ -391,7 +393,7 @@ class Renderer:
         else:
             self._num_deaths += 1
             problem = "; ".join(self._problems) or f"the renderer process {reason} while loading"
-            if not self._loaded.done():
+            if self._loaded is not None and not self._loaded.done():
                 if self._problems or self._num_deaths >= MAX_LOAD_DEATHS:
                     self._loaded.set_exception(ConfigError(self._problems or [problem]))
                     return

@@ -25,8 +25,8 @@ import psutil
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark import plan as bench
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.progress import Progress
-from penstock.benchmark.results import Level, Run
+from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Interval, Window
@@ -326,10 +326,10 @@ class ServedEndpoint:
             return [each for each in found if each]
         return []
 
-    def measured(self, plan: bench.Plan, watch: Watch) -> Run:
+    def measured(self, plan: bench.BenchPlan, watch: Watch) -> BenchRun:
         """Run the bench once; BackendFailed with the server's log if it failed."""
 
-        def told(progress: Progress) -> None:
+        def told(progress: LevelProgress) -> None:
             watch(_told(progress))
 
         meter = CpuMeter()
@@ -370,7 +370,7 @@ class ServedEndpoint:
         self._process.stop(STOP_TIMEOUT_S)
 
 
-def _told(progress: Progress) -> str:
+def _told(progress: LevelProgress) -> str:
     p99 = "" if math.isnan(progress.p99_s) else f", p99 {progress.p99_s * 1e3:.3g} ms"
     return f"{progress.level}, {progress.phase} {progress.elapsed_s:.0f} s{p99}"
 
@@ -510,8 +510,8 @@ def _json(spec: TensorSpec, array: Array) -> object:
     return {"content": {"b64": packed}, "shape": list(np.shape(array))}
 
 
-def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> bench.Plan:
-    return bench.Plan(
+def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> bench.BenchPlan:
+    return bench.BenchPlan(
         endpoint.target(plan),
         endpoint.inputs(plan),
         tuple(loads),
@@ -765,7 +765,7 @@ def _verdicts(rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan)
 
 def _verdict(term: Term, measured: Interval | None) -> Verdict:
     limit, unit = _limit(term)
-    judged = verdicts.Verdict(term, measured)
+    judged = verdicts.IntervalVerdict(term, measured)
     return Verdict(str(term), judged.outcome, measured, limit, unit)
 
 

@@ -146,7 +146,7 @@ def ratio(before: Interval | None, after: Interval | None) -> float | None:
 
 def term(found: Verdict) -> str:
     """Format `p99 12.1 ms (11.8-12.6) < 20 ms`."""
-    return term_text(verdicts.Verdict(promises.parse(found.term).terms[0], found.measured))
+    return term_text(verdicts.IntervalVerdict(promises.parse(found.term).terms[0], found.measured))
 
 
 def metric_of(optimization: Optimization) -> str:

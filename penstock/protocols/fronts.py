@@ -89,7 +89,7 @@ class Trade:
     protocol: str
     # From 1 if there are several fronts of this kind; otherwise 0.
     number: int
-    opening: frames.Open
+    opening: frames.OpenFront
     hang_s: float
     max_text: int
     status_ok: object
@@ -104,7 +104,7 @@ def grpc_trade(
     start_life: StartLife = GRPC_FRONT,
     tls: TlsConfig | None = None,
 ) -> Trade:
-    opening = frames.Open(
+    opening = frames.OpenFront(
         frames.VERSION,
         host,
         config.port,
@@ -119,7 +119,7 @@ def grpc_trade(
 
 
 def http_trade(
-    number: int, opening: frames.Open, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
+    number: int, opening: frames.OpenFront, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
 ) -> Trade:
     hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
     name = f"HTTP front {number}"
@@ -133,10 +133,10 @@ def http_opening(
     gate: Gate,
     logs_requests: bool,
     tls: TlsConfig | None = None,
-) -> frames.Open:
+) -> frames.OpenFront:
     """Make the opening frame, identical for all HTTP fronts; they share the port."""
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
-    return frames.Open(
+    return frames.OpenFront(
         frames.VERSION,
         host,
         port,
@@ -360,7 +360,7 @@ class Session:
     def is_draining(self) -> bool:
         return self._desk.is_draining
 
-    def open(self, frame: frames.Open) -> None:
+    def open(self, frame: frames.OpenFront) -> None:
         fds = [self._requests.fd, self._answers.fd]
         try:
             socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
@@ -463,7 +463,7 @@ class Session:
             return
         for start in range(0, len(data), INLINE_BYTES):
             part = data[start : start + INLINE_BYTES]
-            piece = frames.Piece("body", "UINT8", (len(part),), len(part))
+            piece = frames.TensorHeader("body", "UINT8", (len(part),), len(part))
             parcel = frames.Parcel((piece,), part)
             self._line.send(frames.Forwarded(number, parcel, is_part=True))
 
@@ -544,10 +544,10 @@ class Session:
             self._post(ask.call, await self._desk.answer(ask))
         except PenstockError as error:
             kind, text = type(error).__name__, str(error)[: self.trade.max_text]
-            self._line.send(frames.Answer(ask.call, b"", kind, text))
+            self._line.send(frames.AskReply(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
-            self._line.send(frames.Answer(ask.call, b"", "BackendFailed", "internal error"))
+            self._line.send(frames.AskReply(ask.call, b"", "BackendFailed", "internal error"))
 
     def _post(self, number: int, body: bytes) -> None:
         if not self._is_open:
@@ -556,7 +556,7 @@ class Session:
         def send(parcel: frames.Parcel) -> None:
             is_inline = parcel.offset is None
             self._line.send(
-                frames.Answer(number, parcel.data, parcel=None if is_inline else parcel)
+                frames.AskReply(number, parcel.data, parcel=None if is_inline else parcel)
             )
 
         try:
@@ -708,7 +708,7 @@ class Front:
                     self.pid,
                     extra={"front_pid": self.pid},
                 )
-            case frames.LoadFailed():
+            case frames.StartFailed():
                 self._problems = frame.problems
 
     def _tick(self) -> None:

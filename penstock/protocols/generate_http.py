@@ -34,7 +34,7 @@ from penstock.wire.generate_v2 import AnswerHead
 from penstock.wire.openai_v1 import Choice, Usage
 
 if TYPE_CHECKING:
-    from penstock.llm.text_model import TextModel
+    from penstock.llm.language_model import LanguageModel
 
 log = logging.getLogger("penstock.http")
 
@@ -90,14 +90,14 @@ class GenerateHttp:
 
         Reading(exchange, model, go_on, self._guarded, "text_input").begin([asked.text])
 
-    def _find(self, name: str, version: str) -> TextModel:
+    def _find(self, name: str, version: str) -> LanguageModel:
         model = self._catalog.find(name, version)
         if model.config.backend != LLM:
             raise Unsupported(
                 f"generate is for language models; '{name}' takes tensors: ask "
                 f"/v2/models/{name}/infer"
             )
-        return cast("TextModel", model)
+        return cast("LanguageModel", model)
 
 
 @dataclass(frozen=True, slots=True)

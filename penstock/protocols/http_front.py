@@ -151,7 +151,7 @@ def _names_bytes(request: Request) -> int:
     return total
 
 
-async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
+async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]) -> None:
     """Listen and answer until the core says Stop, let accepted requests finish, then close."""
     sys.setswitchinterval(SWITCH_S)
     if settings.logs_requests:
@@ -173,13 +173,13 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         context = None if files is None else files.load()
         port = await http.start(settings.host, settings.port, shares_port=True, tls=context)
     except ConfigError as error:
-        remote.send(frames.LoadFailed(error.problems))
+        remote.send(frames.StartFailed(error.problems))
         remote.close()
         return
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         reason = listen_problem(error)
-        remote.send(frames.LoadFailed((f"cannot listen on {where} for HTTP: {reason}",)))
+        remote.send(frames.StartFailed((f"cannot listen on {where} for HTTP: {reason}",)))
         remote.close()
         return
     remote.on_drain = http.drain

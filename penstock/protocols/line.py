@@ -198,7 +198,7 @@ class Outbox:
 
     def _pack(self, tensors: Sequence[Tensor]) -> frames.Parcel | None:
         pieces = tuple(
-            [frames.Piece(t.name, t.datatype, tuple(t.shape), len(t.data)) for t in tensors]
+            [frames.TensorHeader(t.name, t.datatype, tuple(t.shape), len(t.data)) for t in tensors]
         )
         nbytes = sum([piece.nbytes for piece in pieces])
         if nbytes <= INLINE_BYTES:

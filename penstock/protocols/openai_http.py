@@ -32,7 +32,7 @@ from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import Choice, Head, Known, Usage
 
 if TYPE_CHECKING:
-    from penstock.llm.text_model import TextModel
+    from penstock.llm.language_model import LanguageModel
     from penstock.llm.token_bytes import Vocabulary
 
 log = logging.getLogger("penstock.http")
@@ -45,7 +45,7 @@ _JSON = b"Content-Type: application/json\r\n"
 
 
 class TextModels(Protocol):
-    def find(self, name: str) -> TextModel:
+    def find(self, name: str) -> LanguageModel:
         """Return a model; raises NotFound or NotReady."""
 
     def known(self) -> Sequence[Known]: ...
@@ -140,7 +140,7 @@ class OpenAiHttp:
         known = self._find(None).vocabulary
         exchange.reply(200, _JSON, (openai_v1.tokenizer_info(known.names, known.template),))
 
-    def _find(self, name: str | None) -> TextModel:
+    def _find(self, name: str | None) -> LanguageModel:
         """Return the named model; without a name, as lm-eval asks for tokens, the only one."""
         if name is None:
             names = [each.name for each in self._models.known()]

@@ -39,7 +39,7 @@ def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
     return kinds
 
 
-Serve = Callable[[socket.socket, frames.Open, Sequence[int]], Coroutine[Any, Any, None]]
+Serve = Callable[[socket.socket, frames.OpenFront, Sequence[int]], Coroutine[Any, Any, None]]
 # Takes the answer to a message: its bytes, and the frame they came with.
 Deliver = Callable[[bytes, frames.Forwarded], None]
 
@@ -101,7 +101,7 @@ class Remote:
         """Return a model; `wants_timings`: answers include the core's timings."""
         return RemoteModel(self, name, version, wants_timings)
 
-    def send(self, frame: frames.Listening | frames.LoadFailed) -> None:
+    def send(self, frame: frames.Listening | frames.StartFailed) -> None:
         self._line.send(frame)
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Remote:
         match frame:
             case frames.InferReply():
                 self._reply(frame)
-            case frames.Answer():
+            case frames.AskReply():
                 self._answer(frame)
             case frames.Forwarded():
                 self._forwarded(frame)
@@ -217,7 +217,7 @@ class Remote:
                 self.on_keys(_keys(frame.keys))
             case frames.Stop():
                 self.stopped.set()
-            case frames.Open():
+            case frames.OpenFront():
                 pass  # Only the first frame, which is read before there is a loop.
 
     def _reply(self, frame: frames.InferReply) -> None:
@@ -266,7 +266,7 @@ class Remote:
             self._outbox.release(offset)
         deliver(data, frame)
 
-    def _answer(self, frame: frames.Answer) -> None:
+    def _answer(self, frame: frames.AskReply) -> None:
         question, body = self._questions.get(frame.call), frame.body
         if frame.parcel is not None:
             (piece,) = unpack(frame.parcel, self._answers)
@@ -311,7 +311,7 @@ def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:
     return Keys({digest: frozenset(scopes) for digest, scopes in sent.items()})
 
 
-def gate_of(settings: frames.Open) -> Gate:
+def gate_of(settings: frames.OpenFront) -> Gate:
     """Rebuild the core's gate from the opening frame."""
     keys = None if settings.keys is None else _keys(settings.keys)
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
@@ -327,10 +327,10 @@ def begin(serve: Serve, run: Callable[[Coroutine[Any, Any, None]], None]) -> Non
         return
     sock.setblocking(False)
     settings = frames.decode_to_front(data)
-    assert isinstance(settings, frames.Open)
+    assert isinstance(settings, frames.OpenFront)
     if settings.version != frames.VERSION:
         text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
-        sock.send(frames.join([frames.encode(frames.LoadFailed((text,)))]))
+        sock.send(frames.join([frames.encode(frames.StartFailed((text,)))]))
         return
     run(serve(sock, settings, fds))
     sys.stdout.flush()

@@ -20,8 +20,8 @@ from msgspec.structs import replace as replace_params
 
 from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
 from penstock.llm.generation import Generation, Totals
+from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED
 from penstock.llm.messages import Logprobs, TokenEvent
-from penstock.llm.text_model import CONTEXT_LENGTH_EXCEEDED
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
@@ -32,7 +32,7 @@ from penstock.types import CANCELLED
 from penstock.wire.openai_v1 import Choice, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from penstock.llm.text_model import TextModel
+    from penstock.llm.language_model import LanguageModel
     from penstock.llm.token_bytes import Stream
 
 _JSON = b"Content-Type: application/json\r\n"
@@ -59,7 +59,7 @@ class Reading:
     meanwhile gets no answer."""
 
     exchange: Exchange
-    model: TextModel
+    model: LanguageModel
     # Called with the tokens of each prompt.
     then: Then
     # Runs that callback later, and answers errors.
@@ -133,7 +133,7 @@ class Job:
     """One parsed request with its tokenized prompts."""
 
     exchange: Exchange
-    model: TextModel
+    model: LanguageModel
     form: Form
     params: SamplingParams
     prompts: Sequence[Prompt]
@@ -174,7 +174,7 @@ def begin(answer: Answer) -> None:
     job.exchange.waiter = answer
     for generation in list(answer.generations):
         if not answer.is_over:
-            model.generate(generation)
+            model.submit(generation)
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
@@ -322,7 +322,7 @@ class Answer:
     def _give_up(self) -> None:
         self.is_over = True
         for generation in self.generations:
-            self._model.give_up(generation)
+            self._model.cancel(generation)
 
     def _note(self, error: PenstockError | None) -> None:
         """Write a line to the access log. A failed stream gets its error's status there, though its

@@ -455,7 +455,7 @@ def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))
 
 
-async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
+async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]) -> None:
     """Listen and answer until the core says Stop, let accepted requests finish, then close."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
     remote = Remote(sock, requests, answers)
@@ -485,7 +485,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     except (RuntimeError, ConfigError) as error:
         reason = str(error)
     if reason:
-        remote.send(frames.LoadFailed((f"cannot listen on {address} for gRPC: {reason}",)))
+        remote.send(frames.StartFailed((f"cannot listen on {address} for gRPC: {reason}",)))
         remote.close()
         return
     await server.start()

@@ -8,7 +8,7 @@ import math
 from penstock import units
 from penstock.benchmark import findings, summary
 from penstock.benchmark.headline import Outcome, headline_of, level_outcome
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Figures
 from penstock.report import bench_figures, bench_table
 from penstock.report.page import Card, Drawn, Remark, drawn, rendered
@@ -77,7 +77,7 @@ LEVEL_PLOTS = {
 MAX_LEVEL_BYTES = 150_000
 
 
-def page(run: Run) -> str:
+def page(run: BenchRun) -> str:
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
     chosen = chosen_level(run, figures)
@@ -106,7 +106,7 @@ def page(run: Run) -> str:
     return rendered("bench.html.jinja", values)
 
 
-def fragment(run: Run) -> str:
+def fragment(run: BenchRun) -> str:
     """Return the heart of the page, for notebooks."""
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
@@ -125,7 +125,7 @@ def fragment(run: Run) -> str:
 
 
 def _drawn_levels(
-    run: Run, figures: list[Figures], chosen: int
+    run: BenchRun, figures: list[Figures], chosen: int
 ) -> list[tuple[int, str, list[Drawn]]]:
     """Draw the levels, beginning with the chosen one and its neighbours, as far as the page has
     room for them."""
@@ -141,7 +141,7 @@ def _drawn_levels(
     return sorted(found, key=lambda each: each[0])
 
 
-def chosen_level(run: Run, figures: list[Figures]) -> int | None:
+def chosen_level(run: BenchRun, figures: list[Figures]) -> int | None:
     """Choose the level whose figures represent the run: the knee; the highest load that keeps the
     SLO (in a search, the one its answer rests on); else the highest throughput."""
     if not figures:
@@ -159,7 +159,7 @@ def chosen_level(run: Run, figures: list[Figures]) -> int | None:
     )
 
 
-def tiles(run: Run, figures: list[Figures]) -> list[Card]:
+def tiles(run: BenchRun, figures: list[Figures]) -> list[Card]:
     """Return the figures of the level that represents the run; first, what came of it."""
     chosen = chosen_level(run, figures)
     if chosen is None:
@@ -188,7 +188,7 @@ def tiles(run: Run, figures: list[Figures]) -> list[Card]:
     return cards
 
 
-def first_tile(run: Run, figures: list[Figures]) -> Card:
+def first_tile(run: BenchRun, figures: list[Figures]) -> Card:
     """Say at which rate the SLO is kept or missed; without an SLO, the highest throughput."""
     outcome = headline_of(run).outcome
     if run.max_rate is not None and run.max_rate.rate.value > 0:
@@ -219,14 +219,14 @@ def _stream_value(row: Figures, metric: str) -> str:
     return units.UNKNOWN if measured is None else units.duration(measured["p99"].value)
 
 
-def remarks(run: Run) -> list[Remark]:
+def remarks(run: BenchRun) -> list[Remark]:
     grouped = findings.grouped(findings.find(run))
     return [
         Remark(each[0].severity, each[0].text, bench_table.place_of(run, each)) for each in grouped
     ]
 
 
-def _levels(run: Run, figures: list[Figures]) -> tuple[list[str], list[list[Cell]]]:
+def _levels(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[list[Cell]]]:
     unit = units.unit_of(each.value for row in figures for each in row.latency.values())
     names = [f"{name}, {unit}" for name in summary.PERCENTILES]
     load, loads = summary.short_loads([level.load for level in run.levels])
@@ -250,7 +250,7 @@ def _levels(run: Run, figures: list[Figures]) -> tuple[list[str], list[list[Cell
     return head + (["SLO"] if run.slo else []), rows
 
 
-def _streams(run: Run, figures: list[Figures]) -> tuple[list[str], list[list[Cell]]]:
+def _streams(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[list[Cell]]]:
     if not any(row.streams for row in figures):
         return [], []
     load, loads = summary.short_loads([level.load for level in run.levels])
@@ -271,13 +271,13 @@ def _streams(run: Run, figures: list[Figures]) -> tuple[list[str], list[list[Cel
     return [*head, "tokens in/s", "tokens out/s"], rows
 
 
-def _machine_note(run: Run) -> str:
+def _machine_note(run: BenchRun) -> str:
     if run.environment.is_server_local:
         return "The server runs on it too: its work is in these lines."
     return "The server runs elsewhere: its work is not in these lines."
 
 
-def _record(run: Run) -> dict[str, str]:
+def _record(run: BenchRun) -> dict[str, str]:
     target, machine = run.target, run.environment
     cores, memory = units.count(machine.num_cores, "core"), units.size(machine.memory_bytes)
     known = {

@@ -9,8 +9,8 @@ from penstock import units
 from penstock.benchmark import stats, summary
 from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Load
-from penstock.benchmark.results import Level, Run
-from penstock.benchmark.stats import Histogram
+from penstock.benchmark.results import BenchRun, Level
+from penstock.benchmark.stats import DurationHistogram
 from penstock.benchmark.summary import Figures
 from penstock.report import plots
 from penstock.report.plots import Axis, Bars, Limit, Note, Plot, Series
@@ -51,7 +51,7 @@ SINCE = "seconds since measuring began"
 RATE = "good answers per second"
 
 
-def run_plots(run: Run, figures: Sequence[Figures]) -> dict[str, Plot | None]:
+def run_plots(run: BenchRun, figures: Sequence[Figures]) -> dict[str, Plot | None]:
     """Return the plots of all levels together, by name. None: nothing to draw."""
     return {
         "curve": _curve(run, figures),
@@ -60,7 +60,7 @@ def run_plots(run: Run, figures: Sequence[Figures]) -> dict[str, Plot | None]:
     }
 
 
-def level_plots(run: Run, level: Level) -> dict[str, Plot | None]:
+def level_plots(run: BenchRun, level: Level) -> dict[str, Plot | None]:
     """Return the plots of one level, by name. None: nothing to draw."""
     return {
         "over_time": _over_time(run, level),
@@ -70,7 +70,7 @@ def level_plots(run: Run, level: Level) -> dict[str, Plot | None]:
     }
 
 
-def limits(run: Run, metric: str = "latency") -> list[Latency]:
+def limits(run: BenchRun, metric: str = "latency") -> list[Latency]:
     """Return the limits that the SLO sets for a metric."""
     slo = summary.slo_of(run)
     terms = () if slo is None else slo.terms
@@ -85,7 +85,7 @@ def limit_lines(axis: str, terms: Sequence[Latency]) -> tuple[Limit, ...]:
     )
 
 
-def _curve(run: Run, figures: Sequence[Figures]) -> Plot | None:
+def _curve(run: BenchRun, figures: Sequence[Figures]) -> Plot | None:
     """Plot latency against throughput, in order of growing load."""
     if len(figures) < 2:
         return None
@@ -107,7 +107,7 @@ def curve_plot(
     )
 
 
-def curve_series(run: Run, name: str, percentile: str, colour: str) -> Series:
+def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Series:
     """Return a percentile of each level against its throughput, from low load to high."""
     loads = [level.load for level in run.levels]
     named = dict(zip(map(id, run.levels), summary.short_loads(loads)[1], strict=True))
@@ -132,7 +132,7 @@ def curve_series(run: Run, name: str, percentile: str, colour: str) -> Series:
     )
 
 
-def _knee(run: Run, figures: Sequence[Figures]) -> tuple[list[Series], tuple[Note, ...]]:
+def _knee(run: BenchRun, figures: Sequence[Figures]) -> tuple[list[Series], tuple[Note, ...]]:
     knee = run.knee
     if knee is None or not 0 <= knee.level < len(figures):
         return [], ()
@@ -150,7 +150,9 @@ def nines(percent: float) -> float:
     return -math.log10(1 - percent / 100)
 
 
-def cdf_series(histogram: Histogram, name: str, colour: str, dash: str = "") -> Series | None:
+def cdf_series(
+    histogram: DurationHistogram, name: str, colour: str, dash: str = ""
+) -> Series | None:
     """Return a distribution up to the last percentile with at least one request beyond; None if it
     is empty."""
     total = histogram.total
@@ -184,7 +186,7 @@ def cdf_plot(
     )
 
 
-def _cdf(run: Run) -> Plot | None:
+def _cdf(run: BenchRun) -> Plot | None:
     found = [
         cdf_series(stats.histogram(level.windows, "latency"), summary.label_of(level), colour)
         for level, colour in zip(run.levels, plots.ramp(max(1, len(run.levels))), strict=False)
@@ -281,12 +283,12 @@ def _mean_phases(samples: Sequence[TimingSample]) -> dict[str, float]:
     return found
 
 
-def _over_time(run: Run, level: Level) -> Plot | None:
+def _over_time(run: BenchRun, level: Level) -> Plot | None:
     windows = level.windows
     if not windows:
         return None
     middles = tuple(window.start_s + window.length_s / 2 for window in windows)
-    empty = Histogram({})
+    empty = DurationHistogram({})
     marks: list[Series | Bars] = []
     for name, percent, colour in (("p50", 50.0, MEDIAN_COLOUR), ("p99", 99.0, TAIL_COLOUR)):
         found = [window.metrics.get("latency", empty) for window in windows]
@@ -363,7 +365,7 @@ def _utilisation(level: Level) -> Plot | None:
     )
 
 
-def _streams(run: Run, level: Level) -> Plot | None:
+def _streams(run: BenchRun, level: Level) -> Plot | None:
     found = [
         cdf_series(stats.histogram(level.windows, metric), metric.upper(), colour)
         for metric, colour in STREAM_COLOURS.items()

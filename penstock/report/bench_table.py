@@ -14,7 +14,7 @@ from penstock.benchmark import findings, headline, summary
 from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
 from penstock.benchmark.pacer import Load
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import (
     Breakdown,
     Figures,
@@ -34,7 +34,7 @@ MAX_PLACES = 3
 TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
 
 
-def shown(run: Run) -> Group:
+def shown(run: BenchRun) -> Group:
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
     verdict = headline.headline_of(run)
@@ -55,7 +55,7 @@ def shown(run: Run) -> Group:
     return Group(*parts)
 
 
-def about(run: Run) -> dict[str, str]:
+def about(run: BenchRun) -> dict[str, str]:
     """Describe the target, the model and the inputs."""
     target = run.target
     model = "/".join(part for part in (target.model, target.version) if part)
@@ -70,7 +70,7 @@ def about(run: Run) -> dict[str, str]:
     return found
 
 
-def answers_of(run: Run) -> list[str]:
+def answers_of(run: BenchRun) -> list[str]:
     """Return the answers to the run's question, and the cold start."""
     found = []
     if run.knee is not None:
@@ -88,7 +88,7 @@ def answers_of(run: Run) -> list[str]:
     return found
 
 
-def cold_start_text(run: Run) -> str | None:
+def cold_start_text(run: BenchRun) -> str | None:
     cold = run.cold_start
     if cold is None:
         return None
@@ -97,7 +97,7 @@ def cold_start_text(run: Run) -> str | None:
     return ", ".join(parts) or None
 
 
-def finding_line(run: Run, group: Sequence[Finding]) -> Text:
+def finding_line(run: BenchRun, group: Sequence[Finding]) -> Text:
     place, finding = place_of(run, group), group[0]
     style = SEVERITY_STYLES[finding.severity]
     return Text.assemble(
@@ -105,7 +105,7 @@ def finding_line(run: Run, group: Sequence[Finding]) -> Text:
     )
 
 
-def place_of(run: Run, group: Sequence[Finding]) -> str:
+def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
     """Name the levels that a finding is about; empty when it is about all of them."""
     indices = [each.level for each in group if each.level is not None]
     if not indices or len(run.levels) == 1:

@@ -12,9 +12,9 @@ from rich.text import Text
 from penstock import units
 from penstock.benchmark import stats, summary
 from penstock.benchmark.comparison import (
+    ComparisonRow,
     Named,
     Pair,
-    Row,
     Verdict,
     pair_of,
     ratio_text,
@@ -81,7 +81,7 @@ def _table(pair: Pair) -> RenderableType:
     return made
 
 
-def _with_load_once(pair: Pair) -> Iterator[tuple[str, Row]]:
+def _with_load_once(pair: Pair) -> Iterator[tuple[str, ComparisonRow]]:
     """Yield rows, with the load named in its first row only."""
     for last, row in zip((None, *pair.rows), pair.rows, strict=False):
         is_new = last is None or last.load != row.load or row.figure == "throughput"
@@ -147,7 +147,7 @@ def tiles(pairs: Sequence[Pair]) -> list[Card]:
     return found
 
 
-def _most(pair: Pair, figure: str) -> Row | None:
+def _most(pair: Pair, figure: str) -> ComparisonRow | None:
     """Return the row of a figure that differs most; differences that are shown come first."""
     rows = [row for row in pair.rows if row.figure == figure and row.ratio.value > 0]
     return max(
@@ -157,12 +157,12 @@ def _most(pair: Pair, figure: str) -> Row | None:
     )
 
 
-def _tile(pair: Pair, row: Row, is_named: bool) -> Card:
+def _tile(pair: Pair, row: ComparisonRow, is_named: bool) -> Card:
     name = f"{row.figure}, {pair.other.name}" if is_named else row.figure
     return Card(name, speed_text(row), f"{row.base} → {row.other} at {row.load}")
 
 
-def speed_text(row: Row) -> str:
+def speed_text(row: ComparisonRow) -> str:
     """Format as `1.24 times faster`, or that no difference was shown."""
     if row.verdict == "no difference shown":
         return "no difference"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark.progress import Progress
+from penstock.benchmark.progress import LevelProgress
 from penstock.benchmark.stats import Interval
 
 PHASE_STYLES = {"warm-up": "yellow", "measuring": "green", "draining": "dim"}
@@ -25,7 +25,7 @@ class Live:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._screen: Screen | None = None
-        self._last: Progress | None = None
+        self._last: LevelProgress | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -44,7 +44,7 @@ class Live:
             self._screen.stop()
             self._screen = None
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: LevelProgress) -> None:
         if self._last is not None and _place(self._last) != _place(progress):
             self._end_level()
         self._last = progress
@@ -58,18 +58,18 @@ class Live:
         self._last = None
 
 
-def _place(progress: Progress) -> tuple[int, str]:
+def _place(progress: LevelProgress) -> tuple[int, str]:
     return progress.index, progress.level
 
 
-def _name(progress: Progress) -> str:
+def _name(progress: LevelProgress) -> str:
     if progress.num_levels == 1:
         return progress.level
     of = "" if progress.num_levels is None else f"/{progress.num_levels}"
     return f"[{progress.index}{of}] {progress.level}"
 
 
-def line(progress: Progress) -> Table:
+def line(progress: LevelProgress) -> Table:
     """Render the level as it is now."""
     table = Table.grid(padding=(0, 1), expand=False)
     elapsed = f"{progress.elapsed_s:.0f} s"
@@ -90,7 +90,7 @@ def line(progress: Progress) -> Table:
     return whole
 
 
-def _now(progress: Progress) -> Text:
+def _now(progress: LevelProgress) -> Text:
     parts = [
         f"{units.number(progress.rate)}/s",
         f"p99 {units.duration(progress.p99_s)} now",
@@ -104,7 +104,7 @@ def _now(progress: Progress) -> Text:
     return text
 
 
-def done(progress: Progress) -> Text:
+def done(progress: LevelProgress) -> Text:
     """Render one line for a finished level."""
     measured = progress.interval or Interval(progress.p99_s, float("nan"), float("nan"))
     num_good = progress.num_requests - progress.num_failed

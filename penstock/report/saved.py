@@ -9,7 +9,7 @@ from rich.console import Console
 
 from penstock.benchmark import run_files
 from penstock.benchmark.comparison import Named
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 from penstock.errors import ConfigError
 from penstock.optimizer import optimization_files
 from penstock.optimizer.results import Optimization
@@ -36,7 +36,7 @@ def show(paths: Sequence[Path], html: Path | None, csv: Path | None, console: Co
         run_files.write_text(compare.page(runs), html)
 
 
-def show_run(run: Run, html: Path | None, csv: Path | None, console: Console) -> None:
+def show_run(run: BenchRun, html: Path | None, csv: Path | None, console: Console) -> None:
     console.print(bench_table.shown(run))
     if html is not None:
         run_files.write_text(bench.page(run), html)

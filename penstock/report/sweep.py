@@ -11,12 +11,12 @@ from rich.text import Text
 
 from penstock import units
 from penstock.benchmark import summary
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 
 BAR_WIDTH = 24
 
 
-def shown(runs: Sequence[Run]) -> Group:
+def shown(runs: Sequence[BenchRun]) -> Group:
     """Show a row for each batch size and load; inferences count rows."""
     rows = [(run, summary.figures_of(run, level)) for run in runs for level in run.levels]
     rates = [row.throughput.value * run.batch_size for run, row in rows]
@@ -38,7 +38,7 @@ def shown(runs: Sequence[Run]) -> Group:
     return Group(*parts, table, *problems)
 
 
-def headline(runs: Sequence[Run]) -> str:
+def headline(runs: Sequence[BenchRun]) -> str:
     """Say at which batch size most rows are computed."""
     best_rate, best_size = 0.0, 0
     for run in runs:

@@ -96,7 +96,7 @@ class Dispatcher:
                     waiter.set_result(None)
             self._idle_waiters.clear()
 
-    def instance_ready(self, ready: frames.Ready) -> None:
+    def instance_ready(self, ready: frames.WorkerReady) -> None:
         self.hang_limits.seed(ready.timings)
         self._saturation.note(False, self._clock())
 
@@ -250,7 +250,7 @@ class Dispatcher:
                 self._saturation.note(False, now)
                 if isinstance(frame, frames.Done):
                     self._deliver(instance, batch, frame, now)
-                elif isinstance(frame, frames.Failed):
+                elif isinstance(frame, frames.BatchFailed):
                     self._fail(batch, frame.error, now)
         finally:
             self._is_answering = False
@@ -342,7 +342,7 @@ class Dispatcher:
 
 def _take(instance: Instance, frame: frames.FromWorker) -> RunningBatch | None:
     """Remove the batch that the frame answers from the instance, and return it."""
-    if isinstance(frame, frames.Done | frames.Failed):
+    if isinstance(frame, frames.Done | frames.BatchFailed):
         for index, batch in enumerate(instance.batches):
             if batch.id == frame.batch:
                 del instance.batches[index]

@@ -150,7 +150,7 @@ class Readiness:
 
     # Proofs.
 
-    def _apply_proofs(self, ready: Sequence[frames.Ready]) -> None:
+    def _apply_proofs(self, ready: Sequence[frames.WorkerReady]) -> None:
         """Batch and pad only as far as every instance has proved harmless. No request is queued
         yet."""
         config = self._config
@@ -174,7 +174,7 @@ class Readiness:
             level = logging.INFO if note in proof.notes else logging.WARNING
             log.log(level, "%s/%s: %s", config.name, config.version, note, extra=config.labels)
 
-    def _pad(self, pads: Pads, ready: Sequence[frames.Ready]) -> None:
+    def _pad(self, pads: Pads, ready: Sequence[frames.WorkerReady]) -> None:
         self._planner.pads = pads
         for each in ready:
             for bucket, timings in each.bucket_timings.items():

@@ -154,7 +154,7 @@ class RequestMemory:
         if layout is None:
             batch.num_rows = sum(request.num_rows for request in batch.requests)
             return frames.Dispatch(batch.id, (), requests=self._parts(batch))
-        runs: list[frames.Run] = []
+        runs: list[frames.RowRange] = []
         slab: Slab | None = None
         start = count = 0
         for request in batch.requests:
@@ -164,12 +164,12 @@ class RequestMemory:
                 count += num_rows
             else:
                 if slab is not None:
-                    runs.append(frames.Run(slab.id, start, count))
+                    runs.append(frames.RowRange(slab.id, start, count))
                 slab, start, count = ticket.slab, ticket.row, num_rows
             batch.num_rows += num_rows
             self._pool.dispatched(slab, num_rows)
         assert slab is not None
-        runs.append(frames.Run(slab.id, start, count))
+        runs.append(frames.RowRange(slab.id, start, count))
         parts = self._parts(batch) if self.needs_parts else ()
         return frames.Dispatch(batch.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
 

@@ -163,7 +163,7 @@ class Instance:
         # It is to be replaced: it gets no more batches and stops after its last answer.
         self.is_leaving = False
         self.batches: list[RunningBatch] = []
-        self.ready: frames.Ready | None = None
+        self.ready: frames.WorkerReady | None = None
         self.ready_at = 0.0
         self.started_at = 0.0
         # When it last answered a batch, by the model's clock.
@@ -354,7 +354,7 @@ class Supervisor:
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
-        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof, environment)
+        load = frames.LoadModel(frames.VERSION, config, spill_bytes, self.proof, environment)
         self._send_load(instance, frames.encode(load), (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
@@ -400,7 +400,7 @@ class Supervisor:
 
     def _handle(self, instance: Instance, frame: frames.FromWorker) -> None:
         match frame:
-            case frames.Ready():
+            case frames.WorkerReady():
                 instance.ready = frame
                 instance.is_ready = True
                 instance.ready_at = self._loop.time()
@@ -417,7 +417,7 @@ class Supervisor:
                 if not instance.is_spare:
                     self._listener.instance_ready(instance)
                 self._prepare_spares()
-            case frames.LoadFailed():
+            case frames.StartFailed():
                 instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)

@@ -216,7 +216,7 @@ class Worker:
     def __init__(
         self,
         channel: Channel,
-        on_load: Callable[[frames.Load], None] | None = None,
+        on_load: Callable[[frames.LoadModel], None] | None = None,
         on_ready: Callable[[], None] | None = None,
         die: Callable[[], None] | None = None,
     ) -> None:
@@ -255,7 +255,7 @@ class Worker:
         elif isinstance(frame, frames.MapSlab):
             assert self._memory is not None
             self._pin(self._memory.map_slab(frame.slab, frame.nbytes, fds[0]))
-        elif isinstance(frame, frames.Load):
+        elif isinstance(frame, frames.LoadModel):
             return self._load(frame, fds)
         elif isinstance(frame, frames.Stop):
             self._end_answers()
@@ -270,10 +270,10 @@ class Worker:
         if self._memory is not None:
             self._memory.close()
 
-    def _load(self, frame: frames.Load, fds: Sequence[int]) -> bool:
+    def _load(self, frame: frames.LoadModel, fds: Sequence[int]) -> bool:
         if frame.version != frames.VERSION:
             text = f"the core speaks frames version {frame.version}, this worker {frames.VERSION}"
-            self._channel.send(frames.LoadFailed((text,)))
+            self._channel.send(frames.StartFailed((text,)))
             return False
         began = time.perf_counter()
         try:
@@ -287,7 +287,7 @@ class Worker:
             timings, bucket_timings = warm_up_all(config, runner, proof)
             warm_up_as_asked(config, runner)
         except BaseException as error:  # Any exception of the model's code is the answer to Load.
-            self._channel.send(frames.LoadFailed(_load_problems(error, frame.model)))
+            self._channel.send(frames.StartFailed(_load_problems(error, frame.model)))
             return False
         if self._on_ready is not None:
             self._on_ready()
@@ -301,7 +301,7 @@ class Worker:
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
             self._answerer.start()
         self._channel.send(
-            frames.Ready(
+            frames.WorkerReady(
                 frames.VERSION,
                 time.perf_counter() - began,
                 dict(runner.built()),
@@ -322,10 +322,10 @@ class Worker:
         if self._die is not None and isinstance(runner, PinsMemory):
             runner.pin(memory)
 
-    def _failed(self, batch: int, error: BaseException) -> frames.Failed:
+    def _failed(self, batch: int, error: BaseException) -> frames.BatchFailed:
         """Return the answer for a batch that failed. If the error lost the GPU, exit instead: the
         core then finds the culprit by running the requests again, each alone."""
-        answer = frames.Failed(batch, _explain(error))
+        answer = frames.BatchFailed(batch, _explain(error))
         assert self._runner is not None
         model: object = model_in(self._runner)
         if self._die is not None and isinstance(model, MayBeLost) and model.is_lost():
@@ -356,12 +356,14 @@ class Worker:
             self._watched = None
             self._channel.send(frames.Leaving(reason))
 
-    def _leave_if_full(self, answer: frames.Done | frames.Failed) -> None:
+    def _leave_if_full(self, answer: frames.Done | frames.BatchFailed) -> None:
         """Ask to be replaced if memory is exhausted; before the answer is sent, so that no batch
         follows it. Invariant: the exceptions of the batch are gone."""
         if self._memory_limit is None:
             return
-        errors = (answer.error,) if isinstance(answer, frames.Failed) else answer.errors.values()
+        errors = (
+            (answer.error,) if isinstance(answer, frames.BatchFailed) else answer.errors.values()
+        )
         reason = self._memory_limit.restart_reason(errors)
         if reason:
             self._memory_limit = None
@@ -383,13 +385,13 @@ class Worker:
 
     def _answer(self, begun: Begun) -> None:
         try:
-            answer: frames.Done | frames.Failed = self._finish(begun)
+            answer: frames.Done | frames.BatchFailed = self._finish(begun)
         except BaseException as error:  # Any exception of the model is answered.
             answer = self._failed(begun.frame.batch, error)
         self._leave_if_full(answer)
         self._send(answer)
 
-    def _send(self, answer: frames.Done | frames.Failed) -> None:
+    def _send(self, answer: frames.Done | frames.BatchFailed) -> None:
         try:
             self._channel.send(answer)
         except OSError as error:
@@ -398,7 +400,7 @@ class Worker:
             assert self._memory is not None
             self._memory.release([extent.offset for part in answer.outputs for extent in part])
             text = f"the answer's description does not fit a frame: {error.strerror}"
-            self._channel.send(frames.Failed(answer.batch, text))
+            self._channel.send(frames.BatchFailed(answer.batch, text))
 
     def _begin(self, frame: frames.Dispatch) -> Begun:
         assert self._runner is not None
@@ -521,7 +523,7 @@ class Worker:
         self,
         frame: frames.Dispatch,
         part: frames.RequestPart,
-        place: frames.Run | None,
+        place: frames.RowRange | None,
         outputs: Outputs,
     ) -> Values:
         """Store one request's outputs in its slab rows; return those without a column there."""
@@ -593,7 +595,7 @@ def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
     )
 
 
-def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
+def _places(frame: frames.Dispatch) -> Iterator[frames.RowRange | None]:
     """Yield the slab rows of each request, which are always in one run; None if the batch is not in
     slabs."""
     runs = iter(frame.runs)
@@ -605,7 +607,7 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
         if left == 0:
             run = next(runs)
             slab, row, left = run.slab, run.row, run.count
-        yield frames.Run(slab, row, part.num_rows)
+        yield frames.RowRange(slab, row, part.num_rows)
         row += part.num_rows
         left -= part.num_rows
 
@@ -736,7 +738,7 @@ def _explain(error: BaseException) -> str:
     return describe_error(error)[:MAX_ERROR_CHARS]
 
 
-def _prepare(load: frames.Load) -> None:
+def _prepare(load: frames.LoadModel) -> None:
     """Set up logging and environment for the model, before any of its code runs."""
     logs.describe(load.model.name, load.model.version)
     os.environ.update(load.environment)
@@ -758,7 +760,7 @@ def main() -> None:
     except BaseException as error:  # Errors outside of batches end the worker.
         log.error("the worker failed", exc_info=error)
         with contextlib.suppress(OSError):
-            channel.send(frames.LoadFailed((f"the worker failed: {describe_error(error)}",)))
+            channel.send(frames.StartFailed((f"the worker failed: {describe_error(error)}",)))
         os._exit(1)
     channel.close()
     sys.stdout.flush()

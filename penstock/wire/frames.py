@@ -5,12 +5,12 @@ bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exc
 must match. Fields with a default may be added at the end, and frames for a new kind of process; any
 other change increments the version.
 Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
-the first, Open, is sent alone.
+the first, OpenFront, is sent alone.
 
-    core → worker   Load, Enclosed, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
-    worker → core   Ready, LoadFailed, Done, Failed, Leaving, StreamResponse, Upcall
-    core → front    Open, SetKeys, InferReply, Answer, Forwarded, Ping, Drain, Stop
-    front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Forward, Pong
+    core → worker   LoadModel, Enclosed, MapSlab, Dispatch, Release, Stop
+    worker → core   WorkerReady, StartFailed, Done, BatchFailed, Leaving
+    core → front    OpenFront, SetKeys, InferReply, AskReply, Forwarded, Ping, Drain, Stop
+    front → core    Listening, StartFailed, Infer, Cancel, Release, Ask, Forward, Pong
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.types import Parameter
 VERSION = 1
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
-# A Load that is larger travels as Enclosed: buffers of sockets are this large on any system.
+# A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
 MAX_LOAD_BYTES = 1 << 16
 
 
@@ -44,7 +44,7 @@ class Extent(Frame, tag="e"):
     nbytes: int
 
 
-class Run(Frame, tag="r"):
+class RowRange(Frame, tag="r"):
     """`count` rows of one slab, starting at `row`."""
 
     slab: int
@@ -75,7 +75,7 @@ class Proof(Frame, tag="prf"):
     notes: tuple[str, ...] = ()
 
 
-class Load(Frame, tag="load"):
+class LoadModel(Frame, tag="load"):
     """First frame to a worker, with two descriptors: input spill, output spill. With a `proof`, the
     trial runs are skipped."""
 
@@ -88,7 +88,7 @@ class Load(Frame, tag="load"):
 
 
 class Enclosed(Frame, tag="seg"):
-    """A Load of any size: its bytes lie in a segment, whose descriptor comes after the Load's."""
+    """A LoadModel of any size: its bytes lie in a segment, whose descriptor comes last."""
 
     nbytes: int
 
@@ -105,7 +105,7 @@ class Dispatch(Frame, tag="run"):
     that fixes the layout) or, if `runs` is empty, the extents of `requests`."""
 
     batch: int
-    runs: tuple[Run, ...]
+    runs: tuple[RowRange, ...]
     row_shapes: tuple[tuple[int, ...], ...] = ()
     capacity: int = 0
     requests: tuple[RequestPart, ...] = ()
@@ -118,18 +118,11 @@ class Release(Frame, tag="rel"):
     offsets: tuple[int, ...]
 
 
-class CancelRequests(Frame, tag="can"):
-    """The clients of these requests of a running batch are gone."""
-
-    batch: int
-    requests: tuple[int, ...]
-
-
 class Stop(Frame, tag="stop"):
     """Finish the running work and exit."""
 
 
-class Ready(Frame, tag="rdy"):
+class WorkerReady(Frame, tag="rdy"):
     """Loaded, tried out and warmed up. `built` is how the backend resolved its options; `timings`
     maps each batch size of the ladder to its warm duration in seconds, `bucket_timings` the same
     for each bucket of padded models."""
@@ -143,7 +136,7 @@ class Ready(Frame, tag="rdy"):
     bucket_timings: dict[int, dict[int, float]] = {}
 
 
-class LoadFailed(Frame, tag="bad"):
+class StartFailed(Frame, tag="bad"):
     """A worker could not load, or a front could not listen."""
 
     problems: tuple[str, ...]
@@ -163,7 +156,7 @@ class Done(Frame, tag="ok"):
     invalid: tuple[int, ...] = ()
 
 
-class Failed(Frame, tag="err"):
+class BatchFailed(Frame, tag="err"):
     """The whole batch failed in the model; the worker itself is healthy."""
 
     batch: int
@@ -176,32 +169,7 @@ class Leaving(Frame, tag="bye"):
     reason: str
 
 
-class StreamResponse(Frame, tag="str"):
-    """One of several answers to request `index` of the batch."""
-
-    batch: int
-    index: int
-    outputs: tuple[Extent, ...]
-    is_final: bool
-
-
-class Upcall(Frame, tag="up"):
-    """A model calls another model."""
-
-    call: int
-    model_name: str
-    model_version: str
-    request: RequestPart
-
-
-class UpcallReply(Frame, tag="upr"):
-    call: int
-    outputs: tuple[Extent, ...]
-    error: str = ""
-    is_final: bool = True
-
-
-class Piece(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
+class TensorHeader(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
     """Description of one tensor in a parcel. Hashable: equal tensors share a key."""
 
     name: str
@@ -214,12 +182,12 @@ class Parcel(Frame, tag="pcl"):
     """The tensors of one request or answer, contiguous: at `offset` of the sender's segment, or in
     the frame itself if they are small."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TensorHeader, ...] = ()
     data: bytes = b""
     offset: int | None = None
 
 
-class Open(Frame, tag="open"):
+class OpenFront(Frame, tag="open"):
     """First frame to a front, with two descriptors: the segments for requests and answers."""
 
     version: int
@@ -241,7 +209,7 @@ class Open(Frame, tag="open"):
 
 
 class SetKeys(Frame, tag="keys"):
-    """The API keys have changed; `keys` as in Open."""
+    """The API keys have changed; `keys` as in OpenFront."""
 
     keys: dict[bytes, tuple[str, ...]]
 
@@ -353,7 +321,7 @@ class Ask(Frame, tag="ask"):
     key: bytes = b""
 
 
-class Answer(Frame, tag="ans"):
+class AskReply(Frame, tag="ans"):
     """JSON; for `model_config` a serialized protobuf. A long body is in shared memory, as the one
     piece of `parcel`, until a Release."""
 
@@ -378,10 +346,10 @@ class Drain(Frame, tag="drn"):
     """The server is shutting down: close each connection after its next answer."""
 
 
-ToWorker = Load | Enclosed | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
-FromWorker = Ready | LoadFailed | Done | Failed | Leaving | StreamResponse | Upcall
-FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Forward | Pong
-ToFront = Open | SetKeys | InferReply | Answer | Forwarded | Ping | Drain | Stop
+ToWorker = LoadModel | Enclosed | MapSlab | Dispatch | Release | Stop
+FromWorker = WorkerReady | StartFailed | Done | BatchFailed | Leaving
+FromFront = Listening | StartFailed | Infer | Cancel | Release | Ask | Forward | Pong
+ToFront = OpenFront | SetKeys | InferReply | AskReply | Forwarded | Ping | Drain | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock import slo as promises
-from penstock.benchmark.exchange import Collector, Exchange, Stream
+from penstock.benchmark.exchange import Collector, StreamTimes, TimedExchange
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, due_times
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.results import (
+    BenchRun,
     ColdStart,
     Environment,
     GeneratorUse,
     Knee,
     Level,
     MaxRate,
-    Run,
     SystemSample,
     WarmUp,
 )
-from penstock.benchmark.stats import Histogram, Interval
+from penstock.benchmark.stats import DurationHistogram, Interval
 from penstock.benchmark.targets import Counters, Description
 from penstock.data import Origin
 
@@ -53,7 +53,7 @@ class Server:
 class Simulation:
     """What became of a load; `busy_s` and `waited_s` are sums over requests."""
 
-    exchanges: list[Exchange]
+    exchanges: list[TimedExchange]
     busy_s: float = 0.0
     waited_s: float = 0.0
 
@@ -72,7 +72,7 @@ def simulate(server: Server, load: Load, span_s: float, seed: int = 0) -> Simula
         if begin >= server.stall_at_s and begin < server.stall_at_s + server.stall_s:
             begin = server.stall_at_s + server.stall_s
         end = begin + took_s
-        exchange = Exchange(START + due, None, lambda _: None)
+        exchange = TimedExchange(START + due, None, lambda _: None)
         exchange.sent = exchange.due
         _add_tokens(server, exchange, end, random)
         last = exchange.stream.times[-1] - START if exchange.stream else end
@@ -91,11 +91,11 @@ def simulate(server: Server, load: Load, span_s: float, seed: int = 0) -> Simula
 
 
 def _add_tokens(
-    server: Server, exchange: Exchange, first: float, random: np.random.Generator
+    server: Server, exchange: TimedExchange, first: float, random: np.random.Generator
 ) -> None:
     if not server.num_tokens:
         return
-    stream = exchange.stream = Stream()
+    stream = exchange.stream = StreamTimes()
     num = max(2, int(random.poisson(server.num_tokens)))
     gaps = server.token_s * random.lognormal(0.0, 0.3, num - 1)
     stream.times = [START + first, *(START + first + np.cumsum(gaps)).tolist()]
@@ -172,8 +172,8 @@ def level(
     )
 
 
-def histogram(seconds: Sequence[float]) -> Histogram:
-    made = Histogram({})
+def histogram(seconds: Sequence[float]) -> DurationHistogram:
+    made = DurationHistogram({})
     made.add(np.asarray(seconds))
     return made
 
@@ -210,9 +210,9 @@ def _system(server: Server, made: Simulation, span_s: float) -> list[SystemSampl
     ]
 
 
-def run(levels: Sequence[Level], slo: str = "") -> Run:
+def run(levels: Sequence[Level], slo: str = "") -> BenchRun:
     """Of a v2 server on this machine with real inputs; tests change what they are about."""
-    return Run(
+    return BenchRun(
         target=Description(
             protocol="v2 HTTP, binary",
             address="http://127.0.0.1:8000/v2/models/digits",
@@ -247,7 +247,7 @@ def run(levels: Sequence[Level], slo: str = "") -> Run:
     )
 
 
-def sweep(slo: str = "") -> Run:
+def sweep(slo: str = "") -> BenchRun:
     """Closed loop, 1 to 64 clients of 4 instances, with its knee."""
     made = run(
         [level(Closed(2**power), seed=power, slo=slo, span_s=5.0) for power in range(7)], slo
@@ -256,11 +256,13 @@ def sweep(slo: str = "") -> Run:
     return made
 
 
-def open_loop(rate: float = 400.0, slo: str = "p99 < 20ms", server: Server | None = None) -> Run:
+def open_loop(
+    rate: float = 400.0, slo: str = "p99 < 20ms", server: Server | None = None
+) -> BenchRun:
     return run([level(Open(Flat(rate)), server, slo=slo)], slo)
 
 
-def max_rate() -> Run:
+def max_rate() -> BenchRun:
     """A search: rates in the order in which they were tried."""
     slo = "p99 < 20ms"
     rates = (200.0, 400.0, 800.0, 1100.0, 900.0, 850.0)
@@ -269,7 +271,7 @@ def max_rate() -> Run:
     return made
 
 
-def streams(slo: str = "p99 ttft < 200ms") -> Run:
+def streams(slo: str = "p99 ttft < 200ms") -> BenchRun:
     """An LLM: tokens, and no account of its server."""
     server = Server(num_instances=8, median_s=0.06, spread=0.3, num_tokens=60)
     levels = [level(Open(Flat(rate)), server, 20.0, seed=5, slo=slo) for rate in (10.0, 40.0, 80.0)]
@@ -281,7 +283,7 @@ def streams(slo: str = "p99 ttft < 200ms") -> Run:
     return made
 
 
-def partial() -> Run:
+def partial() -> BenchRun:
     """A server that refused some and was gone before the end."""
     made = open_loop(300.0, server=Server(fail_share=0.04))
     made.levels[0].ending = "lost"
@@ -289,7 +291,7 @@ def partial() -> Run:
     return made
 
 
-def empty() -> Run:
+def empty() -> BenchRun:
     """Interrupted before the first level was measured."""
     made = run([], "p99 < 20ms")
     made.is_partial, made.problem = True, "interrupted"

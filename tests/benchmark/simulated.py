@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from penstock.benchmark.exchange import Columns
+from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.pacer import due_times
 from penstock.benchmark.recorder import Recorder
 
@@ -16,7 +16,7 @@ def columns(due, done, sent=None, failed=None, failures=(), **streams):
         name: np.asarray(column, np.int64 if name.startswith("num") else np.float64).tobytes()
         for name, column in streams.items()
     }
-    return Columns(
+    return ExchangeColumns(
         np.asarray(due, np.float64).tobytes(),
         np.asarray(due if sent is None else sent, np.float64).tobytes(),
         np.asarray(done, np.float64).tobytes(),

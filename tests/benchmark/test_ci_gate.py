@@ -10,17 +10,17 @@ from made_runs import Server
 from penstock import slo
 from penstock.benchmark.ci_gate import Check, checks
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.results import MaxRate, Run
+from penstock.benchmark.results import BenchRun, MaxRate
 from penstock.benchmark.stats import Interval
 
 LOAD = Open(Flat(100.0))
 
 
-def run_of(median_s: float, load: Load = LOAD, seed: int = 0) -> Run:
+def run_of(median_s: float, load: Load = LOAD, seed: int = 0) -> BenchRun:
     return made_runs.run([made_runs.level(load, Server(median_s=median_s), 20.0, seed)])
 
 
-def judged(run: Run, text: str = "", baseline: Run | None = None) -> list[Check]:
+def judged(run: BenchRun, text: str = "", baseline: BenchRun | None = None) -> list[Check]:
     return checks(run, slo.parse(text) if text else None, baseline, 0.05)
 
 

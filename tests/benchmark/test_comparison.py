@@ -10,24 +10,24 @@ from benchmark.made_runs import Server
 from penstock.benchmark import comparison
 from penstock.benchmark.comparison import Named, Pair
 from penstock.benchmark.pacer import Closed, Flat, Open
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 from penstock.benchmark.stats import Interval
 
 LOADS = (Closed(1), Closed(8))
 
 
-def measured(median_s: float = 0.004, seed: int = 0) -> Run:
+def measured(median_s: float = 0.004, seed: int = 0) -> BenchRun:
     server = Server(median_s=median_s)
     return made_runs.run([made_runs.level(load, server, seed=seed) for load in LOADS])
 
 
-def brief(seed: int) -> Run:
+def brief(seed: int) -> BenchRun:
     loads = (Closed(2), Open(Flat(600.0)))
     levels = [made_runs.level(load, span_s=3.0, seed=2 * seed + i) for i, load in enumerate(loads)]
     return made_runs.run(levels)
 
 
-def pair(base: Run, other: Run) -> Pair:
+def pair(base: BenchRun, other: BenchRun) -> Pair:
     return comparison.pair_of(Named("a.json", base), Named("b.json", other))
 
 

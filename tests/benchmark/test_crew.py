@@ -14,7 +14,7 @@ from null_models import make
 from waiting import until
 
 from penstock.benchmark import generator
-from penstock.benchmark.crew import Crew
+from penstock.benchmark.crew import GeneratorPool
 from penstock.benchmark.exchange import floats
 from penstock.benchmark.messages import (
     Answer,
@@ -22,13 +22,13 @@ from penstock.benchmark.messages import (
     Count,
     Counted,
     Ended,
+    GeneratorReport,
     Go,
-    Prepare,
-    Prepared,
-    Progress,
+    LoadPrepared,
+    PrepareLoad,
     Question,
     SetUp,
-    Stop,
+    StopLoad,
     encode,
 )
 from penstock.benchmark.pacer import Closed, Flat, Open
@@ -44,13 +44,13 @@ def setup(address: object, index: int = 0, num_processes: int = 1) -> SetUp:
     return SetUp(target, InputSpec(), index, num_processes, is_first=index == 0)
 
 
-Scenario = Callable[[Crew, list[Progress]], Coroutine[None, None, None]]
+Scenario = Callable[[GeneratorPool, list[GeneratorReport]], Coroutine[None, None, None]]
 
 
 def run(scenario: Scenario) -> None:
     async def whole() -> None:
-        heard: list[Progress] = []
-        crew = Crew(lambda _, progress: heard.append(progress))
+        heard: list[GeneratorReport] = []
+        crew = GeneratorPool(lambda _, progress: heard.append(progress))
         try:
             await scenario(crew, heard)
         finally:
@@ -59,12 +59,12 @@ def run(scenario: Scenario) -> None:
     asyncio.run(whole())
 
 
-def num_answered(heard: list[Progress]) -> int:
+def num_answered(heard: list[GeneratorReport]) -> int:
     return sum(len(each.columns.failed) for each in heard)
 
 
 def test_two_generators_share_an_open_load(tmp_path: Path) -> None:
-    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+    async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         model = make(tmp_path, a_ms=1)
         first, second = await crew.start([setup(model, 0, 2), setup(model, 1, 2)])
         assert first.first_s > 0 and first.load_s > 0 and second.first_s is None
@@ -73,7 +73,7 @@ def test_two_generators_share_an_open_load(tmp_path: Path) -> None:
         start = time.monotonic() + 0.02
         end = start + 0.6 + 0.5 / 200
         crew.ask(Go(start))
-        crew.ask(Stop(end, 60.0))
+        crew.ask(StopLoad(end, 60.0))
         await crew.expect(Ended)
         due = np.sort(np.concatenate([floats(each.columns.due) for each in heard]))
         # Without those that left because this process told them of the end too late.
@@ -90,14 +90,14 @@ def test_two_generators_share_an_open_load(tmp_path: Path) -> None:
 
 
 def test_a_load_can_follow_another(tmp_path: Path) -> None:
-    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+    async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         await crew.start([setup(make(tmp_path, a_ms=1))])
         for load in (Closed(4), Open(Flat(50.0)), Closed(1)):
             heard.clear()
             await crew.prepare(load, 3)
             crew.ask(Go(time.monotonic()))
             await until(lambda: num_answered(heard) > 2)
-            crew.ask(Stop(time.monotonic(), 60.0))
+            crew.ask(StopLoad(time.monotonic(), 60.0))
             await crew.expect(Ended)
             assert heard[-1].in_flight == 0
 
@@ -107,12 +107,12 @@ def test_a_load_can_follow_another(tmp_path: Path) -> None:
 def test_patience_ends(tmp_path: Path) -> None:
     """What is under way when it does, has failed; the generator can be used again."""
 
-    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+    async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         await crew.start([setup(make(tmp_path, max_batch=1, a_ms=700))])
         await crew.prepare(Closed(2), 0)
         crew.ask(Go(time.monotonic()))
         await asyncio.sleep(0.1)
-        crew.ask(Stop(time.monotonic(), 0.1))
+        crew.ask(StopLoad(time.monotonic(), 0.1))
         await crew.expect(Ended)
         assert [each.columns.failures for each in heard if each.columns.failures] == [["cancelled"]]
         await crew.prepare(Closed(1), 0)
@@ -124,16 +124,16 @@ def test_patience_ends(tmp_path: Path) -> None:
 def test_patience_can_become_shorter(tmp_path: Path) -> None:
     """Said twice, answered once."""
 
-    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+    async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         await crew.start([setup(make(tmp_path, max_batch=1, a_ms=5000))])
         await crew.prepare(Closed(1), 0)
         crew.ask(Go(time.monotonic()))
         await asyncio.sleep(0.1)
-        crew.ask(Stop(time.monotonic(), 60.0))
-        crew.ask(Stop(time.monotonic(), 0.1))
+        crew.ask(StopLoad(time.monotonic(), 60.0))
+        crew.ask(StopLoad(time.monotonic(), 0.1))
         await crew.expect(Ended)
         assert [each.columns.failures for each in heard if each.columns.failures] == [["cancelled"]]
-        crew.ask(Stop(time.monotonic(), 0.1))
+        crew.ask(StopLoad(time.monotonic(), 0.1))
         # The next answer is the one to the next question.
         await crew.prepare(Closed(1), 0)
 
@@ -160,12 +160,12 @@ def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
         def hear(answer: Answer) -> None:
             told.append(answer)
-            if isinstance(answer, Prepared):
+            if isinstance(answer, LoadPrepared):
                 moment = time.monotonic()
-                questions.feed_data(framed(Go(moment)) + framed(Stop(moment + 0.1, 0.0)))
+                questions.feed_data(framed(Go(moment)) + framed(StopLoad(moment + 0.1, 0.0)))
 
         model = make(tmp_path, max_batch=1, a_ms=500)
-        questions.feed_data(framed(setup(model)) + framed(Prepare(Closed(1), 0)))
+        questions.feed_data(framed(setup(model)) + framed(PrepareLoad(Closed(1), 0)))
         with pytest.raises(BackendFailed):
             async with asyncio.timeout(60):
                 await generator.run(questions, hear)
@@ -183,7 +183,7 @@ def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_what_cannot_be_opened_is_said_in_words(address: str, text: str) -> None:
-    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+    async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         with pytest.raises(ConfigError, match=text):
             await crew.start([setup(address)])
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_opened_is_said_in_words(address: str, text: str) -> None
 
 
 def test_a_generator_that_dies_is_noticed(tmp_path: Path) -> None:
-    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+    async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         await crew.start([setup(make(tmp_path, a_ms=1))])
         await crew.prepare(Closed(1), 0)
         crew.ask(Go(time.monotonic()))
@@ -204,7 +204,7 @@ def test_a_generator_that_dies_is_noticed(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGKILL)
         await until(crew.problem)
         assert crew.problem() == ["a generator process was killed by SIGKILL"]
-        crew.ask(Stop(time.monotonic(), 1.0))
+        crew.ask(StopLoad(time.monotonic(), 1.0))
         with pytest.raises(ConfigError, match="SIGKILL"):
             await crew.expect(Ended)
 
@@ -214,7 +214,7 @@ def test_a_generator_that_dies_is_noticed(tmp_path: Path) -> None:
 def test_generators_go_when_the_conductor_does(tmp_path: Path) -> None:
     async def scenario() -> None:
         others = psutil.Process().children()
-        crew = Crew(lambda *_: None)
+        crew = GeneratorPool(lambda *_: None)
         await crew.start([setup(make(tmp_path, a_ms=1))])
         children = [each for each in psutil.Process().children() if each not in others]
         await crew.close()

@@ -4,21 +4,21 @@ import math
 
 import numpy as np
 
-from penstock.benchmark.exchange import Collector, Exchange, Stream, floats
+from penstock.benchmark.exchange import Collector, StreamTimes, TimedExchange, floats
 
 
 def finished(
     due: float, sent: float, done: float, *, failure: str | None = None, **more: object
-) -> Exchange:
-    exchange = Exchange(due, None, lambda _: None)
+) -> TimedExchange:
+    exchange = TimedExchange(due, None, lambda _: None)
     exchange.sent, exchange.done, exchange.failure = sent, done, failure
     for name, value in more.items():
         setattr(exchange, name, value)
     return exchange
 
 
-def streamed(times: list[float], num_output: int, num_input: int = 0) -> Stream:
-    stream = Stream()
+def streamed(times: list[float], num_output: int, num_input: int = 0) -> StreamTimes:
+    stream = StreamTimes()
     stream.times, stream.num_output_tokens, stream.num_input_tokens = times, num_output, num_input
     return stream
 

@@ -8,19 +8,19 @@ from benchmark.made_runs import Server
 from penstock.benchmark import findings
 from penstock.benchmark.findings import Finding
 from penstock.benchmark.pacer import Closed, Flat, Open
-from penstock.benchmark.results import Run, WarmUp
+from penstock.benchmark.results import BenchRun, WarmUp
 
 HEALTHY = Server(num_instances=4, median_s=0.004)
 
 
-def healthy() -> Run:
+def healthy() -> BenchRun:
     """Long and even enough for every percentile, at three quarters of what the server can do."""
     run = made_runs.run([made_runs.level(Open(Flat(700.0)), HEALTHY, 20.0)], "p99 < 50ms")
     run.levels[0].ending = "precise"
     return run
 
 
-def texts(run: Run, severity: str) -> list[str]:
+def texts(run: BenchRun, severity: str) -> list[str]:
     return [each.text for each in findings.find(run) if each.severity == severity]
 
 
@@ -80,7 +80,7 @@ def test_all_connections_busy() -> None:
     assert "1 request waited for a connection (--max-connections)" in text
 
 
-def silenced(run: Run, *places: int) -> Run:
+def silenced(run: BenchRun, *places: int) -> BenchRun:
     for place in places:
         run.levels[0].windows[place].num_arrived = 0
     return run

@@ -10,8 +10,15 @@ import pytest
 from waiting import until
 
 from penstock.benchmark import loops
-from penstock.benchmark.exchange import Columns, Exchange, floats
-from penstock.benchmark.loops import ClosedLoop, Feed, InFlight, OpenLoop, share_of, shared_times
+from penstock.benchmark.exchange import ExchangeColumns, TimedExchange, floats
+from penstock.benchmark.loops import (
+    ClosedLoop,
+    Feed,
+    InFlightCount,
+    OpenLoop,
+    share_of,
+    shared_times,
+)
 from penstock.benchmark.pacer import Flat, Open, due_times
 from penstock.data import Origin, Sample
 
@@ -33,7 +40,7 @@ class Scripted:
     """A target that answers when told to."""
 
     def __init__(self) -> None:
-        self.under_way: list[Exchange] = []
+        self.under_way: list[TimedExchange] = []
         self.num_sent = 0
         self.num_encoded = 0
         self.failure: str | None = None
@@ -43,14 +50,14 @@ class Scripted:
         self.num_encoded += 1
         return str(sample.fields["number"]).encode()
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
         self.num_sent += 1
         self.under_way.append(exchange)
         if self.answer_after_s is not None:
             asyncio.get_running_loop().call_later(self.answer_after_s, self.answer, exchange)
 
-    def answer(self, exchange: Exchange) -> None:
+    def answer(self, exchange: TimedExchange) -> None:
         self.under_way.remove(exchange)
         exchange.done = time.monotonic()
         exchange.failure = self.failure
@@ -64,7 +71,7 @@ def run(scenario: Scenario) -> None:
     asyncio.run(scenario())
 
 
-def due_of(columns: Columns) -> list[float]:
+def due_of(columns: ExchangeColumns) -> list[float]:
     return floats(columns.due).tolist()
 
 
@@ -157,7 +164,7 @@ def test_a_closed_loop_that_is_stopped_while_it_pauses_ends() -> None:
 def test_the_number_under_way_is_summed_over_time() -> None:
     """One for 4 seconds, another for 2 of them: 6 request-seconds."""
     zero = time.monotonic()
-    in_flight = InFlight()
+    in_flight = InFlightCount()
     in_flight.begin(zero + 1)
     in_flight.begin(zero + 3)
     assert in_flight.area_s(zero + 4) == pytest.approx(4.0)

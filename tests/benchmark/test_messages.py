@@ -2,45 +2,47 @@
 
 import pytest
 
-from penstock.benchmark.exchange import Columns, TimingSample
+from penstock.benchmark.exchange import ExchangeColumns, TimingSample
 from penstock.benchmark.messages import (
     Answer,
     Broken,
     Count,
     Counted,
     Ended,
+    GeneratorReport,
     Go,
-    Opened,
-    Prepare,
-    Prepared,
-    Progress,
+    LoadPrepared,
+    PrepareLoad,
     Question,
     SetUp,
-    Stop,
+    StopLoad,
+    TargetOpened,
     decode_answer,
     decode_question,
     encode,
 )
-from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
+from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, RateStep, Replay, Steps
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.data import InputSpec, Lengths, Origin
 
 TARGET = TargetSpec("http://127.0.0.1:8000/v2/models/m", headers={"a": "b"})
 INPUTS = InputSpec(path="x.npz", lengths=Lengths("uniform", (1.0, 9.0)))
-COLUMNS = Columns(b"12345678", b"", b"", b"\1", ["x"], samples=[TimingSample(0.1, {"queue": 0.0})])
+COLUMNS = ExchangeColumns(
+    b"12345678", b"", b"", b"\1", ["x"], samples=[TimingSample(0.1, {"queue": 0.0})]
+)
 
 
 @pytest.mark.parametrize(
     "question",
     [
         SetUp(TARGET, INPUTS, 1, 2, False),
-        Prepare(Closed(8), 7),
-        Prepare(Open(Flat(100.0), "gamma", 3.0), 7),
-        Prepare(Open(Ramp(1.0, 10.0, 60.0)), 7),
-        Prepare(Open(Steps((Step(1.0, 2.0), Step(3.0, 4.0)))), 7),
-        Prepare(Replay((0.0, 1.5), 0.1, "conv.csv"), 7),
+        PrepareLoad(Closed(8), 7),
+        PrepareLoad(Open(Flat(100.0), "gamma", 3.0), 7),
+        PrepareLoad(Open(Ramp(1.0, 10.0, 60.0)), 7),
+        PrepareLoad(Open(Steps((RateStep(1.0, 2.0), RateStep(3.0, 4.0)))), 7),
+        PrepareLoad(Replay((0.0, 1.5), 0.1, "conv.csv"), 7),
         Go(12.5),
-        Stop(13.5, 60.0),
+        StopLoad(13.5, 60.0),
         Count(),
     ],
 )
@@ -51,9 +53,9 @@ def test_questions(question: Question) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Opened(Description("v2 HTTP", "http://x"), Origin("random", True), 0.1, first_s=0.2),
-        Prepared(),
-        Progress(1.0, COLUMNS, 3, 4, 5.0, 7, 8, 9.0),
+        TargetOpened(Description("v2 HTTP", "http://x"), Origin("random", True), 0.1, first_s=0.2),
+        LoadPrepared(),
+        GeneratorReport(1.0, COLUMNS, 3, 4, 5.0, 7, 8, 9.0),
         Ended(True),
         Counted(None),
         Counted(Counters(1, 2, 3, 4, 5, 6, 7, 8, 9, busy_ns=10)),

@@ -15,8 +15,8 @@ from penstock.benchmark.pacer import (
     Load,
     Open,
     Ramp,
+    RateStep,
     Replay,
-    Step,
     Steps,
     due_times,
     duration_s,
@@ -72,7 +72,12 @@ def test_the_first_second_is_like_any_other(cv):
 @pytest.mark.parametrize(("arrivals", "cv"), KINDS)
 @pytest.mark.parametrize(
     "profile",
-    [Flat(50), Ramp(0, 900, 20), Ramp(900, 100, 20), Steps((Step(5, 7), Step(0, 3), Step(400, 9)))],
+    [
+        Flat(50),
+        Ramp(0, 900, 20),
+        Ramp(900, 100, 20),
+        Steps((RateStep(5, 7), RateStep(0, 3), RateStep(400, 9))),
+    ],
 )
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_shares_of_all_processes_are_the_whole_in_order(profile, arrivals, cv, num_processes):
@@ -106,7 +111,7 @@ def test_a_constant_ramp_is_known_to_the_last_request():
 
 
 def test_steps_change_at_their_times_and_a_rate_of_zero_pauses():
-    load = Open(Steps((Step(2, 2), Step(0, 5), Step(4, 1), Step(0, 9))), "constant")
+    load = Open(Steps((RateStep(2, 2), RateStep(0, 5), RateStep(4, 1), RateStep(0, 9))), "constant")
     expected = [0, 0.5, 1, 1.5, 7, 7.25, 7.5, 7.75]
     assert all_times(load) == pytest.approx(np.array(expected))
     assert duration_s(load) == 17
@@ -148,7 +153,10 @@ def test_arrivals_of_no_known_kind_are_refused():
         (Open(Flat(0.5), "gamma", 3), "0.5/s gamma 3"),
         (Open(Flat(2e6)), "2000000/s poisson"),
         (Open(Ramp(100, 1000, 60)), "ramp 100/s to 1000/s over 60 s, poisson"),
-        (Open(Steps((Step(100, 10), Step(5, 2.5)))), "100/s for 10 s, 5/s for 2.5 s, poisson"),
+        (
+            Open(Steps((RateStep(100, 10), RateStep(5, 2.5)))),
+            "100/s for 10 s, 5/s for 2.5 s, poisson",
+        ),
         (Replay((0.0, 1.0, 4.0), 0.1, "conv.csv"), "trace conv.csv x 0.1 (3 requests, 0.075/s)"),
         (Replay((0.0, 0.01), 1, "a.csv"), "trace a.csv (2 requests, 200/s)"),
         (Replay((3.0,), 1, "a.csv"), "trace a.csv (1 requests)"),
@@ -203,7 +211,7 @@ def test_a_sweep_holds_both_ends_and_never_more_than_doubles(first, more):
 def test_ramp_and_steps():
     assert parse_ramp("100:1000/s", 60) == Ramp(100, 1000, 60)
     assert parse_ramp("0:50", 1) == Ramp(0, 50, 1)
-    steps = Steps((Step(100, 10), Step(0, 0.5), Step(100, 10)))
+    steps = Steps((RateStep(100, 10), RateStep(0, 0.5), RateStep(100, 10)))
     assert parse_steps("100:10s, 0:500ms,100/s:10s") == steps
 
 
@@ -239,7 +247,12 @@ def test_what_does_not_fit_is_refused_in_words(parse, text, problem):
 
 @pytest.mark.parametrize(
     "load",
-    [Closed(2), Open(Ramp(1, 2, 3), "gamma", 2), Open(Steps((Step(1, 2),))), Replay((0.0, 1.5))],
+    [
+        Closed(2),
+        Open(Ramp(1, 2, 3), "gamma", 2),
+        Open(Steps((RateStep(1, 2),))),
+        Replay((0.0, 1.5)),
+    ],
 )
 def test_loads_survive_json(load):
     assert msgspec.json.decode(msgspec.json.encode(load), type=Load) == load

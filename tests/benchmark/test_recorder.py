@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import columns
 
-from penstock.benchmark.exchange import Collector, Exchange, Stream, TimingSample
+from penstock.benchmark.exchange import Collector, StreamTimes, TimedExchange, TimingSample
 from penstock.benchmark.recorder import LENGTH_S, MAX_SAMPLES, MAX_WINDOWS, Recorder, limits
 from penstock.benchmark.stats import histogram
 from penstock.slo import parse
@@ -143,9 +143,9 @@ def test_windows_double_when_there_are_too_many():
 
 
 def streamed(due, times, num_output_tokens, num_input_tokens=10):
-    exchange = Exchange(due, None, ignore)
+    exchange = TimedExchange(due, None, ignore)
     exchange.sent, exchange.done = due, times[-1] if times else due + 0.01
-    exchange.stream = Stream()
+    exchange.stream = StreamTimes()
     exchange.stream.times = times
     exchange.stream.num_input_tokens = num_input_tokens
     exchange.stream.num_output_tokens = num_output_tokens
@@ -191,7 +191,7 @@ def test_streams_from_before_the_start_do_not_count():
     ],
 )
 def test_a_request_is_in_the_slo_when_it_keeps_every_limit(slo, num_kept):
-    failed = Exchange(0.2, None, ignore)
+    failed = TimedExchange(0.2, None, ignore)
     failed.done, failed.failure = 0.21, "refused"
     exchanges = [
         streamed(0.00, [0.10, 0.40], 2),  # a long gap

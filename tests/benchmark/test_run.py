@@ -20,9 +20,9 @@ from penstock import slo
 from penstock.benchmark.level import Meter, fell_silent, is_lost
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due_times
-from penstock.benchmark.plan import Decides, Plan, decides_for
-from penstock.benchmark.progress import Progress
-from penstock.benchmark.results import Level, Run
+from penstock.benchmark.plan import BenchPlan, Decides, decides_for
+from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.run import Conductor, GivenLoads, MaxRateChoice
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Window, merged, percentile_interval, throughput_interval
@@ -31,19 +31,19 @@ from penstock.data import InputSpec
 from penstock.errors import ConfigError
 
 
-def plan_for(model: object, *loads: Load, **more: object) -> Plan:
+def plan_for(model: object, *loads: Load, **more: object) -> BenchPlan:
     settings: dict[str, object] = {"duration_s": 0.6, "max_warm_up_s": 1.0, "precision": 0.0}
     settings |= more
-    return Plan(TargetSpec(str(model)), InputSpec(), tuple(loads), **settings)
+    return BenchPlan(TargetSpec(str(model)), InputSpec(), tuple(loads), **settings)
 
 
 def measure(
-    plan: Plan, meddle: Callable[[Conductor, Progress], None] = lambda *_: None
-) -> tuple[Run, list[Run]]:
+    plan: BenchPlan, meddle: Callable[[Conductor, LevelProgress], None] = lambda *_: None
+) -> tuple[BenchRun, list[BenchRun]]:
     """The run, and what was kept on the way."""
-    kept: list[Run] = []
+    kept: list[BenchRun] = []
 
-    async def whole() -> Run:
+    async def whole() -> BenchRun:
         conductor = Conductor(plan, lambda progress: meddle(conductor, progress), kept.append)
         return await conductor.measure()
 
@@ -106,7 +106,7 @@ def test_a_load_with_an_end_runs_to_it(tmp_path: Path, load: Load) -> None:
 
 
 def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
-    def meddle(conductor: Conductor, progress: Progress) -> None:
+    def meddle(conductor: Conductor, progress: LevelProgress) -> None:
         if progress.phase == "measuring" and progress.index == 2:
             conductor.interrupt()
 
@@ -118,7 +118,7 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_generator_that_dies_leaves_a_partial_run(tmp_path: Path) -> None:
-    def meddle(conductor: Conductor, progress: Progress) -> None:
+    def meddle(conductor: Conductor, progress: LevelProgress) -> None:
         if progress.phase == "measuring" and progress.index == 2:
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -135,7 +135,7 @@ def test_a_model_that_always_fails_is_not_measured(tmp_path: Path) -> None:
     """The first request says so, before minutes are spent."""
     model = make(tmp_path, fail_on=5)
     np.savez(tmp_path / "fives.npz", x=np.full((3, 1), 5, np.int32))
-    plan = Plan(TargetSpec(str(model)), InputSpec(str(tmp_path / "fives.npz")), (Closed(1),))
+    plan = BenchPlan(TargetSpec(str(model)), InputSpec(str(tmp_path / "fives.npz")), (Closed(1),))
     with pytest.raises(ConfigError, match="the first request: .*fail_on"):
         measure(plan)
 
@@ -176,7 +176,7 @@ def num_due(level: Level) -> int:
 def test_what_is_due_after_the_end_does_not_count(tmp_path: Path) -> None:
     """Not even when the conductor is late: here it stands still for a while."""
 
-    def meddle(_: Conductor, progress: Progress) -> None:
+    def meddle(_: Conductor, progress: LevelProgress) -> None:
         if progress.phase == "measuring" and progress.elapsed_s > 0.45:
             time.sleep(0.3)
 
@@ -234,7 +234,7 @@ def measure_slow(after_s: float, *loads: Load, **more: object) -> list[Level]:
             settings: dict[str, object] = {"max_connections": 1000, "timeout_s": 60.0}
             settings |= {name: more.pop(name) for name in tuple(settings) if name in more}
             target = TargetSpec(address, method="GET", **settings)
-            plan = Plan(target, InputSpec(), loads, max_warm_up_s=0.0, **more)
+            plan = BenchPlan(target, InputSpec(), loads, max_warm_up_s=0.0, **more)
             meter = Meter(plan, lambda _: None)
             try:
                 await meter.crew.start([SetUp(target, plan.inputs, 0, 1, is_first=True)])
@@ -252,15 +252,15 @@ def failures(level: Level) -> dict[str, int]:
 def test_who_interrupts_does_not_wait_for_the_last_answers() -> None:
     """The first answer comes in time, the second would take ten minutes."""
 
-    async def whole() -> Run:
+    async def whole() -> BenchRun:
         async with answering_once_then_never() as address:
 
-            def meddle(progress: Progress) -> None:
+            def meddle(progress: LevelProgress) -> None:
                 if progress.phase == "draining":
                     asyncio.get_running_loop().call_later(0.1, conductor.interrupt)
 
             target = TargetSpec(address, method="GET", timeout_s=600.0)
-            plan = Plan(target, InputSpec(), (Closed(1),), duration_s=0.3, max_warm_up_s=0.0)
+            plan = BenchPlan(target, InputSpec(), (Closed(1),), duration_s=0.3, max_warm_up_s=0.0)
             conductor = Conductor(plan, meddle, lambda _: None)
             return await conductor.measure()
 
@@ -318,7 +318,7 @@ def test_a_level_after_one_that_was_given_up() -> None:
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -> None:
-    def keep(_: Run) -> None:
+    def keep(_: BenchRun) -> None:
         raise ConfigError(["run.json: cannot be written: No space left on device"])
 
     plan = plan_for(make(tmp_path, a_ms=1), Closed(1), Closed(2), max_warm_up_s=0.0)

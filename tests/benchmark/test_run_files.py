@@ -14,7 +14,7 @@ from benchmark.made_runs import Server
 
 from penstock.benchmark import summary
 from penstock.benchmark.pacer import Closed, Flat, Open, Replay
-from penstock.benchmark.results import MaxRate, Run
+from penstock.benchmark.results import BenchRun, MaxRate
 from penstock.benchmark.run_files import (
     csv_text,
     read_run,
@@ -35,7 +35,7 @@ MAKERS = [
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_a_run_is_read_as_it_was_written(make: Callable[[], Run], tmp_path: Path) -> None:
+def test_a_run_is_read_as_it_was_written(make: Callable[[], BenchRun], tmp_path: Path) -> None:
     run = make()
     write_run(run, tmp_path / "run.json")
     assert read_run(tmp_path / "run.json") == run
@@ -155,7 +155,7 @@ def test_what_is_no_plain_file_keeps_its_place(tmp_path: Path) -> None:
     assert pipe.is_fifo() and Path("/dev/null").is_char_device()
 
 
-def rows_of(run: Run) -> list[dict[str, str]]:
+def rows_of(run: BenchRun) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(csv_text(run))))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simulated import poisson, queued, windows_of
 
 from penstock.benchmark.stats import (
-    Histogram,
+    DurationHistogram,
     Interval,
     Window,
     compare,
@@ -27,8 +27,8 @@ from penstock.benchmark.stats import (
 )
 
 
-def filled(seconds) -> Histogram:
-    made = Histogram()
+def filled(seconds) -> DurationHistogram:
+    made = DurationHistogram()
     made.add(np.asarray(seconds, np.float64))
     return made
 
@@ -66,7 +66,7 @@ def test_what_is_no_usual_duration():
 
 
 def test_an_empty_histogram_says_nothing():
-    empty = Histogram()
+    empty = DurationHistogram()
     assert math.isnan(empty.percentile(50))
     assert math.isnan(empty.mean())
     assert math.isnan(empty.share_below(1))
@@ -180,7 +180,10 @@ def test_the_true_percentile_is_in_the_interval(case, percent):
     assert 0.8 < width < 1.8
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if "queue" in case else case for case in CASES],
+)
 def test_the_true_mean_is_in_the_interval(case):
     runs, mean_s = CASES[case][0](), CASES[case][1]
     coverage, width = judged([mean_interval(windows) for windows in runs], mean_s)

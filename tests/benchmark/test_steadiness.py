@@ -7,7 +7,7 @@ import pytest
 from simulated import poisson, queued, windows_of
 
 from penstock.benchmark.recorder import LENGTH_S
-from penstock.benchmark.stats import Histogram, Window
+from penstock.benchmark.stats import DurationHistogram, Window
 from penstock.benchmark.steadiness import steadiness, trend
 
 PATIENCE_S = 30.0
@@ -16,7 +16,7 @@ NUM_PER_WINDOW = 50
 
 def window(index, median_s, num=NUM_PER_WINDOW):
     """So many requests around a median; as many arrived."""
-    latency = Histogram()
+    latency = DurationHistogram()
     latency.add(median_s * np.linspace(0.9, 1.1, num))
     return Window(index * LENGTH_S, LENGTH_S, num, num, num, {}, {"latency": latency})
 
@@ -49,7 +49,7 @@ def test_what_does_not_change_is_soon_called_steady(noise):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
-@pytest.mark.parametrize("decay_s", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("decay_s", [0.3, 1.0, pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("excess", [0.5, 5.0])
 def test_a_decay_is_not_called_steady_before_it_has_decayed(noise, decay_s, excess):
     """Like a compiler or a cache at work: 1 + excess, down to 1."""

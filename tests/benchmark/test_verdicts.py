@@ -9,7 +9,7 @@ from simulated import columns, poisson, queued, windows_of
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.verdicts import (
-    Verdict,
+    IntervalVerdict,
     has_overdue,
     is_decided,
     measured,
@@ -129,7 +129,7 @@ LIMIT = Latency("p99", 0.02)
 def test_the_estimate_decides_and_the_interval_says_how_sure_that_is(
     term, interval, outcome, is_close
 ):
-    verdict = Verdict(term, interval)
+    verdict = IntervalVerdict(term, interval)
     assert (verdict.outcome, verdict.is_close) == (outcome, is_close)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.benchmark import run_files, stats
-from penstock.benchmark.results import Level, Run
+from penstock.benchmark.results import BenchRun, Level
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Benched:
     status: int
     out: str
     errors: str
-    run: Run | None
+    run: BenchRun | None
 
 
 def start(*flags: str) -> subprocess.Popen[str]:

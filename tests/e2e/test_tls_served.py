@@ -73,7 +73,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fronts", ["0", "2"])
+@pytest.mark.parametrize("fronts", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, fronts):
     folder = make_certificates(tmp_path / "tls")
     served = Served(null_model(tmp_path / "models", "m"), *flags(folder, fronts), grpc=True)
@@ -102,7 +102,7 @@ def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, fronts):
     assert served.terminate() == 0
 
 
-@pytest.mark.parametrize("fronts", ["0", "1"])
+@pytest.mark.parametrize("fronts", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_clients_need_a_certificate_of_the_right_issuer(tmp_path, fronts):
     folder = make_certificates(tmp_path / "tls")
     served = Served(null_model(tmp_path / "models", "m"), *flags(folder, fronts, "ca"), grpc=True)

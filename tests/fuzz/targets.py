@@ -15,7 +15,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from penstock import slo
-from penstock.benchmark.exchange import Exchange as LoadExchange
+from penstock.benchmark.exchange import TimedExchange as LoadExchange
 from penstock.benchmark.targets import http_connection
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_messages import Causes, parse_url
@@ -271,7 +271,7 @@ def http_answer(data: bytes) -> None:
 
 def _outcome(client: HttpClient, *pieces: bytes) -> str | None:
     """Why the exchange failed, if it did."""
-    connection, wire = http_connection.Connection(client), Wire()
+    connection, wire = http_connection.ClientConnection(client), Wire()
     connection.connection_made(wire)  # type: ignore[arg-type]
     ended: list[LoadExchange] = []
     connection.start(LoadExchange(0.0, b"question", ended.append))
@@ -333,8 +333,8 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
         compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],
         frame: [
             frames.encode(frames.MapSlab(1, 4096)),
-            frames.encode(frames.LoadFailed(("why",))),
-            frames.encode(frames.Answer(1, b"{}")),
+            frames.encode(frames.StartFailed(("why",))),
+            frames.encode(frames.AskReply(1, b"{}")),
             frames.join([frames.encode(frames.Cancel(1)), frames.encode(frames.Pong())]),
         ],
         config_pbtxt: [_CONFIG],

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.benchmark import summary, system
 from penstock.benchmark.pacer import Closed
-from penstock.benchmark.plan import Plan
+from penstock.benchmark.plan import BenchPlan
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.targets import TargetSpec
 from penstock.data import InputSpec
@@ -50,7 +50,7 @@ def test_the_environment_names_the_gpu() -> None:
 
 
 def test_a_level_records_what_the_gpu_did(model: Path) -> None:
-    plan = Plan(
+    plan = BenchPlan(
         TargetSpec(str(model)),
         InputSpec(batch_size=64),
         (Closed(8),),

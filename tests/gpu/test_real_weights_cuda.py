@@ -406,7 +406,7 @@ def with_rare_word(rows: Rows) -> dict[str, np.ndarray]:
     return {**rows, "input_ids": ids * rows["attention_mask"]}
 
 
-@pytest.mark.parametrize("factor", [50.0, 100.0])
+@pytest.mark.parametrize("factor", [50.0, pytest.param(100.0, marks=pytest.mark.slow)])
 def test_outlier_channels_that_calibration_sees_cost_fp8_nothing_more(tmp_path, factor) -> None:
     """A float of eight bits has as many digits for small values as for large ones. Integers of
     eight bits, by the same ranges, have not: the outliers are there."""

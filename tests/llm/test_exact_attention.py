@@ -92,7 +92,14 @@ def test_a_product_of_odd_sizes_rounds_a_row_as_it_does_alone(num_threads):
 
 # Two threads that wait for each other take minutes where others need the cores.
 @pytest.mark.parametrize("num_threads", [1, pytest.param(2, marks=pytest.mark.verify)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        "int8",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float16", "int4")),
+    ],
+)
 def test_answers_do_not_depend_on_others_in_the_batch(tmp_path, dtype, num_threads):
     tiny.write_folder(tmp_path, **SIZES)
     settings = tiny.settings_of(tmp_path, dtype=dtype, num_threads=num_threads, **OPTIONS)

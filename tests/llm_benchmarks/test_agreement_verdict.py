@@ -94,7 +94,9 @@ def an_engine(scripts, folder):
     return ours.Ours(decoder, None)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
 def test_mixes_say_what_one_alone_says(scripts, tmp_path, seed):
     from smollm2 import Prompt
 
@@ -120,6 +122,7 @@ def test_mixes_say_what_one_alone_says(scripts, tmp_path, seed):
             assert torch.allclose(other, right, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_mixes_do_what_they_are_for(scripts, tmp_path):
     from smollm2 import Prompt
 

@@ -19,7 +19,7 @@ from served_builds import a_config
 
 from penstock.benchmark import pacer
 from penstock.benchmark.pacer import Closed, Open
-from penstock.benchmark.stats import Histogram, Window
+from penstock.benchmark.stats import DurationHistogram, Window
 from penstock.benchmark.targets import TargetSpec
 from penstock.data import InputSpec
 from penstock.optimizer import served
@@ -135,7 +135,7 @@ def windows_of(
     for index in range(math.ceil(length_s / WINDOW_S)):
         begin, end = index * WINDOW_S, min((index + 1) * WINDOW_S, length_s)
         is_mine = (due >= begin) & (due < end)
-        histogram = Histogram()
+        histogram = DurationHistogram()
         histogram.add(latencies[is_mine])
         num = int(is_mine.sum())
         window = Window(begin, end - begin, num, num, int(((done >= begin) & (done < end)).sum()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from optimizer.simulated_machine import Disturbance, Ended, Situation, run
 
-from penstock.benchmark.stats import Histogram, Interval, Window
+from penstock.benchmark.stats import DurationHistogram, Interval, Window
 from penstock.optimizer.disturbance import (
     BuildHistory,
     calm_windows,
@@ -189,7 +189,7 @@ def test_what_may_be_reused() -> None:
 
 
 def window(index: int, latency_s: float, late_s: float = 0.0) -> Window:
-    histogram = Histogram()
+    histogram = DurationHistogram()
     histogram.add(np.full(20, latency_s))
     return Window(index / 4, 0.25, 20, 20, 20, metrics={"latency": histogram}, max_late_s=late_s)
 

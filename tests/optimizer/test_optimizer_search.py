@@ -926,7 +926,11 @@ TYPES = MadePass("half", "precision", ("fp16", "bf16", "tf32"), changes_answers=
     [
         ({}, ["fp16"]),
         ({"half(s=fp16)": 0.5}, ["fp16", "bf16"]),
-        ({"half(s=fp16)": 0.5, "half(s=bf16)": 0.5}, ["fp16", "bf16", "tf32"]),
+        pytest.param(
+            {"half(s=fp16)": 0.5, "half(s=bf16)": 0.5},
+            ["fp16", "bf16", "tf32"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_on_a_gpu_the_next_precision_is_for_what_does_not_bear_the_one_before(

@@ -399,7 +399,7 @@ def test_a_search_without_time_finds_no_rate(tmp_path: Path):
 @pytest.mark.parametrize(("num_waited", "late_share"), [(0, 0.75), (3, 0.0)])
 def test_waiting_for_a_busy_server_is_no_pause_of_the_machine(num_waited, late_share):
     """A generator whose connections are all busy is late because of the server."""
-    histogram = stats.Histogram()
+    histogram = stats.DurationHistogram()
     histogram.add(np.full(20, 0.2))
     windows = [
         stats.Window(n / 4, 0.25, 20, 20, 20, metrics={"latency": histogram}, max_late_s=0.5)

@@ -110,6 +110,7 @@ class TestDerived:
         del tables[8, 1]
         assert shapes.derived(tables, 8) == []
 
+    @pytest.mark.slow
     def test_the_server_gets_a_core_where_it_needs_one(self):
         """Two requests a millisecond take most of a core beside the model, which gains little by
         the last of its threads."""

@@ -35,7 +35,7 @@ class LoopLife:
     async def _serve(self) -> None:
         data, fds, _, _ = socket.recv_fds(self._theirs, frames.MAX_FRAME_BYTES, 2)
         opened = frames.decode_to_front(data)
-        assert isinstance(opened, frames.Open)
+        assert isinstance(opened, frames.OpenFront)
         self._theirs.setblocking(False)
         await http_front.serve(self._theirs, opened, fds)
 

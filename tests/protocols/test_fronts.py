@@ -59,7 +59,7 @@ class FrontLife:
     def connect(self) -> Remote:
         data, fds, _, _ = socket.recv_fds(self._theirs, frames.MAX_FRAME_BYTES, 2)
         self.opened = frames.decode_to_front(data)
-        assert isinstance(self.opened, frames.Open)
+        assert isinstance(self.opened, frames.OpenFront)
         self._theirs.setblocking(False)
         self._segments = [Segment(self.opened.segment_bytes, fd) for fd in fds]
         self.remote = Remote(self._theirs, *self._segments)
@@ -524,7 +524,7 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
         while not listening.done():
             remote = lives[number].connect()
             if problems:
-                remote.send(frames.LoadFailed(problems))
+                remote.send(frames.StartFailed(problems))
             lives[number].kill("exited with status 1")
             number += 1
             await until(lambda n=number, task=listening: len(lives) > n or task.done())

@@ -195,7 +195,7 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path.write_text("".join(entries[:-1]))
     keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
     assert len(frames.encode(frames.SetKeys(keys))) <= MAX_SENT_BYTES
-    frame = frames.Open(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
+    frame = frames.OpenFront(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
     ours, theirs = socket_pair()
     with ours, theirs:
         ours.send(frames.encode(frame))

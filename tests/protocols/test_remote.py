@@ -145,7 +145,7 @@ async def test_an_error_of_an_unknown_kind_is_the_backends(until: Callable[..., 
     core = Core()
     question = asyncio.ensure_future(core.remote.ask("server_ready"))
     await until(lambda: core.heard)
-    core.line.send(frames.Answer(core.heard[0].call, b"", "Strange", "why"))
+    core.line.send(frames.AskReply(core.heard[0].call, b"", "Strange", "why"))
     with pytest.raises(BackendFailed, match="why"):
         await question
     core.close()
@@ -212,8 +212,8 @@ async def test_an_answer_to_a_call_that_has_gone_does_not_take_others_with_it(
 
 async def test_a_long_answer_that_nobody_waits_for_is_given_back(until: Callable[..., Any]):
     core = Core()
-    piece = frames.Piece("body", "UINT8", (BIG,), BIG)
-    core.line.send(frames.Answer(7, b"", parcel=frames.Parcel((piece,), offset=0)))
+    piece = frames.TensorHeader("body", "UINT8", (BIG,), BIG)
+    core.line.send(frames.AskReply(7, b"", parcel=frames.Parcel((piece,), offset=0)))
     await until(lambda: core.heard)
     assert core.heard == [frames.Release((0,))]
     core.close()

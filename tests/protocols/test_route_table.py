@@ -357,7 +357,7 @@ class Server:
 
 
 @pytest.mark.parametrize("has_front", [False, True], ids=["core", "front"])
-@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("version", ["1.1", pytest.param("1.0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS.keys())
 async def test_no_spelling_of_a_path_reaches_a_handler_without_its_scope(
     trick: Trick, version: str, has_front: bool

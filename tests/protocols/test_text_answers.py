@@ -15,7 +15,7 @@ from engine_thread import EngineThread
 from text_server import NAME, posted, served
 from tiny_text import TOKENIZER
 
-from penstock.llm import language_model, renderer
+from penstock.llm import engine_supervisor, renderer
 from penstock.llm.renderer import MAX_SHORT, SLOTS
 from penstock.llm.text import Text
 from penstock.protocols.text_answers import salt_of
@@ -287,7 +287,7 @@ class TestStreamsThatAreCutOff:
 def test_while_the_engine_restarts_clients_are_told_when_to_come_again(
     tmp_path, monkeypatch, path, body
 ):
-    monkeypatch.setattr(language_model, "backoff_s", lambda num_deaths: 30.0)
+    monkeypatch.setattr(engine_supervisor, "backoff_s", lambda num_deaths: 30.0)
 
     async def scenario(server):
         EngineThread.last.kill()

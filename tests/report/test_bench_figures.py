@@ -13,12 +13,12 @@ from penstock import units
 from penstock.benchmark import stats, summary
 from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Closed, Flat, Open
-from penstock.benchmark.results import Run, SystemSample
+from penstock.benchmark.results import BenchRun, SystemSample
 from penstock.report import bench_figures, figures, scales
 from penstock.report.plots import Plot
 
 
-def drawn(run: Run) -> dict[str, list[Any]]:
+def drawn(run: BenchRun) -> dict[str, list[Any]]:
     """The plots of the run, and those of each level."""
     found = [summary.figures_of(run, level) for level in run.levels]
     whole = {name: [plot] for name, plot in bench_figures.run_plots(run, found).items()}
@@ -171,7 +171,7 @@ def test_a_stall_is_seen_over_time() -> None:
 def test_values_that_hardly_differ_have_ticks_in_sight() -> None:
     run = made_runs.open_loop(400.0, "p99 < 2s")
     for window in run.levels[0].windows:
-        window.metrics["latency"] = stats.Histogram({})
+        window.metrics["latency"] = stats.DurationHistogram({})
         window.metrics["latency"].add(np.array([0.1265, 0.1271]))
     plot = drawn(run)["over_time"][0]
     values = [y for mark in plot.marks for y in mark.y] + [limit.at * 1.08 for limit in plot.limits]

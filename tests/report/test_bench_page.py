@@ -8,13 +8,13 @@ from benchmark import made_runs
 
 from penstock.benchmark import summary
 from penstock.benchmark.pacer import Replay
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import BenchRun
 from penstock.report import bench
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
-def own_part(run: Run) -> str:
+def own_part(run: BenchRun) -> str:
     """Without style and script."""
     return re.sub(r"<(script|style).*?</\1>", "", bench.page(run), flags=re.DOTALL)
 
@@ -36,7 +36,7 @@ def first_line(text: str) -> str:
     ],
     ids=["kept", "missed", "partly", "none", "empty"],
 )
-def test_the_first_line_is_the_verdict(run: Run, style: str, line: str) -> None:
+def test_the_first_line_is_the_verdict(run: BenchRun, style: str, line: str) -> None:
     text = own_part(run)
     assert first_line(text).startswith(line)
     assert f'<h1 class="verdict {style}">' in text
@@ -86,7 +86,7 @@ def test_every_plot_of_the_run_and_of_each_level_is_on_the_page() -> None:
     ids=["kept", "missed", "partly", "none", "max-rate"],
 )
 def test_the_first_tile_says_at_which_rate_the_slo_is_kept(
-    run: Run, value: str, detail: str
+    run: BenchRun, value: str, detail: str
 ) -> None:
     found = re.search(
         r'first \w+">.*?"value">(.*?)</div><div class="detail">(.*?)</div>', own_part(run)
@@ -95,7 +95,7 @@ def test_the_first_tile_says_at_which_rate_the_slo_is_kept(
 
 
 def test_key_figures_are_those_of_the_level_that_stands_for_the_run() -> None:
-    def chosen(run: Run) -> int | None:
+    def chosen(run: BenchRun) -> int | None:
         return bench.chosen_level(run, [summary.figures_of(run, each) for each in run.levels])
 
     assert chosen(made_runs.sweep()) == 2

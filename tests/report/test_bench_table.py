@@ -8,11 +8,11 @@ from benchmark import made_runs
 from rich.console import Console
 
 from penstock.benchmark.pacer import Replay
-from penstock.benchmark.results import ColdStart, Knee, Run
+from penstock.benchmark.results import BenchRun, ColdStart, Knee
 from penstock.report import bench_table
 
 
-def shown(run: Run, width: int = 80, is_terminal: bool = False) -> str:
+def shown(run: BenchRun, width: int = 80, is_terminal: bool = False) -> str:
     out = io.StringIO()
     colours = "standard" if is_terminal else "auto"
     console = Console(file=out, width=width, force_terminal=is_terminal, color_system=colours)
@@ -32,7 +32,7 @@ def test_the_verdict_comes_first() -> None:
     [made_runs.sweep("p99 < 20ms"), made_runs.max_rate(), made_runs.streams(), made_runs.partial()],
     ids=["sweep", "max rate", "streams", "partial"],
 )
-def test_nothing_is_cut_or_folded_on_80_columns(run: Run) -> None:
+def test_nothing_is_cut_or_folded_on_80_columns(run: BenchRun) -> None:
     text = shown(run)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text

@@ -8,11 +8,11 @@ from rich.console import Console
 
 from penstock.benchmark.stats import Interval
 from penstock.report.live import (
+    LevelProgress,
     Live,
-    Progress,
 )
 
-NOW = Progress(
+NOW = LevelProgress(
     level="concurrency 8",
     phase="measuring",
     elapsed_s=4.0,
@@ -67,7 +67,7 @@ def test_the_same_load_twice_is_two_levels() -> None:
     ]
 
 
-def in_terminal(progress: Progress, width: int = 80) -> str:
+def in_terminal(progress: LevelProgress, width: int = 80) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
     with Live(console) as live:

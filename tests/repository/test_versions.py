@@ -555,6 +555,7 @@ def test_ended_before_any_step_it_is_done_or_it_never_was(
     assert found["done"] and found["not done"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["new", "next", "promote"])
 def test_killed_at_any_moment_it_is_done_or_it_never_was(tmp_path: Path, kind: str) -> None:
     assert crash(tmp_path, "random", kind, 25)["not done"]

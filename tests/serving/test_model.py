@@ -474,7 +474,7 @@ LARGE = {
 
 @pytest.mark.parametrize("config", LARGE.values(), ids=LARGE.keys())
 def test_configurations_larger_than_a_frame_are_loaded(config):
-    assert len(frames.encode(frames.Load(1, config, 0))) > 300_000
+    assert len(frames.encode(frames.LoadModel(1, config, 0))) > 300_000
 
     async def scenario(model, puppets):
         request = ask(config, *[canary(number, (1, 4)) for number in range(len(config.inputs))])
@@ -793,7 +793,7 @@ class TestSharedWorker:
         with worker_alone(config, die) as run_batch:
             kinds = [[type(frame) for frame in run_batch()] for _ in range(2)]
         leaves = [frames.Leaving] if has_own_process else []
-        assert kinds == [[*leaves, frames.Failed], [frames.Failed]]
+        assert kinds == [[*leaves, frames.BatchFailed], [frames.BatchFailed]]
 
     def test_answers_of_batches_that_run_ahead_are_those_of_their_requests(self):
         """In a thread of its own, with the thread that waits."""
@@ -1512,7 +1512,7 @@ def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
     inputs, outputs = Segment(1 << 16), Segment(1 << 16)
     with ours, theirs:
         made = worker.Worker(worker.Channel(theirs), die=die)
-        load = frames.Load(frames.VERSION, config, 1 << 16, None)
+        load = frames.LoadModel(frames.VERSION, config, 1 << 16, None)
         fds = (os.dup(inputs.fd), os.dup(outputs.fd))
         socket.send_fds(ours, [frames.encode(load)], fds)
         assert made.step()

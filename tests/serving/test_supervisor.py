@@ -345,7 +345,7 @@ def test_a_worker_that_fails_by_itself_tells_its_exception(monkeypatch):
     encode = frames.encode
 
     def garble(frame: frames.Frame) -> bytes:
-        return b"\xc1" if isinstance(frame, frames.Load) else encode(frame)
+        return b"\xc1" if isinstance(frame, frames.LoadModel) else encode(frame)
 
     monkeypatch.setattr("penstock.wire.frames.encode", garble)
     with pytest.raises(ConfigError, match="the worker failed: DecodeError: "):

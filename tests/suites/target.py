@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Target, TargetSpec
 from penstock.benchmark.targets.kinds import open_target
 from penstock.data import Sample
@@ -46,20 +46,20 @@ class Sent:
     def __init__(self, target: Target, item: Any) -> None:
         self.num_ended = 0
         self._ended = asyncio.Event()
-        self.exchange = Exchange(time.monotonic(), item, self._end)
+        self.exchange = TimedExchange(time.monotonic(), item, self._end)
         target.send(self.exchange)
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: TimedExchange) -> None:
         assert exchange is self.exchange
         self.num_ended += 1
         self._ended.set()
 
-    async def end(self) -> Exchange:
+    async def end(self) -> TimedExchange:
         await self._ended.wait()
         return self.exchange
 
 
-def assert_good(exchange: Exchange) -> None:
+def assert_good(exchange: TimedExchange) -> None:
     assert exchange.failure is None
     assert exchange.due <= exchange.sent <= exchange.done <= time.monotonic()
 
@@ -206,17 +206,17 @@ class TargetContract:
 
         async def scenario() -> None:
             async with self.opened(self.spec()) as (target, item):
-                ended: list[Exchange] = []
+                ended: list[TimedExchange] = []
                 enough = asyncio.Event()
 
-                def finish(exchange: Exchange) -> None:
+                def finish(exchange: TimedExchange) -> None:
                     ended.append(exchange)
                     if len(ended) < 50:
-                        target.send(Exchange(time.monotonic(), item, finish))
+                        target.send(TimedExchange(time.monotonic(), item, finish))
                     else:
                         enough.set()
 
-                target.send(Exchange(time.monotonic(), item, finish))
+                target.send(TimedExchange(time.monotonic(), item, finish))
                 await enough.wait()
                 for exchange in ended:
                     assert_good(exchange)

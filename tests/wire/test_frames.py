@@ -52,33 +52,30 @@ EXTENT = frames.Extent("x", "FP32", (2, 3), 64, 24)
 PART = frames.RequestPart("id", 2, (EXTENT,), ("y",), {"b": True, "i": -1, "f": 0.5, "s": "é"})
 
 TO_WORKER = [
-    frames.Load(frames.VERSION, FULL_CONFIG, 1 << 28),
+    frames.LoadModel(frames.VERSION, FULL_CONFIG, 1 << 28),
     frames.Enclosed(1 << 21),
     frames.MapSlab(1, 4096),
-    frames.Dispatch(7, (frames.Run(1, 0, 4), frames.Run(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)),
+    frames.Dispatch(
+        7, (frames.RowRange(1, 0, 4), frames.RowRange(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)
+    ),
     frames.Dispatch(8, (), requests=(PART, PART)),
     frames.Release((0, 64)),
-    frames.CancelRequests(7, (0, 2)),
-    frames.UpcallReply(1, (EXTENT,)),
-    frames.UpcallReply(1, (), "no such model", False),
     frames.Stop(),
 ]
 FROM_WORKER = [
-    frames.Ready(frames.VERSION, 0.5, {"provider": "CPU"}, {1: 0.25, 64: 1.5}, True),
-    frames.LoadFailed(("config: wrong", "input: missing")),
+    frames.WorkerReady(frames.VERSION, 0.5, {"provider": "CPU"}, {1: 0.25, 64: 1.5}, True),
+    frames.StartFailed(("config: wrong", "input: missing")),
     frames.Done(7, 0.1, 0.2, 0.3),
     frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
-    frames.Failed(7, "out of memory"),
+    frames.BatchFailed(7, "out of memory"),
     frames.Leaving("its memory is in pieces"),
-    frames.StreamResponse(7, 1, (EXTENT,), False),
-    frames.Upcall(1, "m", "", PART),
 ]
-PIECE = frames.Piece("x", "FP32", (1, 2), 8)
+PIECE = frames.TensorHeader("x", "FP32", (1, 2), 8)
 INLINE = frames.Parcel((PIECE,), b"12345678")
 AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
 FROM_FRONT = [
     frames.Listening(frames.VERSION, 8001),
-    frames.LoadFailed(("cannot listen",)),
+    frames.StartFailed(("cannot listen",)),
     frames.Infer(1, "m", "2", 0.5, INLINE),
     frames.Infer(1, "m", "2", 0.5, AT_OFFSET, "id", ("y",), {"b": True}, 3, 1.5, {"y": 5}),
     frames.Cancel(1),
@@ -91,16 +88,16 @@ FROM_FRONT = [
     frames.Pong(7),
 ]
 TO_FRONT = [
-    frames.Open(frames.VERSION, "::1", 0, 4096, 64),
-    frames.Open(frames.VERSION, "::1", 0, 4096, 64, "gzip", {b"\xff\0": ("infer", "admin")}),
-    frames.Open(frames.VERSION, "::1", 0, 4096, 64, limits=HttpLimits(7), hosts=("a",)),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64, "gzip", {b"\xff\0": ("infer", "admin")}),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64, limits=HttpLimits(7), hosts=("a",)),
     frames.InferReply(1, INLINE, "m", "2", {"s": "é"}),
     frames.InferReply(1, INLINE, "m", "2", timings=(0.5, 1.0, 0.0, 1.0, 2.0, 3.0, 4.0)),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", retry_after_s=2.5),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", error="full", is_final=False),
-    frames.Answer(1, b"{}"),
-    frames.Answer(1, b"", "NotFound", "no such model"),
-    frames.Answer(1, b"", parcel=AT_OFFSET),
+    frames.AskReply(1, b"{}"),
+    frames.AskReply(1, b"", "NotFound", "no such model"),
+    frames.AskReply(1, b"", parcel=AT_OFFSET),
     frames.Forwarded(1, INLINE, True),
     frames.Forwarded(1, frames.Parcel(), is_cut=True),
     frames.Ping(),
@@ -161,8 +158,8 @@ def test_frames_that_are_joined_are_read_one_by_one(count: int) -> None:
 
 
 def test_a_model_config_arrives_whole_and_of_the_same_types() -> None:
-    loaded = frames.decode_to_worker(frames.encode(frames.Load(1, FULL_CONFIG, 5)))
-    assert isinstance(loaded, frames.Load)
+    loaded = frames.decode_to_worker(frames.encode(frames.LoadModel(1, FULL_CONFIG, 5)))
+    assert isinstance(loaded, frames.LoadModel)
     assert loaded.model == FULL_CONFIG
     assert isinstance(loaded.model, ModelConfig)
     assert isinstance(loaded.model.inputs[0], TensorSpec)
@@ -229,24 +226,24 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         (frames.decode_to_worker, frames.MapSlab(1, 4096), "93a36d617001cd1000"),
         (
             frames.decode_to_worker,
-            frames.Dispatch(7, (frames.Run(1, 0, 4),), ((16,),), 64),
+            frames.Dispatch(7, (frames.RowRange(1, 0, 4),), ((16,),), 64),
             "96a372756e079194a1720100049191104090",
         ),
         (frames.decode_to_worker, frames.Release((0, 64)), "92a372656c920040"),
         (frames.decode_to_worker, frames.Stop(), "91a473746f70"),
         (
             frames.decode_from_worker,
-            frames.Ready(1, 0.5, {"a": "b"}, {1: 0.25}),
+            frames.WorkerReady(1, 0.5, {"a": "b"}, {1: 0.25}),
             "96a372647901cb3fe000000000000081a161a1628101cb3fd0000000000000c2",
         ),
-        (frames.decode_from_worker, frames.LoadFailed(("no",)), "92a362616491a26e6f"),
+        (frames.decode_from_worker, frames.StartFailed(("no",)), "92a362616491a26e6f"),
         (
             frames.decode_from_worker,
             frames.Done(7, 0.1, 0.2, 0.3),
             "97a26f6b07cb3fb999999999999acb3fc999999999999acb3fd33333333333339080",
         ),
-        (frames.decode_from_worker, frames.Failed(7, "bad"), "93a365727207a3626164"),
-        (frames.decode_to_front, frames.Open(1, "h", 8001, 4096, 64), OPEN),
+        (frames.decode_from_worker, frames.BatchFailed(7, "bad"), "93a365727207a3626164"),
+        (frames.decode_to_front, frames.OpenFront(1, "h", 8001, 4096, 64), OPEN),
         (decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
         (decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
         (decode_from_front, frames.Cancel(5), "92a4696e666305"),
@@ -260,7 +257,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
             frames.Ask(5, "model_ready", "m"),
             "95a361736b05ab6d6f64656c5f7265616479a16da0",
         ),
-        (frames.decode_to_front, frames.Answer(5, b"{}"), "95a3616e7305c4027b7da0a0"),
+        (frames.decode_to_front, frames.AskReply(5, b"{}"), "95a3616e7305c4027b7da0a0"),
     ],
 )
 def test_version_1_reads_what_version_1_wrote(decode: Any, frame: Any, written: str) -> None:
@@ -269,7 +266,7 @@ def test_version_1_reads_what_version_1_wrote(decode: Any, frame: Any, written: 
 
 
 def test_a_dispatch_of_a_large_batch_fits_a_datagram() -> None:
-    runs = tuple(frames.Run(slab, row, 1) for slab in range(8) for row in range(0, 256, 2))
+    runs = tuple(frames.RowRange(slab, row, 1) for slab in range(8) for row in range(0, 256, 2))
     assert len(frames.encode(frames.Dispatch(2**63, runs, ((3, 224, 224),), 64))) < 16 * 1024
 
 
@@ -293,14 +290,14 @@ parts = st.builds(
     st.lists(st.text(), max_size=2).map(tuple),
     parameters,
 )
-pieces = st.builds(frames.Piece, st.text(), st.text(), dimensions, sizes)
+pieces = st.builds(frames.TensorHeader, st.text(), st.text(), dimensions, sizes)
 parcels = st.builds(
     frames.Parcel,
     st.lists(pieces, max_size=3).map(tuple),
     st.binary(max_size=20),
     st.none() | sizes,
 )
-runs = st.builds(frames.Run, sizes, sizes, sizes)
+runs = st.builds(frames.RowRange, sizes, sizes, sizes)
 seconds = st.floats(0, 1e6)
 
 

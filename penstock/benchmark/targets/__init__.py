@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.data import RequestForm, Sample
 
 
@@ -104,10 +104,10 @@ class Target(Protocol):
         ...
 
     def encode(self, sample: Sample) -> Any:
-        """Return an item for `Exchange.item`; ConfigError when the input does not fit."""
+        """Return an item for `TimedExchange.item`; ConfigError when the input does not fit."""
         ...
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         """Send without raising or blocking. If all connections are busy, the exchange is queued,
         and `sent` is when it left. After a lost connection the next exchange makes a new one."""
         ...

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
 from penstock.benchmark.targets.shared import (
@@ -73,7 +73,7 @@ class Address(msgspec.Struct, frozen=True):
     is_secure: bool
 
 
-class Refused(Exception):
+class GrpcRefused(Exception):
     """The server answered a question with an error."""
 
     def __init__(self, code: str, details: str) -> None:
@@ -99,7 +99,7 @@ class GrpcTarget:
         self._question_channel: Any = None
         self._channels: list[Any] = []
         self._places: deque[Callable[..., Any]] = deque()
-        self._waiting: deque[Exchange] = deque()
+        self._waiting: deque[TimedExchange] = deque()
         # An unreferenced call cancels itself.
         self._calls: set[Any] = set()
         self._is_closed = False
@@ -138,7 +138,7 @@ class GrpcTarget:
 
         try:
             answer = await self._ask("ModelStatistics", **self._model())
-        except Refused:
+        except GrpcRefused:
             return None
         fields = json_format.MessageToDict(answer, preserving_proto_field_name=True)
         wanted = [
@@ -155,13 +155,13 @@ class GrpcTarget:
     async def _ask_server(self) -> Any:
         try:
             return await self._ask("ServerMetadata")
-        except Refused as error:
+        except GrpcRefused as error:
             raise self._problem(_why_no_server(error)) from None
 
     async def _ask_model(self, method: str) -> Any:
         try:
             return await self._ask(method, **self._model())
-        except Refused as error:
+        except GrpcRefused as error:
             raise self._problem(await self._why_no_model(error)) from None
 
     async def _check_ready(self) -> None:
@@ -173,12 +173,12 @@ class GrpcTarget:
         """Return None where the server has no such call, such as MLServer."""
         try:
             return (await self._ask("ModelConfig", **self._model())).config
-        except Refused as error:
+        except GrpcRefused as error:
             if error.code == "UNIMPLEMENTED":
                 return None
             raise self._problem(await self._why_no_model(error)) from None
 
-    async def _why_no_model(self, error: Refused) -> str:
+    async def _why_no_model(self, error: GrpcRefused) -> str:
         if error.code in NEEDS_KEY:
             return _needs_key(error)
         text = error.details or error.code
@@ -187,7 +187,7 @@ class GrpcTarget:
             return text
         try:
             index = await self._ask("RepositoryIndex")
-        except Refused:
+        except GrpcRefused:
             return text
         names = ", ".join(sorted({model.name for model in index.models}))
         return f"{text}; the server has {names or 'none'}"
@@ -209,7 +209,7 @@ class GrpcTarget:
         try:
             return await call(message, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise Refused(error.code().name, error.details() or "") from None
+            raise GrpcRefused(error.code().name, error.details() or "") from None
 
     def _model(self) -> dict[str, str]:
         return {"name": self._address.model, "version": self._address.version}
@@ -226,7 +226,7 @@ class GrpcTarget:
             self._add_connection()
         try:
             await asyncio.gather(*(self._ask("ServerLive", each) for each in self._channels))
-        except Refused as error:
+        except GrpcRefused as error:
             raise self._problem(_why_no_server(error)) from None
         if self._form is None:
             await self.describe()
@@ -243,7 +243,7 @@ class GrpcTarget:
             parts += (RAW_CONTENTS, _varint(len(tensor.data)), tensor.data)
         return b"".join(parts)
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         if self._is_closed:
             exchange.sent = time.monotonic()
             asyncio.get_running_loop().call_soon(_end, exchange, "cancelled")
@@ -297,13 +297,13 @@ class GrpcTarget:
         places = [channel.unary_unary(SERVICE + "ModelInfer")] * CALLS_PER_CONNECTION
         self._places = deque(_interleaved(list(self._places), places))
 
-    def _start(self, place: Callable[..., Any], exchange: Exchange) -> None:
+    def _start(self, place: Callable[..., Any], exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
         call = place(exchange.item, timeout=self._spec.timeout_s, metadata=self._metadata)
         self._calls.add(call)
         call.add_done_callback(partial(self._ended, place, exchange))
 
-    def _ended(self, place: Callable[..., Any], exchange: Exchange, call: Any) -> None:
+    def _ended(self, place: Callable[..., Any], exchange: TimedExchange, call: Any) -> None:
         exchange.done = time.monotonic()
         self._calls.discard(call)
         code = _at_once(call.code()).name
@@ -365,7 +365,7 @@ def _cause(details: str) -> str:
     return details
 
 
-def _why_no_server(error: Refused) -> str:
+def _why_no_server(error: GrpcRefused) -> str:
     if error.code in NEEDS_KEY:
         return _needs_key(error)
     if error.code == "UNAVAILABLE":
@@ -376,11 +376,11 @@ def _why_no_server(error: Refused) -> str:
     return f"what answers is no v2 server: {error}"
 
 
-def _needs_key(error: Refused) -> str:
+def _needs_key(error: GrpcRefused) -> str:
     return f"{error.details}; give a key with the scope 'infer' by --api-key or PENSTOCK_API_KEY"
 
 
-def _end(exchange: Exchange, failure: str) -> None:
+def _end(exchange: TimedExchange, failure: str) -> None:
     exchange.done = time.monotonic()
     exchange.failure = failure
     exchange.finish(exchange)

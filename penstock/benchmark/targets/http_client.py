@@ -1,7 +1,7 @@
 """An HTTP/1.1 client for load: one request in flight per connection, connections on demand.
 
-A request is bytes ready to write; the answer goes to the exchange, through a `Reader` if one is
-given. Knows nothing of models. Lives on one event loop.
+A request is bytes ready to write; the answer goes to the exchange, through an `AnswerReader` if one
+is given. Knows nothing of models. Lives on one event loop.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.targets.http_connection import LOST, Connection, Read, Reader, StatusReader
-from penstock.benchmark.targets.http_messages import Answer, Causes, Url
+from penstock.benchmark.exchange import TimedExchange
+from penstock.benchmark.targets.http_connection import (
+    LOST,
+    AnswerReader,
+    ClientConnection,
+    Read,
+    StatusReader,
+)
+from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.errors import ConfigError
 
 SWEEP_S = 1.0
@@ -29,7 +35,7 @@ CANCELLED = "cancelled"
 
 
 class NoAnswer(Exception):
-    """No answer came; the text says why, as `Exchange.failure` would."""
+    """No answer came; the text says why, as `TimedExchange.failure` would."""
 
 
 class HttpClient:
@@ -62,9 +68,9 @@ class HttpClient:
         self._host = url.host
         self._tls = ssl.create_default_context() if url.is_tls else None
         self._causes = Causes()
-        self._connections: set[Connection] = set()
-        self._idle: list[Connection] = []
-        self._waiting: deque[Exchange] = deque()
+        self._connections: set[ClientConnection] = set()
+        self._idle: list[ClientConnection] = []
+        self._waiting: deque[TimedExchange] = deque()
         self._connecting: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -90,7 +96,7 @@ class HttpClient:
                 problem += f", after {len(self._connections)} connections"
             raise ConfigError([problem]) from None
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         if self._idle:
             self._idle.pop().start(exchange)
         else:
@@ -130,30 +136,30 @@ class HttpClient:
 
     # Called by connections.
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: ClientConnection) -> None:
         if self._waiting:
             connection.start(self._waiting.popleft())
         else:
             self._idle.append(connection)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
         self._grow()
 
-    def take_back(self, exchange: Exchange) -> None:
+    def take_back(self, exchange: TimedExchange) -> None:
         """Put an exchange that never reached the server back at the front of the queue."""
         self._waiting.appendleft(exchange)
 
-    def end(self, exchange: Exchange, failure: str) -> None:
+    def end(self, exchange: TimedExchange, failure: str) -> None:
         exchange.done = self.now()
         exchange.failure = failure
         exchange.finish(exchange)
 
     # Connections.
 
-    def _wait(self, exchange: Exchange) -> None:
+    def _wait(self, exchange: TimedExchange) -> None:
         # For the timeout; set again when it is sent.
         exchange.sent = self.now()
         if self._is_closed:
@@ -195,7 +201,7 @@ class HttpClient:
         self._start_timer()
         async with asyncio.timeout(self._timeout_s):
             transport, connection = await asyncio.get_running_loop().create_connection(
-                lambda: Connection(self),
+                lambda: ClientConnection(self),
                 self._host,
                 self._url.port,
                 ssl=self._tls,
@@ -219,7 +225,7 @@ class HttpClient:
         self._start_timer()
         self.sweep()
 
-    def _read_status(self, exchange: Exchange) -> Reader:
+    def _read_status(self, exchange: TimedExchange) -> AnswerReader:
         return StatusReader(exchange, self._causes)
 
 
@@ -267,12 +273,12 @@ class _Keeper:
         return None
 
 
-async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
+async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> HttpAnswer:
     """Send one request on its own connection; NoAnswer if it fails."""
     keeper = _Keeper()
     client = HttpClient(url, timeout_s, 1, lambda _: keeper)
     done = asyncio.Event()
-    exchange = Exchange(client.now(), message, lambda _: done.set())
+    exchange = TimedExchange(client.now(), message, lambda _: done.set())
     try:
         client.send(exchange)
         await done.wait()
@@ -280,4 +286,4 @@ async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Ans
         await client.close()
     if exchange.failure is not None:
         raise NoAnswer(exchange.failure)
-    return Answer(keeper.status, keeper.headers, bytes(keeper.body))
+    return HttpAnswer(keeper.status, keeper.headers, bytes(keeper.body))

@@ -1,7 +1,7 @@
 """One client connection over HTTP/1.1: one exchange at a time.
 
 A good answer whose head was seen before is only counted, without keeping its body; all others are
-parsed by httptools and passed to a `Reader`. Knows nothing of other connections.
+parsed by httptools and passed to an `AnswerReader`. Knows nothing of other connections.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets.http_messages import Causes, server_timing
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LOST = "connection lost"
 _PARSING = -1
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """Reads one answer as it arrives. `end` returns why the answer is bad, or None. It is not
     called if the connection is lost or times out first."""
 
@@ -47,7 +47,7 @@ class Reader(Protocol):
     def end(self) -> str | None: ...
 
 
-Read = Callable[[Exchange], Reader]
+Read = Callable[[TimedExchange], AnswerReader]
 
 
 class StatusReader:
@@ -55,7 +55,7 @@ class StatusReader:
 
     __slots__ = ("_causes", "_exchange", "_kept", "_status")
 
-    def __init__(self, exchange: Exchange, causes: Causes) -> None:
+    def __init__(self, exchange: TimedExchange, causes: Causes) -> None:
         self._exchange = exchange
         self._causes = causes
         self._kept = bytearray()
@@ -77,12 +77,12 @@ class StatusReader:
         return self._causes.of(self._status, bytes(self._kept))
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One socket: idle, or with one exchange in flight. It calls the client's `release` when it can
     take the next exchange, and `lost` when it never can again."""
 
     def __init__(self, client: HttpClient) -> None:
-        self.exchange: Exchange | None = None
+        self.exchange: TimedExchange | None = None
         self._now = client.now
         self._idle_since = client.now()
         self._client = client
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         self._left = 0
         # State of the answer being parsed.
         self._parser = httptools.HttpResponseParser(self)
-        self._reader: Reader | None = None
+        self._reader: AnswerReader | None = None
         self._first_data = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._is_complete = False
         self._has_excess = False
 
-    def start(self, exchange: Exchange) -> None:
+    def start(self, exchange: TimedExchange) -> None:
         """Send an exchange; the connection must be idle."""
         self.exchange = exchange
         exchange.sent = self._now()

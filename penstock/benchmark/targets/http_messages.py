@@ -43,7 +43,7 @@ class Url(NamedTuple):
         return f"{'https' if self.is_tls else 'http'}://{self.name}"
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """Header names are lower case; a repeated header keeps its last value."""
 
     status: int

@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import penstock
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.shared import config_digest, counters_of, in_short, tensors_of
 from penstock.config import ModelConfig
@@ -60,7 +60,7 @@ class InProcess:
         self._spec = spec
         self._form: RequestForm | None = None
         self._model: Model | StagePipeline | None = None
-        self._open: dict[Request, Exchange] = {}
+        self._open: dict[Request, TimedExchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._num_answered = 0
         # Load time in seconds, including warm-up of every batch size.
@@ -109,7 +109,7 @@ class InProcess:
         assert self._form is not None, "inputs are encoded after `describe` or `open`"
         return Item(tensors_of(self._form, sample))
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         exchange.sent = now = time.monotonic()
         item: Item = exchange.item
         request = Request(self, item.tensors, now)
@@ -140,7 +140,7 @@ class InProcess:
         if model is not None:
             await model.close()
 
-    def _note_phases(self, exchange: Exchange, timings: Timings) -> None:
+    def _note_phases(self, exchange: TimedExchange, timings: Timings) -> None:
         self._num_answered += 1
         if self._num_answered % self._spec.timing_every == 0:
             exchange.phases = phases_of(timings)
@@ -167,7 +167,7 @@ class InProcess:
         exchange.finish(exchange)
 
 
-def _was_sent_before(moment: float, item: tuple[Request, Exchange]) -> bool:
+def _was_sent_before(moment: float, item: tuple[Request, TimedExchange]) -> bool:
     return item[1].sent <= moment
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import penstock
-from penstock.benchmark.exchange import Exchange, Stream
+from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.in_process import failure_text, file_digest, files_digest, find
 from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
@@ -22,10 +22,10 @@ from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.generation import Generation, Totals
+from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text, read_text
-from penstock.llm.text_model import TextModel
 from penstock.repository import pbtxt
 from penstock.serving import local
 from penstock.wire import openai_v1
@@ -46,9 +46,9 @@ class InProcessText:
         self._spec = spec
         self._extra = parse_extra(spec.extra)
         self._name = ""
-        self._model: TextModel | None = None
+        self._model: LanguageModel | None = None
         self._text: Text | None = None
-        self._open: dict[Exchange, Generation] = {}
+        self._open: dict[TimedExchange, Generation] = {}
         self._sweep: asyncio.TimerHandle | None = None
         # Load time in seconds.
         self.load_s: float | None = None
@@ -91,7 +91,7 @@ class InProcessText:
             path = str(path_of(config))
             read = partial(read_text, path, parses_special=parses_special)
             self._text = await asyncio.to_thread(read)
-            model = TextModel(await asyncio.to_thread(local.placed, config))
+            model = LanguageModel(await asyncio.to_thread(local.placed, config))
             await model.start()
         except ConfigError as error:
             problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
@@ -109,9 +109,9 @@ class InProcessText:
         except PenstockError as error:
             raise ConfigError([f"input: {error}"]) from None
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
-        exchange.stream = Stream()
+        exchange.stream = StreamTimes()
         if self._model is None:
             asyncio.get_running_loop().call_soon(_end, exchange, "cancelled")
             return
@@ -121,9 +121,9 @@ class InProcessText:
             asyncio.get_running_loop().call_soon(_end, exchange, failure_text(error))
             return
         self._open[exchange] = generation
-        self._model.generate(generation)
+        self._model.submit(generation)
 
-    def _generation(self, model: TextModel, exchange: Exchange) -> Generation:
+    def _generation(self, model: LanguageModel, exchange: TimedExchange) -> Generation:
         """Make the generation as a server would for the same request."""
         asked: ChatRequest | CompletionRequest = exchange.item
         assert self._text is not None, "it is read before the model is there"
@@ -136,9 +136,9 @@ class InProcessText:
                 tokens = self._text.encode(prompt, is_whole=is_whole)
             else:
                 tokens = prompt
-        return model.new_generation(tokens, asked.params, Waiter(exchange, self))
+        return model.new_generation(tokens, asked.params, ChunkRecorder(exchange, self))
 
-    def ended(self, exchange: Exchange, failure: str | None) -> None:
+    def ended(self, exchange: TimedExchange, failure: str | None) -> None:
         """End an exchange, unless it has already ended."""
         if self._open.pop(exchange, None) is not None:
             _end(exchange, failure)
@@ -162,15 +162,15 @@ class InProcessText:
                 break
             self.ended(exchange, f"no answer within {self._spec.timeout_s:g} s")
             if self._model is not None:
-                self._model.give_up(generation)
+                self._model.cancel(generation)
         self._plan_sweep()
 
 
 @dataclass(slots=True)
-class Waiter:
+class ChunkRecorder:
     """Records when the chunks of one answer arrive."""
 
-    exchange: Exchange
+    exchange: TimedExchange
     target: InProcessText
 
     def token(self, event: TokenEvent) -> None:
@@ -188,7 +188,7 @@ class Waiter:
         self.target.ended(self.exchange, failure_text(error))
 
 
-def _end(exchange: Exchange, failure: str | None) -> None:
+def _end(exchange: TimedExchange, failure: str | None) -> None:
     exchange.done = time.monotonic()
     exchange.failure = failure
     exchange.finish(exchange)

@@ -17,7 +17,7 @@ ADDRESSES = (
 )
 # Module and constructor by kind of target.
 CLASSES: Mapping[str, tuple[str, str]] = {
-    "v2 HTTP": ("penstock.benchmark.targets.v2_target", "V2Http"),
+    "v2 HTTP": ("penstock.benchmark.targets.v2_target", "V2HttpTarget"),
     "v2 gRPC": ("penstock.benchmark.targets.grpc_target", "GrpcTarget"),
     "in process": ("penstock.benchmark.targets.path_target", "open_path"),
     "OpenAI": ("penstock.benchmark.targets.openai", "OpenAI"),

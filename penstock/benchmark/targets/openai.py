@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.benchmark.exchange import Exchange, Stream
+from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask
 from penstock.benchmark.targets.http_connection import LOST
 from penstock.benchmark.targets.http_messages import (
-    Answer,
     Causes,
+    HttpAnswer,
     Url,
     check_headers,
     error_text,
@@ -88,12 +88,12 @@ class StreamReader:
     """Reads one answer. A chunk is an event with text, of the answer or of its reasoning; an event
     that only names the role is not one."""
 
-    def __init__(self, exchange: Exchange, causes: Causes, now: Callable[[], float]) -> None:
+    def __init__(self, exchange: TimedExchange, causes: Causes, now: Callable[[], float]) -> None:
         self._causes = causes
         self._now = now
         self._exchange = exchange
         self._parser = EventParser()
-        self._stream = Stream()
+        self._stream = StreamTimes()
         self._status = 0
         self._kind = b""
         self._kept = bytearray()
@@ -184,12 +184,12 @@ def _has_text(choice: _Choice) -> bool:
     )
 
 
-class Call(Exchange):
+class InnerExchange(TimedExchange):
     """The client's exchange for one outer exchange, which ends with it."""
 
     __slots__ = ("outer",)
 
-    def __init__(self, outer: Exchange, finish: Callable[[Exchange], None]) -> None:
+    def __init__(self, outer: TimedExchange, finish: Callable[[TimedExchange], None]) -> None:
         super().__init__(outer.due, outer.item, finish)
         self.outer = outer
 
@@ -249,18 +249,18 @@ class OpenAI:
         path = self._base + PATHS[self._api]
         return request_bytes(self._url, "POST", path, headers | self._headers, data)
 
-    def send(self, exchange: Exchange) -> None:
-        self._client.send(Call(exchange, _finished))
+    def send(self, exchange: TimedExchange) -> None:
+        self._client.send(InnerExchange(exchange, _finished))
 
     async def close(self) -> None:
         await self._client.close()
 
-    def _read_answer(self, exchange: Exchange) -> StreamReader:
+    def _read_answer(self, exchange: TimedExchange) -> StreamReader:
         return StreamReader(exchange, self._causes, time.monotonic)
 
     # Questions.
 
-    async def _ask(self, path: str) -> Answer:
+    async def _ask(self, path: str) -> HttpAnswer:
         origin = self._url.origin
         try:
             answer = await ask(self._url, request_bytes(self._url, "GET", path, self._headers))
@@ -271,7 +271,7 @@ class OpenAI:
             raise ConfigError([f"{origin}: {text}; give a key by --api-key or PENSTOCK_API_KEY"])
         return answer
 
-    def _find_model(self, answer: Answer) -> _Model:
+    def _find_model(self, answer: HttpAnswer) -> _Model:
         asked, where = self._spec.model, f"{self._url.origin}{self._base}/models"
         if asked and answer.status in WITHOUT_LIST:
             return _Model(asked)
@@ -321,7 +321,7 @@ def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> b
         raise ConfigError([f"input: '{field}' cannot be written as JSON: {error}"]) from None
 
 
-def _models(answer: Answer, where: str) -> list[_Model]:
+def _models(answer: HttpAnswer, where: str) -> list[_Model]:
     problem = f"status {answer.status}"
     if answer.is_good:
         try:
@@ -331,8 +331,8 @@ def _models(answer: Answer, where: str) -> list[_Model]:
     raise ConfigError([f"{where}: this is no OpenAI server ({problem})"])
 
 
-def _finished(call: Exchange) -> None:
-    assert isinstance(call, Call)
+def _finished(call: TimedExchange) -> None:
+    assert isinstance(call, InnerExchange)
     exchange = call.outer
     exchange.sent, exchange.done = call.sent, call.done
     exchange.stream, exchange.failure = call.stream, call.failure
@@ -341,7 +341,7 @@ def _finished(call: Exchange) -> None:
     exchange.finish(exchange)
 
 
-class Place(NamedTuple):
+class OpenAiAddress(NamedTuple):
     """A server and one of its APIs; `base` is the path in front of `/models`."""
 
     url: Url
@@ -349,7 +349,7 @@ class Place(NamedTuple):
     api: str
 
 
-def find_place(spec: TargetSpec) -> Place:
+def find_place(spec: TargetSpec) -> OpenAiAddress:
     """Parse the target's address; ConfigError if it is invalid."""
     if spec.api not in PATHS:
         raise ConfigError([f"--api {spec.api}: expected {' or '.join(PATHS)}"])
@@ -359,8 +359,8 @@ def find_place(spec: TargetSpec) -> Place:
     path = url.path.rstrip("/")
     for api, end in PATHS.items():
         if path.endswith(end):
-            return Place(url, path.removesuffix(end), api)
-    return Place(url, path or "/v1", spec.api)
+            return OpenAiAddress(url, path.removesuffix(end), api)
+    return OpenAiAddress(url, path or "/v1", spec.api)
 
 
 def parse_extra(text: str) -> dict[str, Any]:

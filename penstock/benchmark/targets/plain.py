@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_messages import check_headers, parse_url, request_bytes
@@ -25,7 +25,7 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _FIELD = re.compile(r"\{\{(?P<itself>[A-Za-z_][\w.-]*)\}\}|\{(?P<name>[A-Za-z_][\w.-]*)\}")
 
 
-class Template:
+class BodyTemplate:
     """A body with holes: literal texts, and between them (name, whether inside quotes)."""
 
     def __init__(self, text: str) -> None:
@@ -107,7 +107,7 @@ class PlainHttp:
         self._method = spec.method.upper()
         if self._method not in METHODS:
             raise ConfigError([f"method {spec.method}: expected one of {', '.join(METHODS)}"])
-        self._template = Template(spec.body)
+        self._template = BodyTemplate(spec.body)
         self._headers = dict(spec.headers)
         names = {name.lower() for name in spec.headers}
         if spec.body and "content-type" not in names:
@@ -149,7 +149,7 @@ class PlainHttp:
         body = self._template.fill(sample.fields)
         return request_bytes(self._url, self._method, self._url.path, self._headers, body)
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         self._client.send(exchange)
 
     async def close(self) -> None:

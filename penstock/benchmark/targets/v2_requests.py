@@ -26,7 +26,7 @@ SERVER_PATH = re.compile(r"(?P<prefix>.*?)(/v2)?/?")
 MAX_HEADS = 1024
 
 
-class Place(msgspec.Struct, frozen=True):
+class V2Address(msgspec.Struct, frozen=True):
     """A model of a server; `prefix` is the path before /v2."""
 
     url: Url
@@ -40,7 +40,7 @@ class Place(msgspec.Struct, frozen=True):
         return f"{path}/versions/{quote(self.version, safe='')}" if self.version else path
 
 
-def find_place(spec: TargetSpec) -> Place:
+def find_place(spec: TargetSpec) -> V2Address:
     """Find the model from the address, or else from `--model`; ConfigError if neither names one."""
     url = parse_url(spec.address)
     match = MODEL_PATH.fullmatch(url.path)
@@ -49,7 +49,7 @@ def find_place(spec: TargetSpec) -> Place:
             raise ConfigError([f"{spec.address}: names no model: expected …/v2/models/NAME"])
         server = SERVER_PATH.fullmatch(url.path)
         prefix = server["prefix"] if server is not None else ""
-        return Place(url, prefix, spec.model, spec.version)
+        return V2Address(url, prefix, spec.model, spec.version)
     name, version = unquote(match["name"]), unquote(match["version"] or "")
     for what, in_address, given in (
         ("model", name, spec.model),
@@ -58,10 +58,10 @@ def find_place(spec: TargetSpec) -> Place:
         if in_address and given and in_address != given:
             text = f"{spec.address}: names the {what} '{in_address}', but --{what} is '{given}'"
             raise ConfigError([text])
-    return Place(url, match["prefix"], name, version or spec.version)
+    return V2Address(url, match["prefix"], name, version or spec.version)
 
 
-class Form:
+class RequestTemplate:
     """The common part of requests that differ only in tensor values: everything but the values, and
     the sizes of BYTES tensors."""
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask
 from penstock.benchmark.targets.http_messages import (
-    Answer,
+    HttpAnswer,
     check_headers,
     error_text,
     request_bytes,
@@ -26,7 +26,7 @@ from penstock.benchmark.targets.shared import (
     form_of,
     tensors_of,
 )
-from penstock.benchmark.targets.v2_requests import Form, find_place
+from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, TensorSpec
@@ -60,7 +60,7 @@ class _Group(msgspec.Struct):
     gpus: list[int] = []
 
 
-class _Input(msgspec.Struct):
+class _InputConfig(msgspec.Struct):
     name: str = ""
     optional: bool = False
 
@@ -72,7 +72,7 @@ class _Config(msgspec.Struct):
     backend: str = ""
     platform: str = ""
     instance_group: list[_Group] = []
-    input: list[_Input] = []
+    input: list[_InputConfig] = []
 
 
 class _Ready(msgspec.Struct):
@@ -80,7 +80,7 @@ class _Ready(msgspec.Struct):
     state: str = ""
 
 
-class V2Http:
+class V2HttpTarget:
     """Call `describe` first: the server says what inputs the model takes and how to encode them."""
 
     load_s: float | None = None
@@ -96,7 +96,7 @@ class V2Http:
         self._client = HttpClient(self._place.url, spec.timeout_s, spec.max_connections)
         self._request_form: RequestForm | None = None
         self._is_binary = spec.is_binary
-        self._forms: dict[object, Form] = {}
+        self._forms: dict[object, RequestTemplate] = {}
         # Requests until the next one that asks for timings; negative: never.
         self._until_timing = -1
 
@@ -159,7 +159,7 @@ class V2Http:
             self._forms[key] = form
         return form.message(tensors)
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: TimedExchange) -> None:
         self._until_timing -= 1
         if self._until_timing == 0:
             self._until_timing = self._spec.timing_every
@@ -171,22 +171,22 @@ class V2Http:
     async def close(self) -> None:
         await self._client.close()
 
-    def _form(self, sample: Sample) -> Form:
+    def _form(self, sample: Sample) -> RequestTemplate:
         form = self._request_form
         assert form is not None, "samples are encoded after `describe`"
         tensors = tensors_of(form, sample)
         specs = [TensorSpec(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
         start = [f"POST {self._place.path}/infer HTTP/1.1", f"Host: {self._place.url.name}"]
         start += [f"{name}: {value}" for name, value in self._headers.items()]
-        return Form("\r\n".join((*start, "")).encode("latin-1"), specs, self._is_binary)
+        return RequestTemplate("\r\n".join((*start, "")).encode("latin-1"), specs, self._is_binary)
 
     # Questions.
 
-    async def _get(self, path: str) -> Answer:
+    async def _get(self, path: str) -> HttpAnswer:
         url = self._place.url
         return await ask(url, request_bytes(url, "GET", path, self._headers))
 
-    async def _ask(self, path: str) -> Answer:
+    async def _ask(self, path: str) -> HttpAnswer:
         """Ask the server; ConfigError if it does not answer, or requires a key."""
         origin = self._place.url.origin
         try:
@@ -225,7 +225,7 @@ class V2Http:
             where = f"{self._place.url.origin}{path}"
             raise ConfigError([f"{where}: this does not describe a v2 model: {error}"]) from None
 
-    async def _why_no_model(self, answer: Answer) -> str:
+    async def _why_no_model(self, answer: HttpAnswer) -> str:
         """Explain why there is no model. A server may answer with the same status for an unknown
         model and a missing version; its index tells them apart."""
         place = self._place

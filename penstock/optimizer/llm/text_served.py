@@ -185,7 +185,7 @@ def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
     return rates[max(kept)] if kept else rates[min(rates)]
 
 
-def level_plan(endpoint: TextEndpoint, plan: Plan, load: Load) -> bench.Plan:
+def level_plan(endpoint: TextEndpoint, plan: Plan, load: Load) -> bench.BenchPlan:
     """Return the benchmark plan of one level. A closed loop has no warm-up: with one, a client
     whose answer takes longer than the level would send its next request after the end."""
     wanted = bench_plan(endpoint, plan, [load])

@@ -15,7 +15,7 @@ from e2e.served import Served, null_model
 from suites.target import NetworkTargetContract
 from tritonclient.grpc import service_pb2
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.grpc_target import (
     CALLS_PER_CONNECTION,
@@ -69,18 +69,18 @@ class Sent:
     def __init__(self, target: GrpcTarget, item: Any) -> None:
         self._target = target
         self._item = item
-        self.ended: list[Exchange] = []
+        self.ended: list[TimedExchange] = []
         self._changed = asyncio.Event()
 
     def send(self, count: int = 1) -> None:
         for _ in range(count):
-            self._target.send(Exchange(time.monotonic(), self._item, self._finish))
+            self._target.send(TimedExchange(time.monotonic(), self._item, self._finish))
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: TimedExchange) -> None:
         self.ended.append(exchange)
         self._changed.set()
 
-    async def wait(self, count: int) -> list[Exchange]:
+    async def wait(self, count: int) -> list[TimedExchange]:
         async with asyncio.timeout(60):
             while len(self.ended) < count:
                 self._changed.clear()
@@ -88,7 +88,7 @@ class Sent:
         return self.ended
 
 
-async def one(target: GrpcTarget, item: Any) -> Exchange:
+async def one(target: GrpcTarget, item: Any) -> TimedExchange:
     sent = Sent(target, item)
     sent.send()
     return (await sent.wait(1))[0]
@@ -320,7 +320,7 @@ def test_closing_cancels_what_is_under_way_and_what_waits(server: Served) -> Non
 
 
 def test_what_was_closed_opens_again(server: Served) -> None:
-    async def body(target: GrpcTarget) -> Exchange:
+    async def body(target: GrpcTarget) -> TimedExchange:
         await target.close()
         await target.open(1)
         return await one(target, target.encode(number()))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from suites.target import Sent, assert_good, run, until
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask, connect_failure
 from penstock.benchmark.targets.http_connection import STALE_S
 from penstock.benchmark.targets.http_messages import Url, parse_url, request_bytes
@@ -319,9 +319,9 @@ def test_close_cancels_what_is_under_way_waits_or_connects():
         async with Server().serve() as server:
             client = HttpClient(server.url, 20.0, 2)
             await client.open(1)
-            ended: list[Exchange] = []
+            ended: list[TimedExchange] = []
             for _ in range(4):
-                client.send(Exchange(time.monotonic(), message(server), ended.append))
+                client.send(TimedExchange(time.monotonic(), message(server), ended.append))
             await client.close()
             assert [exchange.failure for exchange in ended] == ["cancelled"] * 4
             assert client.num_connections == 0
@@ -340,9 +340,9 @@ def test_what_was_closed_opens_again():
             await client.close()
             await client.open(2)
             assert client.num_connections == 2
-            ended: list[Exchange] = []
-            client.send(Exchange(time.monotonic(), message(server), ended.append))
-            client.send(Exchange(time.monotonic(), message(server), ended.append))
+            ended: list[TimedExchange] = []
+            client.send(TimedExchange(time.monotonic(), message(server), ended.append))
+            client.send(TimedExchange(time.monotonic(), message(server), ended.append))
             peer = await server.peer(2)
             await peer.request()
             peer.reply()
@@ -361,16 +361,16 @@ def test_who_sends_again_when_cancelled_is_cancelled_again_and_not_at_once():
             failures: list[str | None] = []
             depth = 0
 
-            def finish(exchange: Exchange) -> None:
+            def finish(exchange: TimedExchange) -> None:
                 nonlocal depth
                 failures.append(exchange.failure)
                 assert depth == 0
                 depth += 1
                 if len(failures) < 10:
-                    client.send(Exchange(time.monotonic(), message(server), finish))
+                    client.send(TimedExchange(time.monotonic(), message(server), finish))
                 depth -= 1
 
-            client.send(Exchange(time.monotonic(), message(server), finish))
+            client.send(TimedExchange(time.monotonic(), message(server), finish))
             await client.close()
             await until(lambda: len(failures) == 10)
             assert set(failures) == {"cancelled"}

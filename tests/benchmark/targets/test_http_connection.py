@@ -2,13 +2,13 @@
 
 import pytest
 
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_connection import (
     MAX_HEAD_BYTES,
     MAX_KNOWN_HEADS,
-    Connection,
-    Reader,
+    AnswerReader,
+    ClientConnection,
 )
 from penstock.benchmark.targets.http_messages import parse_url
 
@@ -51,17 +51,17 @@ class Wire:
         self.time = 100.0
         self.client = HttpClient(URL, 60.0, 1, read, now=lambda: self.time)
         self.socket = Socket()
-        self.ended: list[Exchange] = []
-        self.connection = Connection(self.client)
+        self.ended: list[TimedExchange] = []
+        self.connection = ClientConnection(self.client)
         self.connection.connection_made(self.socket)
         self.client.release(self.connection)
 
-    def ask(self) -> Exchange:
-        exchange = Exchange(self.time, b"question", self.ended.append)
+    def ask(self) -> TimedExchange:
+        exchange = TimedExchange(self.time, b"question", self.ended.append)
         self.client.send(exchange)
         return exchange
 
-    def answer(self, *pieces: bytes) -> Exchange:
+    def answer(self, *pieces: bytes) -> TimedExchange:
         """One exchange, answered by these pieces, a second after each other."""
         exchange = self.ask()
         for piece in pieces:
@@ -144,7 +144,7 @@ def test_a_reader_sees_the_same_however_it_is_cut():
         for cut in range(len(answer) + 1):
             readers: list[Kept] = []
 
-            def read(exchange: Exchange, readers=readers) -> Reader:
+            def read(exchange: TimedExchange, readers=readers) -> AnswerReader:
                 readers.append(Kept())
                 return readers[-1]
 

@@ -14,7 +14,7 @@ from e2e.served import null_model
 from suites.target import TargetContract
 
 import penstock
-from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.in_process import InProcess, failure_text, files_digest
 from penstock.data import Sample
@@ -52,19 +52,19 @@ def number(value: int = 1) -> Sample:
     return Sample({"x": np.array([[value]], np.int32)})
 
 
-async def ended(target: InProcess, item: Any, count: int = 1) -> list[Exchange]:
-    done: list[Exchange] = []
+async def ended(target: InProcess, item: Any, count: int = 1) -> list[TimedExchange]:
+    done: list[TimedExchange] = []
     event = asyncio.Event()
     loop_thread = asyncio.get_running_loop()
 
-    def finish(exchange: Exchange) -> None:
+    def finish(exchange: TimedExchange) -> None:
         assert asyncio.get_running_loop() is loop_thread
         done.append(exchange)
         if len(done) == count:
             event.set()
 
     for _ in range(count):
-        target.send(Exchange(time.monotonic(), item, finish))
+        target.send(TimedExchange(time.monotonic(), item, finish))
     async with asyncio.timeout(60):
         await event.wait()
     return done
@@ -297,14 +297,14 @@ def test_an_answer_that_takes_too_long_is_none(tmp_path: Path) -> None:
 
 def test_closing_cancels_what_is_under_way(tmp_path: Path) -> None:
     null_model(tmp_path, "m", a_ms=100)
-    seen: list[Exchange] = []
+    seen: list[TimedExchange] = []
 
     async def body() -> None:
         target = InProcess(TargetSpec(str(tmp_path / "m")))
         await target.open(1)
         item = target.encode(number())
         for _ in range(3):
-            target.send(Exchange(time.monotonic(), item, seen.append))
+            target.send(TimedExchange(time.monotonic(), item, seen.append))
         await target.close()
         assert [exchange.failure for exchange in seen] == ["cancelled"] * 3
         (late,) = await ended(target, item)

@@ -31,6 +31,7 @@ def a_sample(num=4):
     return Sample(fields={"messages": MESSAGES}, max_tokens=num)
 
 
+@pytest.mark.slow  # Each test loads the model.
 class TestContract(TargetContract):
     @pytest.fixture(autouse=True)
     def _model(self, folder):

@@ -5,7 +5,7 @@ import pytest
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import CLASSES, kind_of, open_target
 from penstock.benchmark.targets.plain import PlainHttp
-from penstock.benchmark.targets.v2_target import V2Http
+from penstock.benchmark.targets.v2_target import V2HttpTarget
 from penstock.errors import ConfigError
 
 
@@ -53,5 +53,5 @@ def test_anything_else_is_refused_with_what_was_expected(address, problem):
 
 
 def test_a_target_is_made():
-    assert isinstance(open_target(TargetSpec("http://a/v2/models/m")), V2Http)
+    assert isinstance(open_target(TargetSpec("http://a/v2/models/m")), V2HttpTarget)
     assert isinstance(open_target(TargetSpec("http://a/predict")), PlainHttp)

@@ -10,7 +10,7 @@ import pytest
 from benchmark.fake_openai import FakeOpenAI
 from suites.target import NetworkTargetContract, Sent, assert_good
 
-from penstock.benchmark.exchange import Collector, Exchange, floats
+from penstock.benchmark.exchange import Collector, TimedExchange, floats
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.http_messages import Causes
 from penstock.benchmark.targets.openai import OpenAI, StreamReader, find_place, parse_extra
@@ -39,7 +39,7 @@ class Answered:
         self, *chunks: bytes, status: int = 200, headers: dict[bytes, bytes] = EVENT_STREAM
     ) -> None:
         clock = FakeClock(1000.0)
-        self.exchange = Exchange(1000.0, b"", lambda exchange: None)
+        self.exchange = TimedExchange(1000.0, b"", lambda exchange: None)
         reader = StreamReader(self.exchange, Causes(), clock)
         reader.head(status, headers)
         for chunk in chunks:
@@ -249,12 +249,12 @@ def problem(fake: FakeOpenAI, **settings: Any) -> str:
     return text
 
 
-def answered(fake: FakeOpenAI, sample: Sample, **settings: Any) -> Exchange:
-    async def body(target: OpenAI) -> Exchange:
+def answered(fake: FakeOpenAI, sample: Sample, **settings: Any) -> TimedExchange:
+    async def body(target: OpenAI) -> TimedExchange:
         await target.open(1)
         return await Sent(target, target.encode(sample)).end()
 
-    exchange: Exchange = conversing(fake, body, **settings)
+    exchange: TimedExchange = conversing(fake, body, **settings)
     return exchange
 
 

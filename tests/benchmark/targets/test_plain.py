@@ -12,7 +12,7 @@ from suites.target import NetworkTargetContract, Sent, run
 
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import open_target
-from penstock.benchmark.targets.plain import PlainHttp, Template
+from penstock.benchmark.targets.plain import BodyTemplate, PlainHttp
 from penstock.data import Sample
 from penstock.errors import ConfigError
 
@@ -42,35 +42,35 @@ BODY = '{"inputs": [{"name": "x", "datatype": "INT32", "shape": [1, 1], "data": 
     ],
 )
 def test_a_body_is_filled(text, values, body):
-    template = Template(text)
+    template = BodyTemplate(text)
     assert template.fill(values).decode() == body
     assert set(template.fields) == set(values)
 
 
 def test_raw_bytes_go_into_bodies_that_are_not_json():
-    assert Template("a {image} b").fill({"image": b"\xff\0"}) == b"a \xff\0 b"
-    assert Template('{"image": "{image}"}').fill({"image": b"\xff\0"}) == b'{"image": "/wA="}'
+    assert BodyTemplate("a {image} b").fill({"image": b"\xff\0"}) == b"a \xff\0 b"
+    assert BodyTemplate('{"image": "{image}"}').fill({"image": b"\xff\0"}) == b'{"image": "/wA="}'
 
 
 @given(st.text(), st.recursive(st.none() | st.integers(-9, 9) | st.text(), st.lists))
 def test_a_json_body_stays_json_whatever_goes_in(text, value):
-    body = Template('{"a": "<{text}>", "b": {value}}').fill({"text": text, "value": value})
+    body = BodyTemplate('{"a": "<{text}>", "b": {value}}').fill({"text": text, "value": value})
     assert json.loads(body) == {"a": f"<{text}>", "b": value}
 
 
 def test_fields_are_named_once_in_their_order():
-    assert Template('{"a": {b}, "c": [{a}, {b}, "{{c}}"]}').fields == ("b", "a")
+    assert BodyTemplate('{"a": {b}, "c": [{a}, {b}, "{{c}}"]}').fields == ("b", "a")
 
 
 def test_missing_fields_are_told():
     with pytest.raises(ConfigError) as caught:
-        Template("{a} {b} {c}").fill({"b": "x"})
+        BodyTemplate("{a} {b} {c}").fill({"b": "x"})
     assert caught.value.problems == (
         "field 'a': the body needs it; the input has b",
         "field 'c': the body needs it; the input has b",
     )
     with pytest.raises(ConfigError, match="field 'a': cannot be written as JSON: object"):
-        Template('{"x": {a}}').fill({"a": object()})
+        BodyTemplate('{"x": {a}}').fill({"a": object()})
 
 
 def lines(spec: TargetSpec, **fields: object) -> list[bytes]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.benchmark.targets import TargetSpec
-from penstock.benchmark.targets.v2_requests import Form, find_place
+from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Request, TensorSpec, to_array
 from penstock.wire.v2 import Codec
@@ -65,7 +65,7 @@ FIXED = [name for name in DATATYPES if name != "BYTES"]
 @given(st.data(), st.sampled_from(FIXED), hnp.array_shapes(min_dims=0, min_side=0, max_dims=3))
 def test_binary_tensors_arrive_bit_by_bit(data, datatype, shape):
     array = data.draw(hnp.arrays(DATATYPES[datatype].numpy, shape))
-    form = Form(START, [TensorSpec("x", datatype, shape)], is_binary=True)
+    form = RequestTemplate(START, [TensorSpec("x", datatype, shape)], is_binary=True)
     request = decoded(form.message({"x": array}))
     assert request.prefers_binary
     (tensor,) = request.inputs
@@ -82,7 +82,7 @@ def test_json_numbers_arrive_exactly(data, datatype, shape):
     dtype = DATATYPES[datatype].numpy
     elements = {"allow_nan": False, "allow_infinity": False} if dtype.kind == "f" else {}
     array = data.draw(hnp.arrays(dtype, shape, elements=hnp.from_dtype(dtype, **elements)))
-    form = Form(START, [TensorSpec("x", datatype, shape)], is_binary=False)
+    form = RequestTemplate(START, [TensorSpec("x", datatype, shape)], is_binary=False)
     request = decoded(form.message({"x": array}))
     assert not request.prefers_binary
     np.testing.assert_array_equal(to_array(request.inputs[0]), array)
@@ -90,7 +90,9 @@ def test_json_numbers_arrive_exactly(data, datatype, shape):
 
 @pytest.mark.parametrize("is_binary", [True, False])
 def test_texts_of_any_length_arrive(is_binary):
-    form = Form(START, [TensorSpec("t", "BYTES", (2,)), TensorSpec("n", "INT8", (1,))], is_binary)
+    form = RequestTemplate(
+        START, [TensorSpec("t", "BYTES", (2,)), TensorSpec("n", "INT8", (1,))], is_binary
+    )
     number = np.array([5], np.int8)
     for texts in (["a", "b"], ["", 'é\n"'], ["long" * 1000, "x"], ["a", "b"]):
         request = decoded(form.message({"n": number, "t": np.array(texts, object)}))
@@ -100,7 +102,7 @@ def test_texts_of_any_length_arrive(is_binary):
 
 
 def test_views_and_other_number_types_arrive_as_the_datatype_says():
-    form = Form(START, [TensorSpec("x", "FP32", (2, 2))], is_binary=True)
+    form = RequestTemplate(START, [TensorSpec("x", "FP32", (2, 2))], is_binary=True)
     wide = np.arange(16.0).reshape(4, 4)
     for array in (wide[::2, ::2], wide.T[1:3, 1:3], np.arange(4, dtype=">i8").reshape(2, 2)):
         request = decoded(form.message({"x": array}))
@@ -118,5 +120,5 @@ def test_views_and_other_number_types_arrive_as_the_datatype_says():
 def test_what_json_cannot_say_is_refused_and_goes_as_binary(datatype, array, problem):
     specs = [TensorSpec("x", datatype, (1,))]
     with pytest.raises(ConfigError, match=problem):
-        Form(START, specs, is_binary=False).message({"x": array})
-    decoded(Form(START, specs, is_binary=True).message({"x": array}))
+        RequestTemplate(START, specs, is_binary=False).message({"x": array})
+    decoded(RequestTemplate(START, specs, is_binary=True).message({"x": array}))

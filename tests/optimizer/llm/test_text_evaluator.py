@@ -163,7 +163,9 @@ class TestAccuracy:
                 tokens = tokens[: text_evaluator.FIRST] + tokens[-text_evaluator.LAST :]
             assert tuple(tokens) in prompts
 
-    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
+    @pytest.mark.parametrize(
+        "content", [b"", pytest.param(b"PK\x03\x04 and no more", marks=pytest.mark.slow)]
+    )
     def test_a_reference_that_cannot_be_read_is_made_again(self, opened, content):
         lab = opened()
         path = lab.journal.path.with_name(text_evaluator.REFERENCE)

@@ -11,7 +11,7 @@ import text_server
 
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
-from penstock.benchmark.stats import Histogram, Interval
+from penstock.benchmark.stats import DurationHistogram, Interval
 from penstock.llm.text import of_folder
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_served
@@ -70,8 +70,8 @@ def test_a_client_alone_begins_with_the_measurement(build, prompts, tmp_path):
 
 
 def a_level(rate):
-    use = GeneratorUse([0.0], Histogram(), 0.0, 0, 0, 0)
-    return Level(Open(Flat(rate)), 1.0, "time", None, [], Histogram(), use)
+    use = GeneratorUse([0.0], DurationHistogram(), 0.0, 0, 0, 0)
+    return Level(Open(Flat(rate)), 1.0, "time", None, [], DurationHistogram(), use)
 
 
 def test_what_is_shown_is_the_highest_rate_that_was_kept():
