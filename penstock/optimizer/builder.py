@@ -75,7 +75,7 @@ class Builder:
         if not home.is_dir():
             # The journal knows the build, but its files are gone.
             self._make(candidate, parent)
-        build = _opened(candidate, home / run.plan.name)
+        build = _open(candidate, home / run.plan.name)
         self._builds[candidate.key] = build
         return build
 
@@ -119,7 +119,7 @@ class Builder:
         if not made_by.is_config_only:
             self.gpu.make_room(parent.config)
         made_by.build(parent, step, target, self.context)
-        made = _opened(candidate, target)
+        made = _open(candidate, target)
         if not {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
             return
         self.run.tell("compile")
@@ -148,7 +148,7 @@ class Builder:
         trials.keep_compiled(build, left_s or trials.LOAD_TIMEOUT_S)
 
 
-def _opened(candidate: Candidate, folder: Path) -> Build:
+def _open(candidate: Candidate, folder: Path) -> Build:
     found = layout.read(folder)
     if found.problems:
         raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))

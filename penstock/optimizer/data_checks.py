@@ -30,7 +30,7 @@ ONLY_AGREEMENT = (
 
 @dataclass(slots=True)
 class DataChecks:
-    """What would mislead calibration or the gate, as errors and notes."""
+    """Reports data that would mislead calibration or the gate, as errors and notes."""
 
     run: RunContext
     source: AnswerSource

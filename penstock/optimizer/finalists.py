@@ -1,4 +1,4 @@
-"""Which contenders are served and measured, and in which serving configurations. Pure."""
+"""Choice of the contenders to serve and measure, and of their serving configurations. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a search as it goes on: contenders, finalists and what was tried. Pure."""
+"""Results of a search so far: contenders, finalists and attempts. Pure."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Data(Protocol):
 
 
 class SearchResults(Protocol):
-    """What all searches find."""
+    """Results that every search has."""
 
     tries: list[Try]
     skipped: list[Skip]
@@ -49,8 +49,9 @@ class OptimizeCall:
     plan: Plan
     watch: Watch
     command: str
-    # By the monotonic clock; and as a date.
+    # Seconds of the monotonic clock.
     began: float
+    # Date and time, ISO 8601.
     created: str
     machine: Machine
 

@@ -36,7 +36,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 def _optimize(run: ModelRun[S, D]) -> Optimization:
     run.check()
     plan = run.call.plan
-    with workspace.opened(plan, run.open) as subject:
+    with workspace.open_model(plan, run.open) as subject:
         data = run.read_data(subject)
         key = run.key(subject, data)
         folder = workspace.work_folder(plan) / key

@@ -37,7 +37,7 @@ def report_path(plan: Plan) -> Path:
 
 
 @contextmanager
-def opened(plan: Plan, open_at: Callable[[Path], T]) -> Iterator[T]:
+def open_model(plan: Plan, open_at: Callable[[Path], T]) -> Iterator[T]:
     """Open the model in a temporary folder of this process, until the run's folder is known."""
     work = work_folder(plan)
     folder = work / f"{OPENING}{os.getpid()}"

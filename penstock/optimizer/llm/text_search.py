@@ -26,7 +26,7 @@ NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 
 class Evaluates(Protocol):
-    """What the search asks about candidates."""
+    """Evaluates candidates for the search."""
 
     def rated(self, candidate: Candidate, start: float | None) -> Served:
         """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
