@@ -14,8 +14,8 @@ from penstock.serving.saturation import Saturation
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """`shares` are entered at admission and left with the answer; the dispatcher alone notes
-    `saturation`."""
+    """`shares` are entered at admission and left with the answer. `saturation` is noted where
+    instances become idle or busy, and read at admission."""
 
     config: ModelConfig
     clock: Callable[[], float]

@@ -14,12 +14,13 @@ import logging
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.context import ModelContext
 from penstock.serving.hang_limits import HangLimits
+from penstock.serving.instance import Instance
 from penstock.serving.poison import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.running_batch import RunningBatch
-from penstock.serving.supervisor import Instance, Supervisor
+from penstock.serving.supervisor import Supervisor
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -90,15 +91,11 @@ class Dispatcher:
 
     def check_idle(self) -> None:
         """Wake those who `drain`, if nothing is queued or running."""
-        if self._idle_waiters and not self._queue.num_waiting and not self.num_running:
+        if not self._queue.num_waiting and not self.num_running:
             for waiter in self._idle_waiters:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
-
-    def instance_ready(self, ready: frames.WorkerReady) -> None:
-        self.hang_limits.seed(ready.timings)
-        self._saturation.note(False, self._clock())
 
     # Sending.
 
@@ -122,7 +119,8 @@ class Dispatcher:
             self._try_suspects(now)
         has_idle = self._fill_instances(now)
         self._arm_timer(now, only_expiry=not has_idle)
-        self.check_idle()
+        if self._idle_waiters:
+            self.check_idle()
 
     def pump_if_waiting(self) -> None:
         if self._queue.num_waiting:
@@ -169,7 +167,7 @@ class Dispatcher:
             if each.is_ready and any(batch.closed_by == "rerun" for batch in each.batches):
                 return False
         waited_s = self._clock() - self._queue.tried_suspect_at
-        return self._supervisor.can_spare_worker(waits_for_spares=waited_s < SUSPECT_PATIENCE_S)
+        return self._supervisor.spares.can_replace_worker(waited_s < SUSPECT_PATIENCE_S)
 
     def _arm_timer(self, now: float, only_expiry: bool) -> None:
         if self._timer is not None:
@@ -255,7 +253,8 @@ class Dispatcher:
         finally:
             self._is_answering = False
         self.pump_if_waiting()
-        self.check_idle()
+        if self._idle_waiters:
+            self.check_idle()
 
     def _deliver(
         self, instance: Instance, batch: RunningBatch, frame: frames.Done, now: float

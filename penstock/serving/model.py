@@ -19,6 +19,7 @@ from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
+from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.plan import Planner
 from penstock.serving.poison import PoisonGuard
@@ -29,7 +30,7 @@ from penstock.serving.request_memory import RequestMemory, slab_bytes
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.saturation import Saturation
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import Instance, StartLife, Supervisor
+from penstock.serving.supervisor import StartLife, Supervisor
 from penstock.types import CANCELLED, Request
 
 log = logging.getLogger("penstock.model")
@@ -113,7 +114,7 @@ class Model:
     @property
     def has_spare(self) -> bool:
         """Whether all wanted spare workers are loaded."""
-        return self._supervisor.has_all_spares
+        return self._supervisor.spares.has_all
 
     @property
     def batcher(self) -> Batcher | SloBatcher:

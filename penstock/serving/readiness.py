@@ -14,11 +14,12 @@ from typing import Literal
 from penstock.errors import ConfigError, NotReady
 from penstock.serving.context import ModelContext
 from penstock.serving.dispatcher import Dispatcher
+from penstock.serving.instance import Instance
 from penstock.serving.padding import Pads
 from penstock.serving.proof import agreed
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.supervisor import Instance, Supervisor
+from penstock.serving.supervisor import Supervisor
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
@@ -49,6 +50,7 @@ class Readiness:
         self._memory = memory
         self._planner = context.planner
         self._metrics = context.metrics
+        self._saturation = context.saturation
         self._clock = context.clock
         self.state: State = "LOADING"
         self.reason = ""
@@ -89,7 +91,8 @@ class Readiness:
         self._metrics.load_s = instance.ready.load_s
         if instance.ready.needs_requests:
             self._memory.needs_parts = True
-        self._dispatcher.instance_ready(instance.ready)
+        self._dispatcher.hang_limits.seed(instance.ready.timings)
+        self._saturation.note(False, self._clock())
         self._queue.batcher.seed(instance.ready.timings)
         self._without_instance_since = None
         self._count_executors()

@@ -1,8 +1,7 @@
 """Supervises the workers of one model: starts them, detects crashes and hangs, restarts them.
 
 Knows processes, sockets and back-off but no requests: the model (`Listener`) decides what a death
-means for a batch and whether a request caused it. While requests kill workers, spare workers are
-kept loaded if memory allows. Everything runs on the core's event loop.
+means for a batch and whether a request caused it. Everything runs on the core's event loop.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.backends import GPU_MEMORY
-from penstock.config import CPU, ModelConfig
+from penstock.config import ModelConfig
 from penstock.processes.channel import Sender, socket_pair
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import HEALTHY_S, CrashLoop, SparePlan
-from penstock.serving.running_batch import RunningBatch
+from penstock.processes.restarts import HEALTHY_S
+from penstock.serving.instance import Instance
 from penstock.serving.slab import Segment, Slab
+from penstock.serving.spares import Spares
 from penstock.serving.worker import Channel, Worker
 from penstock.system.environment import asked_for
 from penstock.wire import frames
@@ -145,69 +144,6 @@ class Listener(Protocol):
         """Return how long the instance's oldest batch may still take; None if it has no batch."""
 
 
-class Instance:
-    """A slot for one worker, on a device. `batches` are in flight, in the order they were sent (the
-    model sets them); at most `num_slots`, one for each model instance that the worker runs."""
-
-    def __init__(self, index: int, device: str, num_slots: int = 1) -> None:
-        self.index = index
-        self.device = device
-        self.num_slots = num_slots
-        self.life: Life | None = None
-        self.output_spill: Segment | None = None
-        self.is_ready = False
-        # Its current worker is being killed because it hung.
-        self.is_hung = False
-        # Its last worker was killed from outside, so a request may not have caused it.
-        self.was_killed_outside = False
-        # It is to be replaced: it gets no more batches and stops after its last answer.
-        self.is_leaving = False
-        self.batches: list[RunningBatch] = []
-        self.ready: frames.WorkerReady | None = None
-        self.ready_at = 0.0
-        self.started_at = 0.0
-        # When it last answered a batch, by the model's clock.
-        self.answered_at = 0.0
-        # These two belong to the instance, not the worker: a spare that takes over inherits them.
-        self.crashes = CrashLoop()
-        self.num_restarts = 0
-        # Loaded in advance; serves no requests yet.
-        self.is_spare = False
-        # Why the current worker could not load.
-        self.load_error = ""
-        self.sender: Sender | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.life.pid if self.life is not None else 0
-
-    @property
-    def start_s(self) -> float:
-        """How long its current worker took to become ready."""
-        return self.ready_at - self.started_at
-
-    @property
-    def gpu_memory_bytes(self) -> int:
-        """GPU memory that its worker measured after the warm-up; 0: not measured."""
-        text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
-        return int(text) if text.isdigit() else 0
-
-    @property
-    def built(self) -> str:
-        """Build details of its worker, for the log."""
-        built = self.ready.built if self.ready is not None else {}
-        return ", ".join(f"{key}={value}" for key, value in built.items())
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it can take another batch."""
-        return self.is_ready and not self.is_leaving and len(self.batches) < self.num_slots
-
-    def __repr__(self) -> str:
-        state = "idle" if self.is_idle else "busy" if self.is_ready else "not ready"
-        return f"<Instance {self.index} pid={self.pid} {state}>"
-
-
 class Supervisor:
     """The instances of one model. Once stopped it cannot be used again, and drops its references:
     an unloaded model must be freed without the garbage collector, which may not scan long-lived
@@ -236,32 +172,7 @@ class Supervisor:
         # Result of the first workers' batching and padding checks, which later workers skip.
         self.proof: frames.Proof | None = None
         self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
-        self._spares: list[Instance] = []
-        self._spare_plan = SparePlan()
-        # Spares that died unused since one last took over.
-        self._num_lost_spares = 0
-
-    @property
-    def num_spares(self) -> int:
-        """Number of spare workers, loaded or loading."""
-        return len(self._spares)
-
-    @property
-    def has_all_spares(self) -> bool:
-        """Whether all wanted spares are ready, and at least one is."""
-        num_ready = sum(spare.is_ready and not spare.is_leaving for spare in self._spares)
-        return num_ready > 0 and num_ready >= self._num_spares_wanted
-
-    def can_spare_worker(self, waits_for_spares: bool) -> bool:
-        """Whether losing a worker would leave another to serve, or a spare. If some spares are
-        missing and nobody waits for them, a single ready worker is risked only after it has served
-        for as long as it took to start."""
-        if self._spares and (self.has_all_spares or waits_for_spares):
-            return self.has_all_spares
-        ready = [each for each in self.instances if each.is_ready]
-        if len(ready) > 1:
-            return True
-        return any(self._loop.time() - each.ready_at >= each.start_s for each in ready)
+        self.spares = Spares(config, self.instances)
 
     @property
     def has_idle(self) -> bool:
@@ -269,13 +180,8 @@ class Supervisor:
         return any(instance.is_idle for instance in self.instances)
 
     @property
-    def _num_spares_wanted(self) -> int:
-        start_s = max((each.start_s for each in self._all if each.is_ready), default=0.0)
-        return self._spare_plan.num_wanted(self._loop.time(), start_s)
-
-    @property
     def _all(self) -> list[Instance]:
-        return [*self.instances, *self._spares]
+        return [*self.instances, *self.spares.workers]
 
     def start(self, listener: Listener) -> None:
         """Start all workers; the listener hears of them until `stop`."""
@@ -304,8 +210,8 @@ class Supervisor:
                 await self._all_dead.wait()
         self._view.release()
         self._buffer.close()
-        # Not started, it has none.
-        self.__dict__.pop("_listener", None)
+        if hasattr(self, "_listener"):  # Not if it was never started.
+            del self._listener
 
     def add_slab(self, slab: Slab) -> None:
         """Map a slab in all workers, now and after restarts."""
@@ -325,7 +231,7 @@ class Supervisor:
     def excuse(self, index: int) -> None:
         """Take back a death that counted towards a crash loop: a request caused it."""
         self.instances[index].crashes.excuse()
-        self._spare_plan.killed(self._loop.time())
+        self.spares.note_kill()
 
     def _start(self, instance: Instance) -> None:
         """Start a worker. A failed start counts as a death and is retried: its cause may be
@@ -470,10 +376,10 @@ class Supervisor:
     def _go_on(self, instance: Instance, was_ready: bool, is_excused: bool, reason: str) -> None:
         """Restart the instance after a death, or drop a spare."""
         if instance.is_spare:
-            self._lose_spare(instance, reason)
+            self.spares.lose(instance, reason)
             return
         if is_excused:
-            self._spare_plan.killed(self._loop.time())
+            self.spares.note_kill()
         else:
             self._count(instance, was_ready)
         self._restart(instance, reason, is_excused)
@@ -502,7 +408,7 @@ class Supervisor:
         self.last_reason = instance.load_error or f"its worker {reason}"
         delay_s = 0.0 if is_excused else instance.crashes.delay_s
         instance.num_restarts += 1
-        spare = self._pick_spare() if delay_s == 0 else None
+        spare = self.spares.pick() if delay_s == 0 else None
         log.warning(
             "%s/%s instance %d: worker %s; %s",
             self._config.name,
@@ -519,53 +425,27 @@ class Supervisor:
         else:
             self._later(delay_s, self._start, instance)
 
-    def _pick_spare(self) -> Instance | None:
-        """Return a ready spare, else the one that has been loading longest: it is ready sooner than
-        a new worker."""
-        able = [each for each in self._spares if each.life is not None and not each.is_leaving]
-        return min(able, key=lambda each: (not each.is_ready, each.started_at), default=None)
-
     def _adopt(self, dead: Instance, spare: Instance) -> None:
         """Replace a dead worker by a spare, and start the next spare."""
-        self._spares.remove(spare)
-        spare.is_spare = False
+        self.spares.promote(spare)
         spare.index = dead.index
         spare.crashes, spare.num_restarts = dead.crashes, dead.num_restarts
         # The model has loaded before, so a failure of this spare does not fail the load.
         spare.ready = spare.ready or dead.ready
         self.instances[dead.index] = spare
-        self._num_lost_spares = 0
         if spare.is_ready:
             self._listener.instance_ready(spare)
         self._prepare_spares()
 
     def _prepare_spares(self) -> None:
-        """Start the next wanted spare, if memory allows and no worker is loading: a spare must not
-        slow down a worker that is needed now. Only on CPUs: the GPU memory plan has no room for
-        spares."""
-        if self._is_stopping or self._config.uses_gpu or not all(e.is_ready for e in self._all):
-            return
-        life = self.instances[0].life
-        if life is None or len(self._spares) >= self._num_spares_wanted:
-            return
-        if self._num_lost_spares < MAX_LOAD_DEATHS and life.has_room_for_another():
-            spare = Instance(len(self.instances) + len(self._spares), CPU)
-            spare.is_spare = True
-            self._spares.append(spare)
+        """Start the next wanted spare."""
+        spare = None if self._is_stopping else self.spares.add()
+        if spare is not None:
             self._start(spare)
-
-    def _lose_spare(self, spare: Instance, reason: str) -> None:
-        self._spares.remove(spare)
-        if spare.is_leaving:
-            return
-        self._num_lost_spares += 1
-        name, version = self._config.name, self._config.version
-        why = spare.load_error or f"it {reason}"
-        log.warning("%s/%s lost its spare worker: %s", name, version, why)
 
     def _dismiss_spares(self) -> None:
         """Stop spares, once no request has killed a worker for a while."""
-        for spare in self._spares:
+        for spare in self.spares.workers:
             if spare.is_ready and not spare.is_leaving:
                 spare.is_leaving = True
                 self._let_go(spare)
@@ -588,7 +468,7 @@ class Supervisor:
                 instance.life.kill()
         for instance in self._all:
             self._end_if_too_slow(instance)
-        if self._num_spares_wanted:
+        if self.spares.num_wanted:
             self._prepare_spares()
         else:
             self._dismiss_spares()

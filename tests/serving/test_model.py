@@ -40,6 +40,7 @@ from penstock.errors import (
 from penstock.processes import restarts
 from penstock.processes.channel import socket_pair
 from penstock.serving import quarantine, request_memory, supervisor, worker
+from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
@@ -931,7 +932,7 @@ def test_queue_limits_and_timeouts_answer_in_tritons_words():
         assert isinstance(refused.sink.error, Overloaded)
         assert "Exceeds maximum queue size" in str(refused.sink.error)
         clock.advance(0.02)
-        model.tick()
+        model.readiness.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
@@ -978,7 +979,7 @@ def test_slo_mode_refuses_those_whose_time_is_up(clock):
         await settle()
         model.submit(waiting)
         clock.advance(0.1)
-        model.tick()
+        model.readiness.tick()
         assert "Request timeout expired" in str(waiting.sink.error)
         await puppets.step_all()
         assert running.sink.error is None
@@ -1933,7 +1934,7 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
     """Two instances, no memory for spares: while one of them starts, nothing that may kill runs on
     the other; what is known to be harmless does."""
 
-    monkeypatch.setattr(supervisor.Instance, "start_s", 1e9)
+    monkeypatch.setattr(Instance, "start_s", 1e9)
 
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:

@@ -12,8 +12,9 @@ from penstock.config import BatchPolicy, QueuePolicy, ladder
 from penstock.errors import Overloaded
 from penstock.serving.batch_times import BatchTimes
 from penstock.serving.batcher import Batcher
+from penstock.serving.paces import MAX_COST, Pace
 from penstock.serving.plan import UNPLANNED
-from penstock.serving.slo_batcher import MAX_COST, Pace, SloBatcher
+from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.ticket import Ticket
 from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
@@ -633,3 +634,12 @@ class TestWhyABatchClosed:
         dropped = batcher.take_dropped()
         assert dropped and set(dropped) <= set(old)
         assert not set(batcher.expire(0.020)) & set(dropped)
+
+
+def test_a_request_that_was_put_back_expires_once():
+    batcher = make_batcher()
+    (request,) = fill(batcher, 1)
+    assert batcher.next(0.0) == [request]
+    batcher.put_back([request], "a")
+    assert batcher.expire(1.0) == [request]
+    assert batcher.num_waiting == 0 and batcher.expire(2.0) == []
