@@ -17,14 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.llm.engine_supervisor import EngineLife
+from penstock.llm.language_model import LanguageModel
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
-from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
+from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
@@ -33,20 +34,19 @@ from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import Models, V2Http
-from penstock.protocols.v2_routes import V2Routes
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
 from penstock.serving.fleet import Fleet
+from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
 from penstock.serving.supervisor import limited
 from penstock.system.exit_codes import ExitCode
 from penstock.wire.openai_v1 import Known
-
-if TYPE_CHECKING:
-    from penstock.llm.language_model import LanguageModel
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -59,8 +59,8 @@ METRICS_BODY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of loading."""
+class LoadProgress:
+    """How far loading is."""
 
     num_loaded: int
     num_models: int
@@ -76,15 +76,9 @@ FRONTS_WITH_TEXT = (
 
 
 def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) -> Served:
-    """Create a language model. ConfigError if a package is missing, or if there are HTTP fronts."""
+    """Create a language model. ConfigError if there are HTTP fronts."""
     if num_fronts:
         raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
-    try:
-        from penstock.llm.engine_supervisor import EngineLife
-        from penstock.llm.language_model import LanguageModel
-    except ModuleNotFoundError as error:
-        problem = f"backend: '{LLM}' needs the package '{error.name}', which is not installed"
-        raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it']) from error
     return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
@@ -96,19 +90,16 @@ class TextModels:
 
     def find(self, name: str) -> LanguageModel:
         model = self._catalog.find(name)
-        if model.config.backend != LLM:
+        if not isinstance(model, LanguageModel):
             there = ", ".join(each.name for each in self.known()) or "none"
             raise NotFound(f"The model '{name}' is no language model; loaded: {there}")
-        return cast("LanguageModel", model)
+        return model
 
     def known(self) -> list[Known]:
-        found = [
-            cast("LanguageModel", each) for each in self._catalog if each.config.backend == LLM
-        ]
         return [
             Known(each.config.name, each.loaded_at, each.max_length)
-            for each in found
-            if each.is_ready
+            for each in self._catalog
+            if isinstance(each, LanguageModel) and each.is_ready
         ]
 
 
@@ -124,7 +115,6 @@ class Server:
             fleet=Fleet(config.gpu_memory_reserve),
             makers={LLM: partial(make_text_model, num_fronts=config.num_fronts)},
         )
-        self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
         self._gate = gate = make_gate(config, self._key_file)
         if gate.keys is not None:
@@ -132,49 +122,47 @@ class Server:
         self._tls = None if config.tls is None else TlsFiles(config.tls)
         self._context = None if self._tls is None else self._tls.load()
         self._watching: list[asyncio.Task[None]] = []
-        self.routes.tells_reasons = gate.keys is None
-        self.routes.server_id = config.id
-        self.routes.pages = Pages(self.catalog, self.routes, gate).handlers()
+        self.lifecycle = Lifecycle(is_loading=True)
+        self._fronts: list[Front] = []
+        self.management = ManagementApi(
+            self.catalog,
+            Control(self.catalog, path, config.is_explicit, config.allows_hard_links),
+            self.lifecycle,
+            config.id,
+            tells_reasons=gate.keys is None,
+            fronts=lambda: [front.use() for front in self._fronts],
+        )
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = config.logs_requests
         openai = OpenAiHttp(
             TextModels(self.catalog),
-            lambda: self.routes.is_draining,
+            lambda: self.lifecycle.is_draining,
             logs_requests=is_logged,
             embeddings=EmbeddingsHttp(self.catalog, is_logged),
         )
-        generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, is_logged)
-        models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle, gate)
+        generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
+        pages = Pages(self.management, gate).handlers()
+        models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
-        self.http = HttpServer(self.v2.handle, config.limits, self.v2.screen)
+        self.http = HttpServer(self.v2.handle, config.limits, self.v2.screen, self.lifecycle)
         self.http_port = config.http_port
-        self._metrics = MetricsHttp(gate, self.routes)
+        self._metrics = MetricsHttp(gate, self.management)
         self._metrics_http: HttpServer | None = None
         self.metrics_port = config.metrics_port
         if config.metrics_port is not None:
             limits = replace(config.limits, max_body_bytes=METRICS_BODY_BYTES)
             self._metrics_http = HttpServer(self._metrics.handle, limits)
-        self._desk = Desk(
-            self.catalog,
-            self.routes.control,
-            lambda: not self.routes.is_loading,
-            config.logs_requests,
-            self.v2.handle,
-        )
-        self._desk.server_id = config.id
-        self._desk.gate = gate
+        self._core = CoreApi(self.management, self.v2.handle, gate, config.logs_requests)
         # Holds the port that the HTTP fronts share.
         self._reserved: socket.socket | None = None
-        self._fronts: list[Front] = []
         self.grpc: Front | None = None
         if config.grpc is not None:
-            trade = grpc_trade(config.host, config.grpc, gate, tls=config.tls)
-            self.grpc = Front(self._desk, trade)
+            spec = grpc_spec(config.host, config.grpc, gate, tls=config.tls)
+            self.grpc = Front(self._core, spec)
             self._fronts.append(self.grpc)
-        self.routes.fronts = self._fronts
 
-    async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+    async def start(self, found: Found, on_progress: Callable[[LoadProgress], None]) -> None:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
         self.catalog.announce(found)
@@ -194,7 +182,7 @@ class Server:
             if self._metrics_http is not None:
                 servers.append(self._metrics_http)
             self._watching.append(asyncio.create_task(watch(self._tls, servers)))
-        await asyncio.to_thread(self.routes.usage.begin)
+        await asyncio.to_thread(self.management.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
         telling = asyncio.ensure_future(self._tell(found, on_progress))
@@ -210,9 +198,9 @@ class Server:
         # Freeze what exists now, so that full collections do not scan it.
         gc.collect()
         gc.freeze()
-        self.routes.is_loading = False
+        self.lifecycle.is_loading = False
         if self._config.reloads:
-            reloader = Reloader(self.catalog, self.routes.control)
+            reloader = Reloader(self.catalog, self.management.control)
             self._watching.append(asyncio.create_task(reloader.run()))
 
     @property
@@ -232,11 +220,10 @@ class Server:
 
     def stop(self) -> None:
         """Start draining: not ready, refuse new inferences, finish accepted ones."""
-        if not self.routes.is_draining and not self.routes.is_loading:
+        if not self.lifecycle.is_draining and not self.lifecycle.is_loading:
             text = "shutting down: requests in flight have %.0f s to finish"
             log.info(text, self._config.drain_s)
-        self.routes.is_draining = True
-        self.http.drain()
+        self.lifecycle.drain()
         for front in self._fronts:
             front.drain()
         self._stop.set()
@@ -266,7 +253,7 @@ class Server:
             self._watchdog.release()
         if self._metrics_http is not None:
             await self._metrics_http.close()
-        if not self.routes.is_loading:
+        if not self.lifecycle.is_loading:
             log.info("stopped")
 
     async def _watch_keys(self, key_file: KeyFile) -> None:
@@ -286,7 +273,7 @@ class Server:
                     front.set_keys(self._gate)
                 log.info("API keys reloaded: %d", len(keys.scopes))
 
-    async def _tell(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+    async def _tell(self, found: Found, on_progress: Callable[[LoadProgress], None]) -> None:
         names = list(dict.fromkeys(config.name for config in found.configs))
         began = time.monotonic()
         while True:
@@ -297,7 +284,7 @@ class Server:
             elapsed_s = time.monotonic() - began
             if waiting:
                 num_loaded = len(names) - len(waiting)
-                on_progress(Progress(num_loaded, len(names), waiting, elapsed_s))
+                on_progress(LoadProgress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: Found) -> None:
         """Load the models while the fronts start; cancel loading if a front cannot listen."""
@@ -331,7 +318,7 @@ class Server:
             config.tls,
         )
         self._fronts += [
-            Front(self._desk, http_trade(number, opening, config.limits))
+            Front(self._core, http_spec(number, opening, config.limits))
             for number in range(1, config.num_fronts + 1)
         ]
 
@@ -439,7 +426,7 @@ async def serve(
     found: Found,
     config: ServerConfig,
     on_start: Callable[[Server], None],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[LoadProgress], None],
 ) -> signal.Signals:
     """Run until SIGTERM, SIGQUIT or SIGINT, or SIGHUP from a terminal, and return the signal; a
     second signal exits at once."""
@@ -451,7 +438,7 @@ async def serve(
         if number == signal.SIGHUP and not sys.stdin.isatty():
             log.info("SIGHUP: API keys and certificates are reloaded whenever their files change")
             return
-        if server.routes.is_draining:
+        if server.lifecycle.is_draining:
             is_interrupt = number == signal.SIGINT
             os._exit(ExitCode.INTERRUPTED if is_interrupt else ExitCode.FAILED)
         received.append(number)
@@ -462,7 +449,7 @@ async def serve(
     watchdog.start()
     try:
         await server.start(found, on_progress)
-        if not server.routes.is_draining:
+        if not server.lifecycle.is_draining:
             on_start(server)
         await server.run_until_stopped()
     finally:

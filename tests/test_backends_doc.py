@@ -8,12 +8,10 @@ import pytest
 
 from penstock import backends
 from penstock.backends import null
-from penstock.config import LLM
-from penstock.repository import pbtxt
+from penstock.repository import parameters, pbtxt
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "backends.md").read_text()
-OF_LANGUAGE_MODELS = set(re.findall(r"`(penstock\.\w+)`", (ROOT / "docs" / "llm.md").read_text()))
 SECTIONS = dict(re.findall(r"^## (\w+)$(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 
@@ -58,10 +56,9 @@ def test_options_are_those_that_the_code_reads(section):
 
 
 def test_options_of_ours_are_in_the_table_of_their_backend():
-    for section, names in pbtxt.BACKEND_OPTIONS.items():
-        # Language models have a page of their own.
-        documented = OF_LANGUAGE_MODELS if section == LLM else options(section)
-        assert set(names) <= documented
+    for parameter in parameters.PARAMETERS:
+        if parameter.backend in backends.MODULES:
+            assert parameter.key in options(parameter.backend)
 
 
 def test_options_of_null_are_all_there():

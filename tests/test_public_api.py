@@ -1,5 +1,6 @@
 """What `import penstock` promises."""
 
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -15,6 +16,28 @@ def test_public_names_are_these_and_no_others() -> None:
     functions = ["bench", "explain", "inspect", "load", "model", "optimize", "profile", "serve"]
     assert sorted(penstock.__all__) == ["Client", "Tensor", "__version__", *functions]
     assert all(hasattr(penstock, name) for name in penstock.__all__)
+
+
+# A parameter that goes or gets another name breaks callers: say so in CHANGELOG.md.
+PARAMETERS = {
+    "Client": ["url", "model", "api_key", "timeout_s", "ca_file"],
+    "Tensor": ["datatype", "shape"],
+    "bench": ["model", "progress", "options"],
+    "explain": ["model", "url", "version", "api_key"],
+    "inspect": ["model"],
+    "load": ["model", "version"],
+    "model": ["inputs", "outputs", "max_batch_size", "batched"],
+    "optimize": ["model", "progress", "options"],
+    "profile": ["model", "options"],
+    "serve": ["model", "options"],
+}
+
+
+def test_public_functions_take_these_parameters() -> None:
+    """tests/api/test_options.py knows the options."""
+    names = sorted(set(penstock.__all__) - {"__version__"})
+    found = {name: list(inspect.signature(getattr(penstock, name)).parameters) for name in names}
+    assert found == PARAMETERS
 
 
 @pytest.mark.parametrize("name", sorted(set(penstock.__all__) - {"__version__"}))

@@ -17,10 +17,11 @@ from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
-from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import layout
 from penstock.server import TextModels
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.management import ManagementApi
 
 NAME = "smol"
 TEMPLATE = (
@@ -57,19 +58,21 @@ def text_model(config, quotas=None):
 class TextServer:
     def __init__(self, gate=None):
         self.catalog = Catalog(makers={LLM: text_model})
-        self.routes = V2Routes(self.catalog, "", is_explicit=False)
+        control = Control(self.catalog, "", is_explicit=False)
+        management = ManagementApi(self.catalog, control)
+        self.lifecycle = management.lifecycle
         openai = OpenAiHttp(
             TextModels(self.catalog),
-            lambda: self.routes.is_draining,
+            lambda: self.lifecycle.is_draining,
             logs_requests=True,
             embeddings=EmbeddingsHttp(self.catalog, True),
         )
-        generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, logs_requests=True)
+        generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, True)
         gate = gate or Gate()
         if gate.keys is not None:
             self.catalog.quotas.replace(gate.keys.quotas)
-        self.routes.pages = Pages(self.catalog, self.routes, gate).handlers()
-        models = Models(self.catalog, self.routes, True, openai.handle, generate.handle, gate)
+        pages = Pages(management, gate).handlers()
+        models = Models(management, True, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, HttpLimits(), gate)
         self.http = HttpServer(self.v2.handle, HttpLimits())
         self.port = 0
@@ -89,7 +92,6 @@ async def served(folder, gate=None, parameters=None, max_length=256, template=TE
     written = write_model(folder, parameters, max_length, template)
     await server.catalog.load(layout.read(written))
     assert server.catalog.failures == []
-    server.routes.is_loading = False
     server.port = await server.http.start("127.0.0.1", 0)
     try:
         yield server

@@ -19,7 +19,7 @@ from penstock.serving.local import LocalModel
 from penstock.types import Array
 
 if TYPE_CHECKING:
-    from penstock.llm.local_text import LocalTextModel, Prompt
+    from penstock.api.local_text import LocalTextModel, Prompt
     from penstock.repository.layout import Found
     from penstock.wire.arrays import Given
 
@@ -33,7 +33,7 @@ class LoadedModel:
         self._tensors: LocalModel | None = None
         self._text: LocalTextModel | None = None
         if self.config.backend == LLM:
-            from penstock.llm.local_text import LocalTextModel
+            from penstock.api.local_text import LocalTextModel
 
             self._text = LocalTextModel(self.config)
         else:

@@ -19,7 +19,7 @@ from penstock.system import logs
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
     from penstock.repository.layout import Found
-    from penstock.server import Progress, Server
+    from penstock.server import LoadProgress, Server
     from penstock.serving.memory_plan import GpuPlan
 
 log = logging.getLogger("penstock")
@@ -30,7 +30,7 @@ class Listeners:
     """Callbacks for events of the start. Names are those of the repository's models."""
 
     started: Callable[[Server, Sequence[str]], None]
-    progress: Callable[[Progress], None] = lambda progress: None
+    progress: Callable[[LoadProgress], None] = lambda progress: None
     memory_plan: Callable[[Sequence[GpuPlan]], None] = lambda plan: None
 
 

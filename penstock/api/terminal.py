@@ -32,7 +32,7 @@ from penstock.serving.placement import briefly
 from penstock.system import logs
 
 if TYPE_CHECKING:
-    from penstock.server import Progress, Server
+    from penstock.server import LoadProgress, Server
     from penstock.serving.memory_plan import GpuPlan
     from penstock.serving.served import Served
 
@@ -61,7 +61,7 @@ class LoadingStatus:
         self._status: Status | None = None
         self._told_at: float | None = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: LoadProgress) -> None:
         names = ", ".join(progress.waiting_for[:5])
         if len(progress.waiting_for) > 5:
             names += f" and {len(progress.waiting_for) - 5} more"

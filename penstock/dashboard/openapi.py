@@ -6,7 +6,7 @@ Every row is one path; its request and answer are the types of its row.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,9 @@ from penstock.protocols.route_table import MISSING, ROUTES, Route
 from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
 
 JSON, BINARY, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
+Json: TypeAlias = dict[str, Any]
+# The schema of each type.
+Schemas: TypeAlias = dict[Any, Any]
 INTRODUCTION = (
     "Routes of this server: the v2 inference protocol (KServe, Triton), OpenAI's API, "
     "administration and metrics."
@@ -72,16 +75,16 @@ _V2, _OPENAI = "Error", "OpenAiError"
 
 
 @cache
-def describe(needs_key: bool) -> dict[str, Any]:
+def describe(needs_key: bool) -> Json:
     """Return the document; `needs_key`: routes that are not open need an API key."""
     schemas = [schema for route in ROUTES for schema in (route.body, route.answer) if schema]
     types = list(dict.fromkeys([*schemas, ErrorAnswer, OpenAiErrorAnswer]))
     found, components = msgspec.json.schema_components(types, ref_template=REF)
     by_type = dict(zip(types, found, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, Json] = {}
     for route in ROUTES:
         paths[path_of(route)] = _path_item(route, by_type, needs_key)
-    document: dict[str, Any] = {
+    document: Json = {
         "openapi": "3.1.0",
         "info": {
             "title": "Penstock",
@@ -121,8 +124,8 @@ def tag_of(route: Route) -> str:
     return "inference" if has_model else "server"
 
 
-def _path_item(route: Route, by_type: dict[Any, Any], needs_key: bool) -> dict[str, Any]:
-    item: dict[str, Any] = {
+def _path_item(route: Route, by_type: Schemas, needs_key: bool) -> Json:
+    item: Json = {
         method.lower(): _operation(route, method, by_type, needs_key)
         for method in route.methods
         if method != "HEAD"
@@ -143,10 +146,8 @@ def _path_item(route: Route, by_type: dict[Any, Any], needs_key: bool) -> dict[s
     return item
 
 
-def _operation(
-    route: Route, method: str, by_type: dict[Any, Any], needs_key: bool
-) -> dict[str, Any]:
-    operation: dict[str, Any] = {
+def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> Json:
+    operation: Json = {
         "operationId": _operation_id(route, method),
         "summary": route.summary,
         "tags": [tag_of(route)],
@@ -156,7 +157,7 @@ def _operation(
     if needs_key and route.scope != "open":
         operation["security"] = [{BEARER: []}, {KEY: []}]
     if route.body is not None:
-        content: dict[str, Any] = {JSON: {"schema": by_type[route.body]}}
+        content: Json = {JSON: {"schema": by_type[route.body]}}
         if route.handler == "infer":
             content[BINARY] = {}
         is_optional = route.handler in ("index", "load", "unload")
@@ -172,8 +173,8 @@ def _operation_id(route: Route, method: str) -> str:
     return f"{method.lower()}_{name}{end}"
 
 
-def _responses(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
-    responses: dict[str, Any] = {}
+def _responses(route: Route, by_type: Schemas) -> Json:
+    responses: Json = {}
     if route.handler not in MISSING:
         responses["200"] = {"description": "The answer"}
         if content := _content(route, by_type):
@@ -184,7 +185,7 @@ def _responses(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
     return responses
 
 
-def _error_responses(by_type: dict[Any, Any]) -> dict[str, Any]:
+def _error_responses(by_type: Schemas) -> Json:
     """Return the errors of both protocols by name."""
     error = by_type[ErrorAnswer]
     # Bytes that are not an HTTP message are refused before the path is known.
@@ -199,8 +200,8 @@ def _error_responses(by_type: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _content(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
+def _content(route: Route, by_type: Schemas) -> Json:
+    content: Json = {}
     if route.answer is not None:
         content[JSON] = {"schema": by_type[route.answer]}
     if route.media:

@@ -17,8 +17,7 @@ from penstock.dashboard.openapi import describe_json
 from penstock.dashboard.state import StateReader
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler
-from penstock.protocols.v2_routes import V2Routes
-from penstock.serving.catalog import Catalog
+from penstock.serving.management import ManagementApi
 from penstock.wire.server_state import Links
 
 # The file of each route.
@@ -47,12 +46,12 @@ PRIVATE = b"Cache-Control: no-store\r\n"
 class Pages:
     """The pages of one server."""
 
-    def __init__(self, catalog: Catalog, routes: V2Routes, gate: Gate) -> None:
-        self._routes = routes
+    def __init__(self, management: ManagementApi, gate: Gate) -> None:
+        self._management = management
         self._gate = gate
         # A server has a key file from its start, or none.
         self._needs_key = gate.keys is not None
-        self._state = StateReader(catalog, routes, self._needs_key)
+        self._state = StateReader(management, self._needs_key)
         folder = files("penstock.dashboard")
         self._files = {path: folder.joinpath(name).read_bytes() for path, name in FILES.items()}
 
@@ -70,7 +69,7 @@ class Pages:
         if b"text/html" in call.headers.get(b"accept", b"").lower():
             page = await self.asset(call)
             return Reply(page.body, 200, page.content_type, page.headers + VARIES)
-        links = Links(self._routes.server_id, penstock.__version__)
+        links = Links(self._management.server_id, penstock.__version__)
         return Reply(msgspec.json.encode(links), headers=VARIES)
 
     async def asset(self, call: RouteCall) -> Reply:

@@ -17,8 +17,8 @@ from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, Serve
 
 if TYPE_CHECKING:
     from penstock.llm.language_model import LanguageModel
-    from penstock.protocols.v2_routes import V2Routes
     from penstock.serving.catalog import Catalog
+    from penstock.serving.management import ManagementApi
     from penstock.serving.served import Served
 
 FIGURES = "metrics"
@@ -39,9 +39,9 @@ class StateReader:
     """Reads the state of one server. Example calls are kept while their model stays the same: the
     event loop makes them, which also serves inference."""
 
-    def __init__(self, catalog: Catalog, routes: V2Routes, needs_key: bool) -> None:
-        self._catalog = catalog
-        self._routes = routes
+    def __init__(self, management: ManagementApi, needs_key: bool) -> None:
+        self._catalog = management.catalog
+        self._management = management
         self._needs_key = needs_key
         self._calls: dict[CallKey, tuple[ModelConfig, ExampleCall]] = {}
 
@@ -57,9 +57,9 @@ class StateReader:
             models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
         models.sort(key=lambda model: (model.name, -int(model.version or 0)))
         return ServerState(
-            self._routes.server_id,
+            self._management.server_id,
             penstock.__version__,
-            _state(catalog, self._routes),
+            _state(self._management),
             self._needs_key,
             list(scopes),
             models,
@@ -146,10 +146,10 @@ def _load(model: Served) -> ModelLoad:
 
 
 def _state(
-    catalog: Catalog, routes: V2Routes
+    management: ManagementApi,
 ) -> Literal["loading", "ready", "not ready", "shutting down"]:
-    if routes.is_draining:
+    if management.lifecycle.is_draining:
         return "shutting down"
-    if routes.is_loading:
+    if management.lifecycle.is_loading:
         return "loading"
-    return "ready" if catalog.is_ready else "not ready"
+    return "ready" if management.catalog.is_ready else "not ready"

@@ -43,7 +43,7 @@ def record(call: AdminCall, result: object, reason: str = "") -> None:
     access_log.write(log, call.protocol, fields)
 
 
-async def recorded(
+async def record_answer(
     call: AdminCall,
     answer: Awaitable[Result],
     status_ok: object,

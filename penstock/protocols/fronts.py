@@ -15,8 +15,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -34,19 +34,19 @@ from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_errors import status_name
-from penstock.protocols.http import Exchange, Handler, Head
+from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import status_of
+from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
-from penstock.protocols.v2_routes import describe_server
-from penstock.repository import pbtxt
-from penstock.serving.catalog import Catalog
-from penstock.serving.control import Control
+from penstock.protocols.route_table import ROUTES
+from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.serving.metrics import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
-from penstock.wire.v2 import classified, encode_metadata
+from penstock.wire.v2 import classified
 
 log = logging.getLogger("penstock.fronts")
 
@@ -68,12 +68,7 @@ STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
 # Time for a front to start listening.
 START_S = 60.0
-# Administrative questions, and their names in HTTP and the audit log.
-ADMIN_ACTIONS: Mapping[frames.AskKind, str] = {
-    "repository_index": "index",
-    "model_load": "load",
-    "model_unload": "unload",
-}
+ADMIN_ACTIONS = frozenset(route.handler for route in ROUTES if route.scope == "admin")
 # Characters of an error over gRPC; it may quote names of any length from the client.
 MAX_TEXT = 2000
 # The same over HTTP, which has no limit of its own: small enough for a frame.
@@ -81,7 +76,7 @@ MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
+class FrontSpec:
     """One kind of front: its `name` in the log, the mapping of errors to its protocol's `status`,
     and the `opening` frame sent first."""
 
@@ -97,13 +92,13 @@ class Trade:
     start_life: StartLife
 
 
-def grpc_trade(
+def grpc_spec(
     host: str,
     config: GrpcConfig,
     gate: Gate,
     start_life: StartLife = GRPC_FRONT,
     tls: TlsConfig | None = None,
-) -> Trade:
+) -> FrontSpec:
     opening = frames.OpenFront(
         frames.VERSION,
         host,
@@ -115,15 +110,19 @@ def grpc_trade(
         tls=tls,
     )
     name = "gRPC front"
-    return Trade(name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life)
+    return FrontSpec(
+        name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life
+    )
 
 
-def http_trade(
+def http_spec(
     number: int, opening: frames.OpenFront, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
-) -> Trade:
+) -> FrontSpec:
     hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
     name = f"HTTP front {number}"
-    return Trade(name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life)
+    return FrontSpec(
+        name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life
+    )
 
 
 def http_opening(
@@ -150,95 +149,31 @@ def http_opening(
     )
 
 
-class Desk:
-    """Answers the fronts' questions, everything but inference; raises to refuse. `http` handles
-    messages of HTTP fronts."""
+@dataclass(frozen=True, slots=True)
+class CoreApi:
+    """What the core does for its fronts. `http` handles messages of HTTP fronts; `gate` resolves
+    the names of callers."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        control: Control,
-        is_serving: Callable[[], bool],
-        logs_requests: bool = False,
-        http: Handler | None = None,
-    ) -> None:
-        self.http = http
-        self.catalog = catalog
-        self._control = control
-        self.logs_requests = logs_requests
-        self._is_serving = is_serving
-        self.is_draining = False
-        self.server_id = "penstock"
-        # Resolves the names of callers.
-        self.gate = Gate()
-        self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
-            "server_ready": self._server_ready,
-            "server_metadata": self._server_metadata,
-            "model_ready": self._model_ready,
-            "model_metadata": self._model_metadata,
-            "model_config": self._model_config,
-            "model_statistics": self._model_statistics,
-            "repository_index": self._index,
-            "model_load": self._load,
-            "model_unload": self._unload,
-            "count_request": self._count_request,
-        }
+    management: ManagementApi
+    http: Handler | None = None
+    gate: Gate = field(default_factory=Gate)
+    logs_requests: bool = False
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        action = ADMIN_ACTIONS.get(ask.kind)
-        if action is None:
-            return await self._answers[ask.kind](ask)
-        call = AdminCall("grpc", self.gate.name_of(ask.key), action, ask.model_name)
-        return await audit_log.recorded(call, self._answers[ask.kind](ask), "OK", status_name)
-
-    async def _server_ready(self, ask: frames.Ask) -> bytes:
-        is_ready = self._is_serving() and self.catalog.is_ready
-        return _json({"ready": is_ready and not self.is_draining})
-
-    async def _server_metadata(self, ask: frames.Ask) -> bytes:
-        return describe_server(self.server_id)
-
-    async def _model_ready(self, ask: frames.Ask) -> bytes:
-        model = self.catalog.find(ask.model_name, ask.model_version)
-        return _json({"ready": model.is_ready and not self.is_draining})
-
-    async def _model_config(self, ask: frames.Ask) -> bytes:
-        config = self.catalog.find(ask.model_name, ask.model_version).config
-        return bytes(pbtxt.to_served(config).SerializeToString())
-
-    async def _model_statistics(self, ask: frames.Ask) -> bytes:
-        models = self.catalog.find_all(ask.model_name, ask.model_version)
-        return _json({"model_stats": [model.metrics.statistics() for model in models]})
-
-    async def _count_request(self, ask: frames.Ask) -> bytes:
-        """Count an inference request that the front could not decode."""
-        self.catalog.count_request(ask.key, time.monotonic(), ask.model_name, ask.model_version)
-        return b""
-
-    async def _index(self, ask: frames.Ask) -> bytes:
-        return _json({"models": await self._control.index(ask.parameters.get("ready", False))})
-
-    async def _load(self, ask: frames.Ask) -> bytes:
-        await self._control.load(ask.model_name, ask.parameters)
-        return b""
-
-    async def _unload(self, ask: frames.Ask) -> bytes:
-        await self._control.unload(ask.model_name)
-        return b""
-
-    async def _model_metadata(self, ask: frames.Ask) -> bytes:
-        config = self.catalog.find(ask.model_name, ask.model_version).config
-        return encode_metadata(
-            config.name,
-            self.catalog.versions(config.name),
-            config.platform,
-            config.inputs,
-            config.outputs,
-            config.max_batch_size > 0,
-        )
+        """Answer a question; raises to refuse."""
+        name, version = ask.model_name, ask.model_version
+        if ask.kind == "count_request":
+            self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
+            return b""
+        asked = ManagementCall(ask.kind, name, version, ask.parameters)
+        answer = self.management.answer(asked)
+        if ask.kind not in ADMIN_ACTIONS:
+            return await answer
+        call = AdminCall("grpc", self.gate.name_of(ask.key), ask.kind, name)
+        return await audit_log.record_answer(call, answer, "OK", status_name)
 
 
-class Call:
+class FrontCall:
     """A front's request, and the sink that answers it."""
 
     __slots__ = ("_number", "_session", "_wants_classes", "_wants_timings", "model", "request")
@@ -275,19 +210,19 @@ class Call:
             self._session.reply(self._number, answer, final, timings)
 
 
-class LoggedCall(Call):
+class LoggedCall(FrontCall):
     """A call that is also written to the access log."""
 
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        trade, config = self._session.trade, self.model.config
+        spec, config = self._session.spec, self.model.config
         if isinstance(answer, Response):
-            access_log.ended(trade.protocol, trade.status_ok, config, request, "")
+            access_log.ended(spec.protocol, spec.status_ok, config, request, "")
         else:
             kind = type(answer).__name__
-            access_log.ended(trade.protocol, trade.status(answer), config, request, kind)
+            access_log.ended(spec.protocol, spec.status(answer), config, request, kind)
 
 
 class Relay:
@@ -300,7 +235,7 @@ class Relay:
         self.received = frame.received
         self.writable = asyncio.Event()
         self.writable.set()
-        head = Head(frame.method, frame.target, frame.headers)
+        head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
         (body,) = session.unpack(frame.parcel)
@@ -312,8 +247,8 @@ class Relay:
         """Always 0: the front limits unsent bytes."""
         return 0
 
-    def will_keep_alive(self, head: Head) -> bool:
-        return head.keep_alive and not self._session.is_draining
+    def will_keep_alive(self, head: MessageHead) -> bool:
+        return head.keep_alive and not self._session.lifecycle.is_draining
 
     def write(self, data: bytes) -> None:
         self._session.pass_part(self._number, data)
@@ -330,18 +265,20 @@ class Session:
 
     def __init__(
         self,
-        desk: Desk,
-        trade: Trade,
+        core: CoreApi,
+        spec: FrontSpec,
         life: Life,
         segments: tuple[Segment, Segment],
-        told: Callable[[frames.FromFront], None],
+        notify: Callable[[frames.FromFront], None],
     ) -> None:
-        self._desk = desk
-        self.trade = trade
-        self._told = told
+        self._core = core
+        self._catalog = core.management.catalog
+        self.lifecycle = core.management.lifecycle
+        self.spec = spec
+        self._notify = notify
         self._requests, self._answers = segments
         self._outbox = Outbox(self._answers)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, FrontCall] = {}
         self._relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
@@ -356,16 +293,12 @@ class Session:
         num_asked = len(self._calls) + len(self._relays) + len(self._questions)
         return num_asked + self._outbox.num_waiting
 
-    @property
-    def is_draining(self) -> bool:
-        return self._desk.is_draining
-
     def open(self, frame: frames.OpenFront) -> None:
         fds = [self._requests.fd, self._answers.fd]
         try:
             socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
         except OSError as error:
-            log.error("the %s cannot be given its memory: %s", self.trade.name, error)
+            log.error("the %s cannot be given its memory: %s", self.spec.name, error)
             self.life.kill()
 
     def ping(self) -> None:
@@ -408,7 +341,7 @@ class Session:
     def refuse(self, number: int, error: PenstockError) -> None:
         self._calls.pop(number, None)
         kind = type(error).__name__
-        text = str(error)[: self.trade.max_text]
+        text = str(error)[: self.spec.max_text]
         frame = frames.InferReply(number, frames.Parcel(), error_kind=kind, error=text)
         if isinstance(error, Overloaded):
             frame.retry_after_s = error.retry_after_s
@@ -429,7 +362,7 @@ class Session:
             )
             frame.is_final = is_final
             if timings is not None:
-                frame.timings = _told(timings)
+                frame.timings = _timing_values(timings)
             try:
                 self._line.send(frame)
             except PenstockError as error:
@@ -453,7 +386,7 @@ class Session:
         try:
             self._outbox.post(number, [Tensor("body", "UINT8", (len(data),), data)], send)
         except PenstockError:
-            log.error("an answer of %d bytes is too large for the %s", len(data), self.trade.name)
+            log.error("an answer of %d bytes is too large for the %s", len(data), self.spec.name)
             self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
 
     def pass_part(self, number: int, data: bytes) -> None:
@@ -491,36 +424,36 @@ class Session:
             case frames.Forward():
                 self._forward(frame)
             case _:
-                self._told(frame)
+                self._notify(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
-        catalog, name, version = self._desk.catalog, frame.model_name, frame.model_version
+        catalog, name, version = self._catalog, frame.model_name, frame.model_version
         try:
             catalog.count_request(frame.caller, frame.received, name, version)
             model = catalog.find(name, version)
-            if self._desk.is_draining:
+            if self.lifecycle.is_draining:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)
                 raise error
-            make = LoggedCall if self._desk.logs_requests else Call
+            make = LoggedCall if self._core.logs_requests else FrontCall
             self._calls[frame.call] = call = make(self, frame, model)
             model.submit(call.request)
         except PenstockError as error:
             self.refuse(frame.call, error)
-            if self._desk.logs_requests:
-                what, trade = {"model": frame.model_name}, self.trade
+            if self._core.logs_requests:
+                what, spec = {"model": frame.model_name}, self.spec
                 kind = type(error).__name__
-                status = trade.status(error)
-                access_log.refused(trade.protocol, status, what, frame.received, kind)
+                status = spec.status(error)
+                access_log.refused(spec.protocol, status, what, frame.received, kind)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
 
     def _forward(self, frame: frames.Forward) -> None:
-        assert self._desk.http is not None
+        assert self._core.http is not None
         relay = self._relays[frame.call] = Relay(self, frame)
         try:
-            self._desk.http(relay.exchange)
+            self._core.http(relay.exchange)
         except Exception:  # The protocol edge.
             log.exception("while handling %r", relay.exchange.head.path)
             relay.exchange.reply_error(500, "internal error")
@@ -541,9 +474,9 @@ class Session:
 
     async def _answer(self, ask: frames.Ask) -> None:
         try:
-            self._post(ask.call, await self._desk.answer(ask))
+            self._post(ask.call, await self._core.answer(ask))
         except PenstockError as error:
-            kind, text = type(error).__name__, str(error)[: self.trade.max_text]
+            kind, text = type(error).__name__, str(error)[: self.spec.max_text]
             self._line.send(frames.AskReply(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
@@ -587,9 +520,9 @@ class Silence:
 class Front:
     """Keeps one front running. `port` is where it listens, and stays the same after a restart."""
 
-    def __init__(self, desk: Desk, trade: Trade) -> None:
-        self._desk = desk
-        self._trade = trade
+    def __init__(self, core: CoreApi, spec: FrontSpec) -> None:
+        self._core = core
+        self._spec = spec
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -604,23 +537,21 @@ class Front:
         self.num_restarts = 0
         # As of the front's last Pong.
         self.num_connections = 0
-        self.port = trade.opening.port
-
-    @property
-    def name(self) -> str:
-        return self._trade.name
-
-    @property
-    def protocol(self) -> str:
-        return self._trade.protocol
-
-    @property
-    def number(self) -> int:
-        return self._trade.number
+        self.port = spec.opening.port
 
     @property
     def pid(self) -> int:
         return self._session.life.pid if self._session is not None else 0
+
+    def use(self) -> FrontUse:
+        """Describe the process, for metrics and explanations."""
+        spec = self._spec
+        # The gRPC library does not report its number of connections.
+        num_connections = None if spec.protocol == "grpc" else self.num_connections
+        number = str(spec.number or "")
+        return FrontUse(
+            spec.protocol, self.num_restarts, number, num_connections, spec.name, self.pid
+        )
 
     @property
     def num_running(self) -> int:
@@ -638,18 +569,18 @@ class Front:
         except OSError as error:
             self._restart(f"could not be started ({error})")
             return
-        self._session.open(msgspec.structs.replace(self._trade.opening, port=self.port))
+        self._session.open(msgspec.structs.replace(self._spec.opening, port=self.port))
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
 
     def _launch(self) -> Session:
-        segment_bytes = self._trade.opening.segment_bytes
+        segment_bytes = self._spec.opening.segment_bytes
         with contextlib.ExitStack() as undo:
             requests = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
             answers = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
-            life = self._trade.start_life(self._loop, self._died)
+            life = self._spec.start_life(self._loop, self._died)
             undo.pop_all()
-        return Session(self._desk, self._trade, life, (requests, answers), self._told)
+        return Session(self._core, self._spec, life, (requests, answers), self._receive)
 
     async def listening(self) -> None:
         """Wait until the front listens; ConfigError if it cannot."""
@@ -659,14 +590,13 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        opening = msgspec.structs.replace(self._trade.opening, keys=keys)
-        self._trade = replace(self._trade, opening=opening)
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
+        self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
             self._session.set_keys(keys)
 
     def drain(self) -> None:
-        """Refuse new inferences; accepted ones finish."""
-        self._desk.is_draining = True
+        """Tell the front that the server is draining."""
         if self._session is not None and self._listening_at is not None:
             self._session.drain()
 
@@ -688,22 +618,22 @@ class Front:
             session.life.kill()
             await self._dead.wait()
 
-    def _told(self, frame: frames.FromFront) -> None:
+    def _receive(self, frame: frames.FromFront) -> None:
         match frame:
             case frames.Pong():
                 self._silence.heard()
                 self.num_connections = frame.num_connections
             case frames.Listening():
-                self._silence = Silence(self._trade.hang_s, self._loop.time())
+                self._silence = Silence(self._spec.hang_s, self._loop.time())
                 self.port = frame.port
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
-                if self._desk.is_draining and self._session is not None:
+                if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.drain()
                 log.info(
                     "%s listens on port %d (pid %d)",
-                    self._trade.name,
+                    self._spec.name,
                     frame.port,
                     self.pid,
                     extra={"front_pid": self.pid},
@@ -719,7 +649,7 @@ class Front:
             return
         session.read()  # The Pong may have arrived while this loop was busy.
         if self._silence.is_over(self._loop.time()):
-            log.error("the %s hangs; killing pid %d", self._trade.name, self.pid)
+            log.error("the %s hangs; killing pid %d", self._spec.name, self.pid)
             session.life.kill()
         else:
             session.ping()
@@ -742,14 +672,14 @@ class Front:
             self._problems or self._num_deaths >= MAX_LOAD_DEATHS
         ):
             problems = self._problems or (
-                f"the {self._trade.name} {reason} while starting, {MAX_LOAD_DEATHS} times",
+                f"the {self._spec.name} {reason} while starting, {MAX_LOAD_DEATHS} times",
             )
             self._first_listening.set_exception(ConfigError(problems))
             return
         delay_s = backoff_s(self._num_deaths)
         why = "; ".join(self._problems) or reason
         log.warning(
-            "the %s %s; restart in %.1f s", self._trade.name, why, delay_s, extra={"reason": why}
+            "the %s %s; restart in %.1f s", self._spec.name, why, delay_s, extra={"reason": why}
         )
         self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
@@ -761,7 +691,7 @@ def _keys(gate: Gate) -> dict[bytes, tuple[str, ...]] | None:
     return {digest: tuple(scopes) for digest, scopes in gate.keys.scopes.items()}
 
 
-def _told(timings: Timings) -> tuple[float, ...]:
+def _timing_values(timings: Timings) -> tuple[float, ...]:
     return (
         timings.queued,
         timings.dispatched,
@@ -775,7 +705,3 @@ def _requested(name: str, classes: Mapping[str, int]) -> RequestedOutput:
     if name in classes:
         return RequestedOutput(name, {"classification": classes[name]})
     return RequestedOutput(name)
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.encode(value)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.errors import ConfigError, InvalidRequest, NotAllowed
-from penstock.protocols.route_table import RPC_SCOPES, Scope
+from penstock.protocols.route_table import RPC_ROUTES, Scope
 from penstock.serving.quotas import Quota
 
 SCOPES = ("infer", "metrics", "admin")
@@ -132,10 +132,10 @@ class Gate:
     def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Like `check_scope`, for a gRPC call; InvalidRequest if a key is given twice. Return False
         if there is no such method."""
-        scope = RPC_SCOPES.get(method)
-        if scope is None:
+        route = RPC_ROUTES.get(method)
+        if route is None:
             return False
-        self.check_scope(scope, headers_of(metadata))
+        self.check_scope(route.scope, headers_of(metadata))
         return True
 
     def rpc_caller_name(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:

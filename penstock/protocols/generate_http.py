@@ -8,33 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
 
-from penstock.config import LLM
 from penstock.errors import NotReady, PenstockError, Unsupported
+from penstock.llm.language_model import LanguageModel
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error, status_of
 from penstock.protocols.route_table import find
 from penstock.protocols.text_answers import (
-    Job,
+    Answer,
+    GenerateCall,
     OneEventAnswer,
-    Prompt,
-    Reading,
     StreamedAnswer,
     WholeAnswer,
-    begin,
     counted,
 )
 from penstock.serving.catalog import Catalog
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import AnswerHead
 from penstock.wire.openai_v1 import Choice, Usage
-
-if TYPE_CHECKING:
-    from penstock.llm.language_model import LanguageModel
 
 log = logging.getLogger("penstock.http")
 
@@ -77,27 +71,29 @@ class GenerateHttp:
             if self._is_draining():
                 raise NotReady("the server is shutting down")
             asked = generate_v2.read(exchange.body, is_stream)
-        form = GenerateForm(AnswerHead(model.config.name, model.config.version, asked))
-
-        def go_on(found: Sequence[list[int]]) -> None:
-            prompts = [Prompt(each, asked.text if asked.is_echoed else "") for each in found]
-            job = Job(exchange, model, form, asked.params, prompts, asked.id, self._is_logged)
-            job = replace(job, param="text_input")
-            if asked.is_streamed:
-                begin(StreamedAnswer(job))
-            else:
-                begin(OneEventAnswer(job) if is_stream else WholeAnswer(job))
-
-        Reading(exchange, model, go_on, self._guarded, "text_input").begin([asked.text])
+        answer: type[Answer] = OneEventAnswer if is_stream else WholeAnswer
+        call = GenerateCall(
+            exchange=exchange,
+            model=model,
+            guarded=self._guarded,
+            field="text_input",
+            form=GenerateForm(AnswerHead(model.config.name, model.config.version, asked)),
+            params=asked.params,
+            answer=StreamedAnswer if asked.is_streamed else answer,
+            id=asked.id,
+            is_logged=self._is_logged,
+            echoed=[asked.text] if asked.is_echoed else (),
+        )
+        call.tokenize([asked.text])
 
     def _find(self, name: str, version: str) -> LanguageModel:
         model = self._catalog.find(name, version)
-        if model.config.backend != LLM:
+        if not isinstance(model, LanguageModel):
             raise Unsupported(
                 f"generate is for language models; '{name}' takes tensors: ask "
                 f"/v2/models/{name}/infer"
             )
-        return cast("LanguageModel", model)
+        return model
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotAllowed,
-    NotFound,
-    NotReady,
-    Overloaded,
-    PenstockError,
-    Quarantined,
-    QuotaExceeded,
-    StorageFull,
-    TooLarge,
-    Unsupported,
-)
+from penstock import errors
+from penstock.errors import NotAllowed, PenstockError
 
 # gRPC statuses. Overload is not RESOURCE_EXHAUSTED, which blames the caller: it exceeds its quota,
 # or (answered by gRPC itself) sends a message that is too long. A full disk is gRPC's own example.
 STATUS: dict[type[PenstockError], str] = {
-    InvalidRequest: "INVALID_ARGUMENT",
-    TooLarge: "INVALID_ARGUMENT",
-    NotAllowed: "PERMISSION_DENIED",
-    NotFound: "NOT_FOUND",
-    NotReady: "UNAVAILABLE",
-    Overloaded: "UNAVAILABLE",
-    QuotaExceeded: "RESOURCE_EXHAUSTED",
-    Quarantined: "FAILED_PRECONDITION",
-    DeadlineExceeded: "DEADLINE_EXCEEDED",
-    Cancelled: "CANCELLED",
-    Unsupported: "UNIMPLEMENTED",
-    BackendFailed: "INTERNAL",
-    StorageFull: "RESOURCE_EXHAUSTED",
+    errors.InvalidRequest: "INVALID_ARGUMENT",
+    errors.TooLarge: "INVALID_ARGUMENT",
+    errors.NotAllowed: "PERMISSION_DENIED",
+    errors.NotFound: "NOT_FOUND",
+    errors.NotReady: "UNAVAILABLE",
+    errors.Overloaded: "UNAVAILABLE",
+    errors.QuotaExceeded: "RESOURCE_EXHAUSTED",
+    errors.Quarantined: "FAILED_PRECONDITION",
+    errors.DeadlineExceeded: "DEADLINE_EXCEEDED",
+    errors.Cancelled: "CANCELLED",
+    errors.Unsupported: "UNIMPLEMENTED",
+    errors.BackendFailed: "INTERNAL",
+    errors.StorageFull: "RESOURCE_EXHAUSTED",
 }
 
 

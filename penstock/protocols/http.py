@@ -1,8 +1,8 @@
-"""An HTTP/1.1 server on httptools: limits, time-outs, keep-alive, cancellation, drain.
+"""An HTTP/1.1 server: limits, time-outs, keep-alive, cancellation, drain.
 
-It parses messages and hands each to a handler as an `Exchange`; the handler answers it, at once or
-later, on the same event loop. It knows nothing of models. Each connection runs one exchange at a
-time; pipelined messages are queued.
+It hands each message that `http_reader` has read to a handler as an `Exchange`; the handler answers
+it, at once or later, on the same event loop. It knows nothing of models. Each connection runs one
+exchange at a time; pipelined messages are queued.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import NoReturn, Protocol, cast
-from urllib.parse import quote, unquote_to_bytes
-
-import httptools
+from typing import Protocol, cast
 
 from penstock.config import HttpLimits
-from penstock.protocols.gate import CREDENTIALS
+from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
+from penstock.serving.lifecycle import Lifecycle
 from penstock.types import Buffer
 from penstock.wire.v2 import encode_error
 
@@ -39,71 +36,14 @@ BACKLOG = 4096
 MAX_PIPELINED = 16
 # Unsent bytes of a stream; a client that reads too slowly is disconnected.
 MAX_UNSENT_BYTES = 8 << 20
-# Factor by which a chunked body may be larger on the wire; a one-byte chunk takes six.
-# MAX_CHUNK_BYTES come on top, since one read may contain other messages too.
-MAX_CHUNK_OVERHEAD = 8
-MAX_CHUNK_BYTES = 1 << 20
-# Clients send the same head again and again; its parse is cached. Bounded in size and number.
+# Clients send the same head again and again; its parse is cached.
 MAX_KNOWN_HEADS = 1024
-MAX_KNOWN_HEAD_BYTES = 1024
-# Smaller bodies are read before the handler looks at the head.
-SCREEN_BYTES = 1 << 20
 # A refused client may go on sending for this long: resetting the connection would lose the answer.
 LINGER_S = 10.0
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
-_ONCE = frozenset(
-    (
-        b"host",
-        b"content-length",
-        b"transfer-encoding",
-        b"inference-header-content-length",
-    )
-)
 _JSON = b"Content-Type: application/json\r\n"
-# Characters that need no escape in a segment of a path (RFC 3986, pchar).
-_PATH_CHARACTERS = "!$&'()*+,;=:@"
-# ASCII and Unicode control characters in a normalized path.
-_CONTROL = re.compile(rb"%(?:[01][0-9A-F]|7F|C2%[89][0-9A-F])")
-# RFC 9112, section 3.2.2: servers must accept the absolute form, whose host overrides Host.
-_ABSOLUTE = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.IGNORECASE)
-
-
-class Head:
-    """The parsed start of a message. Header names are lower case; a repeated header keeps its last
-    value, except for headers that must not repeat. `path` is normalized: all percent-encodings of
-    the same segments have one spelling."""
-
-    __slots__ = (
-        "content_length",
-        "headers",
-        "is_http_1_0",
-        "keep_alive",
-        "method",
-        "note",
-        "path",
-        "query",
-    )
-
-    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
-        self.method = method
-        path, _, self.query = target.partition(b"?")
-        self.path = normalize_path(path)
-        self.headers = headers
-        self.keep_alive = True
-        self.is_http_1_0 = False
-        # Cached by the handler: what it derived from this head, which may come again.
-        self.note: object = None
-        self.content_length: int | None = None
-
-
-class Rejection(Exception):
-    """The bytes are not an acceptable message: answer with `status`, then close the connection."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class Waiter(Protocol):
@@ -122,7 +62,7 @@ class Peer(Protocol):
     def num_unsent(self) -> int:
         """Bytes that the client has not read yet."""
 
-    def will_keep_alive(self, head: Head) -> bool: ...
+    def will_keep_alive(self, head: MessageHead) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -145,7 +85,7 @@ class Exchange:
         "waiter",
     )
 
-    def __init__(self, connection: Peer, head: Head, body: Buffer) -> None:
+    def __init__(self, connection: Peer, head: MessageHead, body: Buffer) -> None:
         self._connection = connection
         self.received = connection.received
         self.head = head
@@ -248,41 +188,27 @@ class Handler(Protocol):
     def __call__(self, exchange: Exchange, /) -> None: ...
 
 
-Screen = Callable[[Head], bool]
-
-
 class Connection(asyncio.Protocol):
     """One client: receiving a head or a body, or idle; at most one exchange runs."""
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._limits = server.limits
-        self._parser = httptools.HttpRequestParser(self)
+        self._lifecycle = server.lifecycle
+        self._known_heads = server.known_heads
+        self._reader = MessageReader(
+            server.limits, server.screen, self._enqueue, self._expect_continue
+        )
         self._transport: asyncio.Transport | None = None
         self._running: Exchange | None = None
-        self._waiting: deque[tuple[Head, Buffer] | Rejection] = deque()
+        self._waiting: deque[Message | Rejection] = deque()
         self._is_closing = False
         # The client was refused: further bytes are dropped.
         self._is_deaf = False
         self._is_paused = False
-        self._rejection: tuple[Head, Buffer] | Rejection | None = None
-        # The message being received.
-        self._at_boundary = True
-        self._has_head = False
-        self._target = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._header_bytes = 0
-        self._head_bytes = 0
-        self._chunk_bytes = 0
-        self._is_upgrade = False
         self._owes_continue = False
         self._is_advancing = False
         self._num_written = self._num_sent = 0
-        self._num_headers = 0
-        self._head: Head | None = None
-        self._body = bytearray()
-        self._first_part: bytes = b""
-        self._num_complete = 0
         # Start of the current state, for the sweep.
         self.since = server.now()
         self.received = 0.0
@@ -302,9 +228,7 @@ class Connection(asyncio.Protocol):
         self._server.remove(self)
         self.writable.set()
         self._waiting.clear()
-        self._drop_body()
-        # The parser refers back to this object: break the cycle, which only the GC would free.
-        del self._parser
+        self._reader.close()
         exchange, self._running = self._running, None
         if exchange is not None:
             exchange.leave()
@@ -321,213 +245,34 @@ class Connection(asyncio.Protocol):
         if self._is_closing or self._is_deaf:
             return
         self.received = self._server.now()
-        if self._at_boundary and self._running is None:
+        if self._reader.at_boundary and self._running is None:
             end = data.find(b"\r\n\r\n") + 4
-            known = self._server.known_heads.get(data[:end])
+            known = self._known_heads.get(data[:end])
             if known is not None and len(data) - end == known.content_length:
                 self._start(known, data[end:])
                 return
             self._parse(data)
-            self._remember(data, end)
+            if (head := self._reader.only_head(data, end)) is not None:
+                if len(self._known_heads) >= MAX_KNOWN_HEADS:
+                    self._known_heads.clear()
+                self._known_heads[data[:end]] = head
         else:
             self._parse(data)
 
     def _parse(self, data: bytes) -> None:
-        if self._at_boundary:
+        if self._reader.at_boundary:
             self.since = self.received
-        self._num_complete = 0
-        try:
-            self._feed(data)
-        except httptools.HttpParserCallbackError:
-            rejection = self._rejection
-            if rejection is None:
-                log.exception("while parsing a message")
-                rejection = Rejection(500, "internal error; this is a bug")
-            self._reject(rejection)
-            return
-        except httptools.HttpParserError as error:
-            self._reject(Rejection(400, f"malformed HTTP: {error}"))
-            return
-        if not self._at_boundary:
-            self._check_unfinished(len(data))
-        if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
+        refusal = self._reader.feed(data)
+        if refusal is not None:
+            self._reject(refusal)
+        elif len(self._waiting) > MAX_PIPELINED and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
 
-    def _feed(self, data: bytes) -> None:
-        while data:
-            try:
-                self._parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                data = self._without_upgrade() + data[upgrade.args[0] :]
-
-    def _without_upgrade(self) -> bytes:
-        """Restart the message without its Upgrade header, which servers may ignore (RFC 9110,
-        section 7.8). The parser would treat everything after it, including a body, as another
-        protocol."""
-        parser = self._parser
-        start = (parser.get_method(), self._target, parser.get_http_version().encode())
-        lines = [b"%b: %b\r\n" % item for item in self._headers.items() if item[0] != b"upgrade"]
-        self._parser = httptools.HttpRequestParser(self)
-        self._is_upgrade = False
-        return b"%b %b HTTP/%b\r\n%b\r\n" % (*start, b"".join(lines))
-
-    def _check_unfinished(self, num_bytes: int) -> None:
-        """Limit what the parser buffers without a callback: lines that do not end."""
-        if not self._has_head:
-            if self._num_complete:
-                # The head began inside this read; its later reads count in full.
-                return
-            self._head_bytes += num_bytes
-            if self._head_bytes > 2 * self._limits.max_header_bytes:
-                self._reject(_too_many_headers(self._limits))
-        elif self._head is not None and self._head.content_length is None:
-            self._chunk_bytes += num_bytes
-            if self._chunk_bytes > MAX_CHUNK_BYTES + MAX_CHUNK_OVERHEAD * len(self._body):
-                self._reject(Rejection(400, "the chunks have more extensions than content"))
-
-    def _remember(self, data: bytes, end: int) -> None:
-        """Cache the head if `data` was exactly one plain message."""
-        head = self._head
-        if (
-            head is None
-            or self._num_complete != 1
-            or not self._at_boundary
-            or not 4 <= end <= MAX_KNOWN_HEAD_BYTES
-            or head.content_length is None
-            or len(data) - end != head.content_length
-            or not head.keep_alive
-            or b"expect" in head.headers
-        ):
-            return
-        known = self._server.known_heads
-        if len(known) >= MAX_KNOWN_HEADS:
-            known.clear()
-        known[data[:end]] = head
-
-    # Called by the parser.
-
-    def on_message_begin(self) -> None:
-        self._at_boundary = False
-        self._has_head = False
-        self._target = b""
-        self._headers = {}
-        self._header_bytes = 0
-        self._head_bytes = 0
-        self._chunk_bytes = 0
-        self._num_headers = 0
-        self._first_part = b""
-
-    def on_url(self, url: bytes) -> None:
-        self._target += url
-        if len(self._target) > self._limits.max_url_bytes:
-            self._refuse(414, f"the URL is longer than {self._limits.max_url_bytes} bytes")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        self._header_bytes += len(name) + len(value) + 4
-        self._num_headers += 1
-        limits = self._limits
-        if self._header_bytes > limits.max_header_bytes or self._num_headers > limits.max_headers:
-            self._rejection = _too_many_headers(limits)
-            raise self._rejection
-        if self._has_head:
-            return  # Ignore trailers.
-        if name in self._headers and name in _ONCE:
-            self._refuse(400, f"the header {name.decode('latin-1')} is given twice")
-        if name in self._headers and name in CREDENTIALS:
-            # For the gate, which refuses them; no value of a header holds a line feed.
-            value = self._headers[name] + b"\n" + value
-        self._headers[name] = value
-
-    def on_headers_complete(self) -> None:
-        headers = self._headers
-        if b"upgrade" in headers and self._parser.should_upgrade():
-            self._is_upgrade = True
-            return
-        version = self._parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._refuse(505, f"HTTP/{version} is not supported")
-        coding = headers.get(b"transfer-encoding")
-        if coding is not None and coding.strip().lower() != b"chunked":
-            self._refuse(400, "the only Transfer-Encoding is chunked")
-        if b"host" not in headers and version != "1.0":
-            self._refuse(400, "the Host header is missing")
-        head = Head(self._parser.get_method(), self._path_and_query(), headers)
-        if b"%" in head.path and _CONTROL.search(head.path):
-            self._refuse(400, "the path contains an encoded control character")
-        head.is_http_1_0 = version == "1.0"
-        head.keep_alive = self._parser.should_keep_alive()
-        length = headers.get(b"content-length")
-        if length is not None:
-            head.content_length = int(length)
-            if head.content_length > self._limits.max_body_bytes:
-                self._refuse_body()
-        elif b"transfer-encoding" not in headers:
-            head.content_length = 0
-        self._screen(head)
-        self._head = head
-        self._has_head = True
-        self._body = bytearray()
-
-    def _screen(self, head: Head) -> None:
-        """Refuse a message by its head alone, before the body is read, if the body is long or the
-        client expects 100 Continue."""
-        expect = head.headers.get(b"expect", b"").lower()
-        expects = expect == b"100-continue" and not head.is_http_1_0
-        is_long = head.content_length is None or head.content_length > SCREEN_BYTES
-        if (expects or is_long) and not self._server.screen(head):
-            head.keep_alive = False
-            self._rejection = head, b""
-            raise Rejection(400, "refused by its head")
-        if expects:
-            self._owes_continue = True
-            self._continue()
-
-    def _path_and_query(self) -> bytes:
-        """Return path and query of the target; a target in absolute form also sets the host."""
-        target = self._target
-        if self._parser.get_method() == b"CONNECT":
-            self._refuse(400, "this server is not a proxy: CONNECT is not supported")
-        if target.startswith(b"/"):
-            return target
-        absolute = _ABSOLUTE.fullmatch(target)
-        if absolute is None:
-            self._refuse(400, "the request target must be a path that starts with '/', or a URL")
-        self._headers[b"host"] = absolute[1]
-        rest: bytes = absolute[2] or b""
-        return rest if rest.startswith(b"/") else b"/" + rest
-
-    def on_body(self, part: bytes) -> None:
-        head = self._head
-        assert head is not None
-        if not self._body and not self._first_part and len(part) == head.content_length:
-            self._first_part = part
-            return
-        self._body += part
-        if len(self._body) > self._limits.max_body_bytes:
-            self._refuse_body()
-
-    def on_message_complete(self) -> None:
-        if self._is_upgrade:
-            return
-        assert self._head is not None
-        self._at_boundary = True
-        self._owes_continue = False
-        self._num_complete += 1
-        body = self._first_part or self._body
-        self._drop_body()
-        self._enqueue((self._head, body))
-
-    def _drop_body(self) -> None:
-        """Drop the body, which its exchange has: an idle connection keeps none."""
-        self._first_part, self._body = b"", bytearray()
-
     # Exchanges.
 
-    def will_keep_alive(self, head: Head) -> bool:
-        return head.keep_alive and not self._server.is_draining
+    def will_keep_alive(self, head: MessageHead) -> bool:
+        return head.keep_alive and not self._lifecycle.is_draining
 
     @property
     def num_unsent(self) -> int:
@@ -550,6 +295,11 @@ class Connection(asyncio.Protocol):
                 self._next()
         elif self._owes_continue:
             self._continue()
+
+    def _expect_continue(self) -> None:
+        """Send 100 Continue once the messages before this one are answered."""
+        self._owes_continue = True
+        self._continue()
 
     def _continue(self) -> None:
         if self._owes_continue and self._running is None and not self._waiting:
@@ -583,14 +333,14 @@ class Connection(asyncio.Protocol):
                 self.abort()
         elif self._running is not None:
             return
-        elif self._at_boundary:
+        elif self._reader.at_boundary:
             if now - self.since > limits.keep_alive_s:
                 self.close()
-        elif not self._has_head:
+        elif not self._reader.has_head:
             if now - self.since > limits.header_timeout_s:
                 self._reject(Rejection(408, "the request head took too long"))
         else:
-            allowed_s = limits.body_timeout_s + len(self._body) / limits.min_body_rate
+            allowed_s = limits.body_timeout_s + self._reader.num_body_bytes / limits.min_body_rate
             is_silent = now - self.received > limits.body_timeout_s
             if is_silent or now - self.since > allowed_s:
                 self._reject(Rejection(408, "the request body took too long"))
@@ -611,7 +361,9 @@ class Connection(asyncio.Protocol):
     def is_running(self) -> bool:
         return self._running is not None
 
-    def _enqueue(self, item: tuple[Head, Buffer] | Rejection) -> None:
+    def _enqueue(self, item: Message | Rejection) -> None:
+        """Handle what was read, after the messages before it."""
+        self._owes_continue = False
         if self._is_closing:
             return
         if self._running is not None or self._waiting:
@@ -636,7 +388,7 @@ class Connection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    def _start(self, head: Head, body: Buffer) -> None:
+    def _start(self, head: MessageHead, body: Buffer) -> None:
         self._running = exchange = Exchange(self, head, body)
         try:
             self._server.handler(exchange)
@@ -647,38 +399,36 @@ class Connection(asyncio.Protocol):
             else:
                 exchange.reply_error(500, "internal error")
 
-    def _reject(self, rejection: tuple[Head, Buffer] | Rejection) -> None:
+    def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""
-        self._at_boundary = self._is_deaf = True
-        self._drop_body()
-        self._enqueue(rejection)
+        self._is_deaf = True
+        self._reader.stop()
+        self._enqueue(refusal)
 
     def _refuse_now(self, rejection: Rejection) -> None:
         self.write(_refusal(rejection.status, str(rejection)))
         self.since = self._server.now()
         self.close()
 
-    def _refuse(self, status: int, text: str) -> NoReturn:
-        self._rejection = Rejection(status, text)
-        raise self._rejection
-
-    def _refuse_body(self) -> None:
-        limit = self._limits.max_body_bytes
-        self._refuse(413, f"the request body is larger than {limit} bytes (--max-body-bytes)")
-
 
 class HttpServer:
     """Listens, owns the connections, and drains them."""
 
     def __init__(
-        self, handler: Handler, limits: HttpLimits, screen: Screen = lambda head: True
+        self,
+        handler: Handler,
+        limits: HttpLimits,
+        screen: Screen = lambda head: True,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
-        """`screen` decides whether a long body is read; if not, the handler gets the head alone."""
+        """`screen` decides whether a long body is read; if not, the handler gets the head alone.
+        While draining, each connection closes after its next answer; idle ones stay open until
+        then."""
         self.handler = handler
         self.screen = screen
         self.limits = limits
-        self.is_draining = False
-        self.known_heads: dict[bytes, Head] = {}
+        self.lifecycle = lifecycle or Lifecycle()
+        self.known_heads: dict[bytes, MessageHead] = {}
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
         # Not the loop's clock: uvloop's has millisecond resolution.
@@ -740,10 +490,6 @@ class HttpServer:
     def listeners(self) -> list[socket.socket]:
         return [each for listener in self._listeners for each in listener.sockets]
 
-    def drain(self) -> None:
-        """Close each connection after its next answer; idle ones stay open until then."""
-        self.is_draining = True
-
     async def close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -790,15 +536,6 @@ class HttpServer:
                 await asyncio.sleep(0)
 
 
-def normalize_path(path: bytes) -> bytes:
-    """Escape exactly the bytes that need it, so that equal paths are equal bytes. An encoded slash
-    stays encoded: it is part of a segment, never a separator."""
-    if b"%" not in path:
-        return path
-    segments = [unquote_to_bytes(segment) for segment in path.split(b"/")]
-    return "/".join([quote(segment, safe=_PATH_CHARACTERS) for segment in segments]).encode()
-
-
 def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
@@ -810,10 +547,4 @@ def _refusal(status: int, text: str) -> bytes:
         _JSON,
         len(body),
         body,
-    )
-
-
-def _too_many_headers(limits: HttpLimits) -> Rejection:
-    return Rejection(
-        431, f"more than {limits.max_header_bytes} bytes or {limits.max_headers} lines of headers"
     )

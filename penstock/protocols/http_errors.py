@@ -5,39 +5,25 @@ Paths of OpenAI's API answer in its form (`openai_errors`), all others in v2's.
 
 from __future__ import annotations
 
-from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotAllowed,
-    NotFound,
-    NotReady,
-    Overloaded,
-    PenstockError,
-    Quarantined,
-    QuotaExceeded,
-    StorageFull,
-    TooLarge,
-    Unsupported,
-)
+from penstock import errors
+from penstock.errors import NotAllowed, PenstockError
 from penstock.protocols import openai_errors
 from penstock.protocols.http import Exchange
 
 STATUS: dict[type[PenstockError], int] = {
-    InvalidRequest: 400,
-    TooLarge: 413,
-    NotFound: 404,
-    NotReady: 503,
-    Overloaded: 503,
-    QuotaExceeded: 429,
-    Quarantined: 422,
-    DeadlineExceeded: 504,
-    Cancelled: 499,
-    Unsupported: 501,
-    BackendFailed: 500,
-    StorageFull: 507,
-    NotAllowed: 403,
+    errors.InvalidRequest: 400,
+    errors.TooLarge: 413,
+    errors.NotFound: 404,
+    errors.NotReady: 503,
+    errors.Overloaded: 503,
+    errors.QuotaExceeded: 429,
+    errors.Quarantined: 422,
+    errors.DeadlineExceeded: 504,
+    errors.Cancelled: 499,
+    errors.Unsupported: 501,
+    errors.BackendFailed: 500,
+    errors.StorageFull: 507,
+    errors.NotAllowed: 403,
 }
 
 

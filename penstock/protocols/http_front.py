@@ -89,7 +89,7 @@ class Forwarding:
 
 
 class Core:
-    """The `Door` of a front: everything goes to the core."""
+    """The `Router` of a front: everything goes to the core."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -182,7 +182,7 @@ async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[i
         remote.send(frames.StartFailed((f"cannot listen on {where} for HTTP: {reason}",)))
         remote.close()
         return
-    remote.on_drain = http.drain
+    remote.on_drain = http.lifecycle.drain
     remote.count_connections = lambda: http.num_connections
     # Freeze what exists now, so that full collections do not scan it.
     gc.collect()
@@ -201,7 +201,7 @@ async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[i
 
 async def _finish(http: HttpServer) -> None:
     """Wait for answers that the core has sent but that are not written yet."""
-    http.drain()
+    http.lifecycle.drain()
     try:
         async with asyncio.timeout(STOP_GRACE_S):
             while http.num_running:

@@ -5,25 +5,22 @@ Scrapers then need no access to the inference port, which serves these paths too
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.errors import PenstockError
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import WrongHead, reply_error
 from penstock.protocols.v2_http import admit
-
-if TYPE_CHECKING:
-    from penstock.protocols.v2_routes import V2Routes
+from penstock.protocols.v2_routes import make_handlers
+from penstock.serving.management import ManagementApi
 
 
 class MetricsHttp:
     """The handler of the metrics listener."""
 
-    def __init__(self, gate: Gate, routes: V2Routes) -> None:
+    def __init__(self, gate: Gate, management: ManagementApi) -> None:
         self._gate = gate
-        self._handlers = routes.handlers()
+        self._handlers = make_handlers(management)
         self._tasks = HandlerTasks(reply_error)
         self.close = self._tasks.close
 

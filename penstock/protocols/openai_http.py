@@ -11,29 +11,24 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from urllib.parse import unquote
 
 from penstock.errors import BackendFailed, InvalidRequest, NotReady, PenstockError
+from penstock.llm.language_model import LanguageModel
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
 from penstock.protocols.text_answers import (
-    Job,
-    Prompt,
-    Reading,
+    GenerateCall,
     StreamedAnswer,
+    TextCall,
     WholeAnswer,
-    begin,
 )
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import Choice, Head, Known, Usage
-
-if TYPE_CHECKING:
-    from penstock.llm.language_model import LanguageModel
-    from penstock.llm.token_bytes import Vocabulary
 
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
@@ -159,52 +154,51 @@ class OpenAiHttp:
 
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)
-        model = self._models.find(asked.model)
         form = CompletionForm(self._head("cmpl", asked.model), asked.streaming.has_usage)
-
-        def go_on(found: Sequence[list[int]]) -> None:
-            prompts = [
-                Prompt(tokens, _echo(model.vocabulary, each) if asked.is_echoed else "")
-                for tokens, each in zip(found, asked.prompts, strict=True)
-            ]
-            job = Job(exchange, model, form, asked.params, prompts, form.head.id, self._is_logged)
-            if asked.is_echoed and asked.params.num_logprobs is not None:
-                job = replace(job, tells_prompts=True)
-            begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
-
-        reading = Reading(exchange, model, go_on, self._guarded, "prompt")
-        reading.begin(asked.prompts, is_whole=asked.has_special_tokens)
+        call = GenerateCall(
+            exchange=exchange,
+            model=self._models.find(asked.model),
+            guarded=self._guarded,
+            field="prompt",
+            form=form,
+            params=asked.params,
+            answer=StreamedAnswer if asked.streaming.is_on else WholeAnswer,
+            id=form.head.id,
+            is_logged=self._is_logged,
+            echoed=asked.prompts if asked.is_echoed else (),
+        )
+        call.tokenize(asked.prompts, is_whole=asked.has_special_tokens)
 
     def _chats(self, exchange: Exchange) -> None:
         asked = openai_v1.read_chat(exchange.body)
-        model = self._models.find(asked.model)
         form = ChatForm(self._head("chatcmpl", asked.model), asked.streaming.has_usage)
-
-        def go_on(found: Sequence[list[int]]) -> None:
-            prompts = [Prompt(tokens) for tokens in found]
-            job = Job(exchange, model, form, asked.params, prompts, form.head.id, self._is_logged)
-            job = replace(job, param="messages")
-            begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
-
-        reading = Reading(exchange, model, go_on, self._guarded, "messages")
-        reading.begin_chat(asked.messages, asked.template_options)
+        call = GenerateCall(
+            exchange=exchange,
+            model=self._models.find(asked.model),
+            guarded=self._guarded,
+            field="messages",
+            form=form,
+            params=asked.params,
+            answer=StreamedAnswer if asked.streaming.is_on else WholeAnswer,
+            id=form.head.id,
+            is_logged=self._is_logged,
+        )
+        call.tokenize_chat(asked.messages, asked.template_options)
 
     def _tokenize(self, exchange: Exchange) -> None:
         asked = openai_v1.read_tokenize(exchange.body)
-        model = self._find(asked.model)
-
-        def go_on(found: Sequence[list[int]]) -> None:
-            (tokens,) = found
-            known = model.vocabulary
-            texts = [known.token(each) for each in tokens] if asked.has_texts else None
-            exchange.reply(200, _JSON, (openai_v1.tokenized(tokens, model.max_length, texts),))
-
-        param = "messages" if asked.prompt is None else "prompt"
-        reading = Reading(exchange, model, go_on, self._guarded, param, is_counted=False)
+        call = TokenizeCall(
+            exchange=exchange,
+            model=self._find(asked.model),
+            guarded=self._guarded,
+            field="messages" if asked.prompt is None else "prompt",
+            is_counted=False,
+            has_texts=asked.has_texts,
+        )
         if asked.prompt is None:
-            reading.begin_chat(asked.messages, asked.template_options)
+            call.tokenize_chat(asked.messages, asked.template_options)
         else:
-            reading.begin([asked.prompt], is_whole=asked.has_special_tokens)
+            call.tokenize([asked.prompt], is_whole=asked.has_special_tokens)
 
     def _detokenize(self, exchange: Exchange) -> None:
         name, tokens = openai_v1.read_detokenize(exchange.body)
@@ -217,8 +211,19 @@ class OpenAiHttp:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
 
 
-def _echo(vocabulary: Vocabulary, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else vocabulary.decode(prompt)
+@dataclass(slots=True, kw_only=True)
+class TokenizeCall(TextCall):
+    """A request for the tokens of one text or chat."""
+
+    # Whether the text of each token is returned too.
+    has_texts: bool
+
+    def take(self, tokens: Sequence[list[int]]) -> None:
+        (found,) = tokens
+        known = self.model.vocabulary
+        texts = [known.token(each) for each in found] if self.has_texts else None
+        body = openai_v1.tokenized(found, self.model.max_length, texts)
+        self.exchange.reply(200, _JSON, (body,))
 
 
 @dataclass(frozen=True, slots=True)

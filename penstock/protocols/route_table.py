@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from penstock.errors import Unsupported
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
 from penstock.wire import openai_v1 as openai
@@ -277,7 +278,7 @@ ROUTES: tuple[Route, ...] = (
     *_of_shared_memory("cuda"),
     *_of_openai(),
 )
-RPC_SCOPES: Mapping[str, Scope] = {rpc: route.scope for route in ROUTES for rpc in route.rpcs}
+RPC_ROUTES: Mapping[str, Route] = {rpc: route for route in ROUTES for rpc in route.rpcs}
 
 
 def _by_num_segments() -> dict[int, list[Route]]:
@@ -292,8 +293,13 @@ _BY_NUM_SEGMENTS = _by_num_segments()
 _TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
 
 
+def unsupported(handler: str) -> Unsupported:
+    """Return the answer of a feature that Penstock does not have."""
+    return Unsupported(f"{MISSING[handler]} not supported by this server")
+
+
 def find(path: bytes) -> Match | None:
-    """Return the row for a path in the form of `protocols.http.Head.path`, or None."""
+    """Return the row for a path in the form of `http_reader.MessageHead.path`, or None."""
     given = path.split(b"/")[1:]
     for route in _BY_NUM_SEGMENTS.get(len(given), ()):
         if (match := route.match(given)) is not None:

@@ -16,11 +16,11 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec.structs import replace as replace_params
+from msgspec.structs import replace
 
 from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
 from penstock.llm.generation import Generation, Totals
-from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED
+from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
 from penstock.llm.messages import Logprobs, TokenEvent
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
@@ -32,7 +32,6 @@ from penstock.types import CANCELLED
 from penstock.wire.openai_v1 import Choice, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from penstock.llm.language_model import LanguageModel
     from penstock.llm.token_bytes import Stream
 
 _JSON = b"Content-Type: application/json\r\n"
@@ -50,55 +49,60 @@ def counted(model: Served, received: float) -> Iterator[None]:
 
 
 Guarded = Callable[[Exchange, Callable[[], None]], None]
-Then = Callable[[Sequence[list[int]]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A request whose texts are being tokenized by the model's renderer. A client that disconnects
-    meanwhile gets no answer."""
+@dataclass(slots=True, kw_only=True)
+class TextCall:
+    """A request for tokens of texts. The model's renderer tokenizes them, then `take` goes on with
+    the tokens. A client that disconnects meanwhile gets no answer."""
 
     exchange: Exchange
     model: LanguageModel
-    # Called with the tokens of each prompt.
-    then: Then
-    # Runs that callback later, and answers errors.
+    # Runs `take` later, and answers errors.
     guarded: Guarded
     # The request field that holds the texts, for errors.
-    param: str
+    field: str
     # Whether the model's metrics count refusals.
     is_counted: bool = True
 
-    def begin(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
-        """Tokenize prompts. Errors that are known at once are raised."""
+    def take(self, tokens: Sequence[list[int]]) -> None:
+        """Go on with the tokens of each text."""
+        raise NotImplementedError
+
+    def tokenize(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
+        """Tokenize texts; token lists pass unchanged. Errors that are known at once are raised."""
         with self._counted():
             if any(isinstance(each, str) for each in given):
                 self.model.encode(given, is_whole, self)
             else:
-                self.then([each for each in given if not isinstance(each, str)])
+                self.take([each for each in given if not isinstance(each, str)])
 
-    def begin_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> None:
         with self._counted():
             self.model.encode_chat(messages, options, self)
+
+    # Called by the renderer.
 
     def is_gone(self) -> bool:
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
-        self.guarded(self.exchange, partial(self._go_on, tokens))
+        self.guarded(self.exchange, partial(self._take, tokens))
 
     def failed(self, error: Exception) -> None:
         self.guarded(self.exchange, partial(self._fail, error))
 
-    def _fail(self, error: Exception) -> None:
-        with self._counted():
-            raise error
-
-    def _go_on(self, tokens: Sequence[list[int]]) -> None:
+    def _take(self, tokens: Sequence[list[int]]) -> None:
         with self._counted():
             if self.exchange.is_finished:
                 raise Cancelled("the client left")
-            self.then(tokens)
+            self.take(tokens)
+
+    def _fail(self, error: Exception) -> None:
+        with self._counted():
+            raise error
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -108,7 +112,7 @@ class Reading:
             try:
                 yield
             except InvalidRequest as error:
-                raise with_field(error, self.param) from None
+                raise with_field(error, self.field) from None
 
 
 def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
@@ -121,60 +125,60 @@ def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    # Text that precedes the generated text.
-    echo: str = ""
+@dataclass(slots=True, kw_only=True)
+class GenerateCall(TextCall):
+    """A request for text: tokenize its prompts, then submit a generation for each."""
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One parsed request with its tokenized prompts."""
-
-    exchange: Exchange
-    model: LanguageModel
     form: Form
     params: SamplingParams
-    prompts: Sequence[Prompt]
+    answer: type[Answer]
     # The request's id in the log.
     id: str = ""
     is_logged: bool = False
-    # Whether prompt logprobs are returned, before those of generated tokens.
-    tells_prompts: bool = False
-    # The request field that held the prompts, for errors.
-    param: str = "prompt"
+    # Prompts that precede their answers; empty: none.
+    echoed: Sequence[str | list[int]] = ()
 
     @property
-    def is_of_prompts(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
+        """Whether prompt logprobs are returned, before those of generated tokens."""
+        return bool(self.echoed) and self.params.num_logprobs is not None
+
+    @property
+    def is_prompt_only(self) -> bool:
         """Whether no tokens are requested, only the prompts."""
         return self.params.max_tokens == 0
 
+    def take(self, tokens: Sequence[list[int]]) -> None:
+        """Submit a generation for each prompt."""
+        model, exchange = self.model, self.exchange
+        num_asked = len(tokens) * self.params.n
+        if num_asked > model.max_waiting:
+            text = f"n x prompts is {num_asked}; expected at most {model.max_waiting} in a request"
+            raise InvalidRequest(text, "n")
+        params = replace(
+            self.params,
+            cache_salt=salt_of(exchange.head.headers, self.params.cache_salt),
+            num_prompt_logprobs=self.params.num_logprobs if self.has_prompt_logprobs else None,
+        )
+        answer = self.answer(self)
+        echoes = self._echoes() or [""] * len(tokens)
+        for number, (prompt, echo) in enumerate(zip(tokens, echoes, strict=True)):
+            sink = PromptSink(answer, number, echo)
+            generation = model.new_generation(prompt, params, sink)
+            generation.arrived, generation.caller = exchange.received, exchange.caller
+            answer.generations.append(generation)
+        first, *others = (each.request for each in answer.generations)
+        first.num_following = sum(len(each.tokens) for each in others)
+        for each in others:
+            each.leader = first.id
+        exchange.waiter = answer
+        for generation in list(answer.generations):
+            if not answer.is_over:
+                model.submit(generation)
 
-def begin(answer: Answer) -> None:
-    job, model = answer.job, answer.job.model
-    num_asked = len(job.prompts) * job.params.n
-    if num_asked > model.max_waiting:
-        text = f"n x prompts is {num_asked}; expected at most {model.max_waiting} in a request"
-        raise InvalidRequest(text, "n")
-    params = replace_params(
-        job.params,
-        cache_salt=salt_of(job.exchange.head.headers, job.params.cache_salt),
-        num_prompt_logprobs=job.params.num_logprobs if job.tells_prompts else None,
-    )
-    for number, prompt in enumerate(job.prompts):
-        sink = PromptSink(answer, number, prompt.echo)
-        generation = model.new_generation(prompt.tokens, params, sink)
-        generation.arrived, generation.caller = job.exchange.received, job.exchange.caller
-        answer.generations.append(generation)
-    first, *others = (each.request for each in answer.generations)
-    first.num_following = sum(len(each.tokens) for each in others)
-    for each in others:
-        each.leader = first.id
-    job.exchange.waiter = answer
-    for generation in list(answer.generations):
-        if not answer.is_over:
-            model.submit(generation)
+    def _echoes(self) -> list[str]:
+        decode = self.model.vocabulary.decode
+        return [each if isinstance(each, str) else decode(each) for each in self.echoed]
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
@@ -253,17 +257,17 @@ class Answer:
     """The answer to one request of one or several prompts; ends once, with all choices or with an
     error."""
 
-    def __init__(self, job: Job) -> None:
-        self.exchange = job.exchange
-        self.form = job.form
+    def __init__(self, call: GenerateCall) -> None:
+        self.exchange = call.exchange
+        self.form = call.form
         self.generations: list[Generation] = []
         self.is_over = False
         self.choices: dict[int, PartialChoice] = {}
         self.usage = Usage(0, 0)
-        self.job = job
-        self._model = job.model
-        self._num = job.params.n
-        self._has_logprobs = job.params.num_logprobs is not None
+        self.call = call
+        self._model = call.model
+        self._num = call.params.n
+        self._has_logprobs = call.params.num_logprobs is not None
         self._num_finished = 0
 
     def abandon(self) -> None:
@@ -274,7 +278,7 @@ class Answer:
     def token(self, number: int, event: TokenEvent, echo: str) -> None:
         place = number * self._num + event.index
         choice = self.choices.setdefault(place, PartialChoice())
-        text = "" if self.job.is_of_prompts else event.text
+        text = "" if self.call.is_prompt_only else event.text
         if not choice.has_begun:
             text = echo + text
         logprobs = self._logprobs(choice, number, event) if self._has_logprobs else None
@@ -289,12 +293,12 @@ class Answer:
         vocabulary, generation = self._model.vocabulary, self.generations[number]
         if choice.places is None:
             tokens = generation.request.tokens
-            before = () if self.job.tells_prompts else tokens
+            before = () if self.call.has_prompt_logprobs else tokens
             choice.places = TokenPlaces(vocabulary.stream(before))
-            if self.job.tells_prompts:
+            if self.call.has_prompt_logprobs:
                 for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
                     found.append(self._named(token, logprobs, choice.places))
-        if event.logprobs is not None and not self.job.is_of_prompts:
+        if event.logprobs is not None and not self.call.is_prompt_only:
             found.append(self._named(event.token, event.logprobs, choice.places))
         return found
 
@@ -302,7 +306,7 @@ class Answer:
         known = self.usage
         self.usage = Usage(
             known.num_prompt + totals.num_prompt,
-            known.num_generated + (0 if self.job.is_of_prompts else totals.num_generated),
+            known.num_generated + (0 if self.call.is_prompt_only else totals.num_generated),
             known.num_cached + totals.num_cached,
         )
         self._num_finished += 1
@@ -314,7 +318,7 @@ class Answer:
     def failed(self, error: PenstockError) -> None:
         if not self.is_over:
             if isinstance(error, InvalidRequest):
-                error = with_field(error, self.job.param)
+                error = with_field(error, self.call.field)
             self._give_up()
             self.fail(error)
             self._note(error)
@@ -327,11 +331,11 @@ class Answer:
     def _note(self, error: PenstockError | None) -> None:
         """Write a line to the access log. A failed stream gets its error's status there, though its
         client saw 200."""
-        if self.job.is_logged:
+        if self.call.is_logged:
             path = self.exchange.head.path
             status = 200 if error is None else status_at(path, error)
             kind = "" if error is None else type(error).__name__
-            told = access_log.Generated(self.job.id, self.exchange.received)
+            told = access_log.Generated(self.call.id, self.exchange.received)
             for each in self.generations:
                 told.add(each)
             access_log.generated(status, self._model.config, told, kind)

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
-from tritonclient.grpc import model_config_pb2, service_pb2
+from tritonclient.grpc import service_pb2
 
 from penstock.errors import (
     ConfigError,
@@ -40,22 +39,15 @@ from penstock.protocols.gate import Gate, Keys, headers_of
 from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
-from penstock.protocols.route_table import RPC_SCOPES
+from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
-from penstock.types import Request, Response
+from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
 
-# Refused methods of the service, by the prefix of their names.
-MISSING = {
-    "SystemSharedMemory": "system shared memory regions are",
-    "CudaSharedMemory": "CUDA shared memory regions are",
-    "TraceSetting": "trace settings are",
-    "LogSettings": "log settings are",
-}
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MODEL_READY = f"/{SERVICE.full_name}/ModelReady"
@@ -73,18 +65,23 @@ WATCH_S = 0.5
 # Time for clients to read their last answers.
 STOP_GRACE_S = 2.0
 
-# Called with the parsed message and, for administrative calls, the digest of the API key; for
-# inference, with the bytes of the message and the digest.
-Answer = Callable[..., Awaitable[Any]]
+# Fields of answers that hold the core's JSON; in other answers it is the whole message.
+FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
+
+# Neither protobuf's generated classes nor gRPC's contexts have types.
+Proto: TypeAlias = Any
+Context: TypeAlias = Any
+# Called with the message, parsed or for inference as bytes, and the caller.
+Answer = Callable[..., Awaitable[Proto]]
 
 
-class Waiter:
+class InferWaiter:
     """The sink of one request: `message` resolves to the encoded answer."""
 
     __slots__ = ("message",)
 
     def __init__(self) -> None:
-        self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.message: asyncio.Future[Proto] = asyncio.get_running_loop().create_future()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if self.message.done():
@@ -102,11 +99,11 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._gate = gate
         self._methods = methods
 
-    def service(self, call: Any) -> grpc.RpcMethodHandler | None:
+    def service(self, call: Context) -> grpc.RpcMethodHandler | None:
         try:
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
-            if RPC_SCOPES[call.method] == "admin":
+            if RPC_ROUTES[call.method].scope == "admin":
                 caller = self._gate.rpc_caller_name(call.invocation_metadata)
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, status_name(error), str(error))
@@ -125,21 +122,11 @@ class Service:
         self._readers: set[asyncio.Task[None]] = set()
 
     def handler(self) -> Gated:
-        answers: dict[str, Answer] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "ModelStatistics": self._model_statistics,
-            "RepositoryIndex": self._repository_index,
-            "RepositoryModelLoad": self._repository_load,
-            "RepositoryModelUnload": self._repository_unload,
-        }
         methods = {
             f"/{SERVICE.full_name}/{method.name}": _unary(
-                method, answers.get(method.name) or _missing(method.name), self._gate
+                method,
+                self._live if method.name == "ServerLive" else self._asking(method),
+                self._gate,
             )
             for method in SERVICE.methods
         }
@@ -172,10 +159,10 @@ class Service:
 
     # Inference.
 
-    async def _infer(self, data: bytes, caller: bytes, answer: Any = None) -> Any:
+    async def _infer(self, data: bytes, caller: bytes, answer: Proto = None) -> Proto:
         """Return the answer to a ModelInferRequest. The core counts all requests, also those that
         cannot be decoded. `answer.id` is set to the request's id as soon as it is known."""
-        waiter, name, version = Waiter(), "", ""
+        waiter, name, version = InferWaiter(), "", ""
         try:
             message = parse(service_pb2.ModelInferRequest, data)
             name, version = message.model_name, message.model_version
@@ -195,13 +182,12 @@ class Service:
             model.cancel(request)
             raise
 
-    async def _infer_once(self, data: bytes, context: Any) -> Any:
+    async def _infer_once(self, data: bytes, context: Context) -> Proto:
         return await self._infer(data, _caller(self._gate, context))
 
-    async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+    async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = _caller(self._gate, context)
-        stream = Stream(self._infer, messages, context, caller)
-        stream.check = lambda: self._gate.check_caller("infer", caller)
+        stream = InferStream(self._infer, messages, context, caller, self._gate)
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(stream.read(group))
@@ -213,63 +199,35 @@ class Service:
         if stream.refusal is not None:
             await _abort(context, stream.refusal)
 
-    # Questions.
+    # Management.
 
-    async def _server_live(self, message: Any) -> Any:
+    async def _live(self, message: Proto, caller: bytes) -> Proto:
         return service_pb2.ServerLiveResponse(live=True)
 
-    async def _server_ready(self, message: Any) -> Any:
-        body = await self._remote.ask("server_ready")
-        return json_format.Parse(body, service_pb2.ServerReadyResponse())
+    def _asking(self, method: Proto) -> Answer:
+        """Return an answer of the core's management API."""
+        handler = RPC_ROUTES[f"/{SERVICE.full_name}/{method.name}"].handler
+        answer_type = GetMessageClass(method.output_type)
 
-    async def _server_metadata(self, message: Any) -> Any:
-        body = await self._remote.ask("server_metadata")
-        return json_format.Parse(body, service_pb2.ServerMetadataResponse())
+        async def ask(message: Proto, caller: bytes) -> Proto:
+            if handler in MISSING:
+                raise unsupported(handler)
+            action = cast(frames.AskKind, handler)
+            try:
+                body = await self._remote.ask(action, *_arguments(message), caller)
+            except (NotFound, NotReady):
+                if action not in ("ready", "model_ready"):
+                    raise
+                return answer_type(ready=False)
+            if (name := FIELDS.get(method.name)) is not None:
+                body = b'{"%b":%b}' % (name, body)
+            return json_format.Parse(body or b"{}", answer_type(), ignore_unknown_fields=True)
 
-    async def _model_ready(self, message: Any) -> Any:
-        try:
-            body = await self._remote.ask("model_ready", message.name, message.version)
-        except (NotFound, NotReady):
-            return service_pb2.ModelReadyResponse(ready=False)
-        return json_format.Parse(body, service_pb2.ModelReadyResponse())
-
-    async def _model_metadata(self, message: Any) -> Any:
-        body = await self._remote.ask("model_metadata", message.name, message.version)
-        return json_format.Parse(body, service_pb2.ModelMetadataResponse())
-
-    async def _model_config(self, message: Any) -> Any:
-        body = await self._remote.ask("model_config", message.name, message.version)
-        config = model_config_pb2.ModelConfig.FromString(body)
-        return service_pb2.ModelConfigResponse(config=config)
-
-    async def _model_statistics(self, message: Any) -> Any:
-        body = await self._remote.ask("model_statistics", message.name, message.version)
-        answer = service_pb2.ModelStatisticsResponse()
-        return json_format.Parse(body, answer, ignore_unknown_fields=True)
-
-    # The repository.
-
-    async def _repository_index(self, message: Any, key: bytes) -> Any:
-        _check_repository(message)
-        asked = {"ready": message.ready}
-        body = await self._remote.ask("repository_index", parameters=asked, key=key)
-        return json_format.Parse(body, service_pb2.RepositoryIndexResponse())
-
-    async def _repository_load(self, message: Any, key: bytes) -> Any:
-        _check_repository(message)
-        # Only the names: values may be whole files, and are not used.
-        given = dict.fromkeys(message.parameters, True)
-        await self._remote.ask("model_load", message.model_name, parameters=given, key=key)
-        return service_pb2.RepositoryModelLoadResponse()
-
-    async def _repository_unload(self, message: Any, key: bytes) -> Any:
-        _check_repository(message)
-        await self._remote.ask("model_unload", message.model_name, key=key)
-        return service_pb2.RepositoryModelUnloadResponse()
+        return ask
 
     # Health.
 
-    async def _check(self, data: bytes, context: Any) -> Any:
+    async def _check(self, data: bytes, context: Context) -> Proto:
         try:
             message = parse(health_pb2.HealthCheckRequest, data)
             status = await self._status(message.service, context)
@@ -279,7 +237,7 @@ class Service:
             await _abort(context, error)
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def _watch(self, data: bytes, context: Any) -> None:
+    async def _watch(self, data: bytes, context: Context) -> None:
         """Send the status now, and whenever it changes."""
         try:
             message = parse(health_pb2.HealthCheckRequest, data)
@@ -298,40 +256,42 @@ class Service:
             async with asyncio.timeout(WATCH_S):
                 await self._is_stopping.wait()
 
-    async def _status(self, service: str, context: Any) -> Any:
+    async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""
         try:
             if service in ("", SERVICE.full_name):
-                body = await self._remote.ask("server_ready")
+                await self._remote.ask("ready")
             else:
                 self._gate.check_rpc(MODEL_READY, context.invocation_metadata())
-                body = await self._remote.ask("model_ready", service)
+                await self._remote.ask("model_ready", service)
         except NotFound:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         except NotReady:
             return health_pb2.HealthCheckResponse.NOT_SERVING
-        if json.loads(body)["ready"]:
-            return health_pb2.HealthCheckResponse.SERVING
-        return health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse.SERVING
 
 
-class Stream:
+class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
     def __init__(
-        self, infer: Answer, messages: AsyncIterator[bytes], context: Any, caller: bytes
+        self,
+        infer: Answer,
+        messages: AsyncIterator[bytes],
+        context: Context,
+        caller: bytes,
+        gate: Gate,
     ) -> None:
         self._infer = infer
         self._caller = caller
-        # Raises NotAllowed once the key is no longer allowed to send requests.
-        self.check: Callable[[], None] = lambda: None
+        self._gate = gate
         # Why the stream ends before its client ends it.
         self.refusal: BaseException | None = None
         self._messages = messages
         self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
         # In request order; None is the end.
-        self._answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[asyncio.Task[Proto] | None] = asyncio.Queue()
         metadata = dict(context.invocation_metadata() or ())
         # An error ends the stream, as in Triton.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
@@ -339,7 +299,8 @@ class Stream:
     async def read(self, group: asyncio.TaskGroup) -> None:
         try:
             async for data in self._messages:
-                self.check()
+                # NotAllowed once the key is no longer allowed to send requests.
+                self._gate.check_caller("infer", self._caller)
                 await self._slots.acquire()
                 self._answers.put_nowait(group.create_task(self._answer(data)))
         except NotAllowed as error:
@@ -353,7 +314,7 @@ class Stream:
             await self._context.write(await task)
             self._slots.release()
 
-    async def _answer(self, data: bytes) -> Any:
+    async def _answer(self, data: bytes) -> Proto:
         answer = service_pb2.ModelStreamInferResponse()
         response = answer.infer_response
         try:
@@ -373,7 +334,7 @@ def status_of(error: PenstockError) -> grpc.StatusCode:
     return grpc.StatusCode[status_name(error)]
 
 
-async def _abort(context: Any, error: BaseException) -> NoReturn:
+async def _abort(context: Context, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
     await context.abort(status_of(error), str(error)[:MAX_DETAILS])
     raise AssertionError("abort raises")
@@ -382,21 +343,19 @@ async def _abort(context: Any, error: BaseException) -> NoReturn:
 def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
     """Return a handler that refuses calls of any kind without reading."""
 
-    async def refuse(messages: Any, context: Any) -> None:
+    async def refuse(messages: Proto, context: Context) -> None:
         await _abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
+def _unary(method: Proto, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     """Return a handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
-    is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
-    async def call(data: bytes, context: Any) -> Any:
+    async def call(data: bytes, context: Context) -> Proto:
         caller = _caller(gate, context)
-        message = parse(request_type, data)
-        return await (answer(message, caller) if is_admin else answer(message))
+        return await answer(parse(request_type, data), caller)
 
     return grpc.unary_unary_rpc_method_handler(
         _guarded(method.name, call),
@@ -407,7 +366,7 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
 def _guarded(name: str, call: Answer) -> Answer:
     """Wrap a call so that its errors become gRPC statuses."""
 
-    async def run(data: bytes, context: Any) -> Any:
+    async def run(data: bytes, context: Context) -> Proto:
         try:
             return await call(data, context)
         except PenstockError as error:
@@ -419,23 +378,24 @@ def _guarded(name: str, call: Answer) -> Answer:
     return run
 
 
-def _caller(gate: Gate, context: Any) -> bytes:
+def _caller(gate: Gate, context: Context) -> bytes:
     """Return the caller, as in `Request.caller`."""
     return gate.caller(headers_of(context.invocation_metadata() or ()))
 
 
-def _missing(name: str) -> Answer:
-    what = next((text for start, text in MISSING.items() if name.startswith(start)), f"{name} is")
-
-    async def refuse(message: Any, key: bytes = b"") -> Any:
-        raise Unsupported(f"{what} not supported by this server")
-
-    return refuse
-
-
-def _check_repository(message: Any) -> None:
-    if message.repository_name:
+def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
+    """Return the model, the version and the parameters that a message names."""
+    if getattr(message, "repository_name", ""):
         raise Unsupported("'repository_name' is not supported: this server has one repository")
+    match message:
+        case service_pb2.RepositoryIndexRequest():
+            return "", "", {"ready": message.ready}
+        case service_pb2.RepositoryModelLoadRequest():
+            # Only the names: values may be whole files, and are not used.
+            return message.model_name, "", dict.fromkeys(message.parameters, True)
+        case service_pb2.RepositoryModelUnloadRequest():
+            return message.model_name, "", {}
+    return getattr(message, "name", ""), getattr(message, "version", ""), {}
 
 
 def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -444,12 +404,12 @@ def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     files.load()
     config = files.config
 
-    def current() -> Any:
+    def current() -> object:
         issuers = Path(config.client_ca).read_bytes() if config.client_ca else None
         pair = (Path(config.key).read_bytes(), Path(config.cert).read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=issuers)
 
-    def changed() -> Any:
+    def changed() -> object:
         return None if files.load_if_changed() is None else current()
 
     return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))

@@ -1,8 +1,8 @@
-"""KServe v2 / Triton over HTTP: the router and the fast path of inference.
+"""KServe v2 / Triton over HTTP: admits messages, and the fast path of inference.
 
 Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
 errors to statuses by one table. The core and the front processes share this code; they differ only
-in their `Door`.
+in their `Router`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from penstock.config import HttpLimits
 from penstock.errors import (
@@ -24,17 +24,16 @@ from penstock.protocols import access_log, audit_log, route_table
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
-from penstock.protocols.http import Exchange, Handler, Head
+from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
+from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.route_table import Match
-from penstock.serving.catalog import Catalog
+from penstock.protocols.v2_routes import make_handlers
+from penstock.serving.management import ManagementApi
 from penstock.serving.served import Served
 from penstock.types import Request, Response, Servable, TensorSpec
 from penstock.wire import compression
 from penstock.wire.v2 import Codec, decode_raw
-
-if TYPE_CHECKING:
-    from penstock.protocols.v2_routes import V2Routes
 
 log = logging.getLogger("penstock.http")
 
@@ -47,8 +46,8 @@ _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-L
 
 
 class InferCall:
-    """An inference call as its message head describes it. Cached on the head (`Head.note`), which
-    is the same object for identical heads."""
+    """An inference call as its message head describes it. Cached on the head (`MessageHead.note`),
+    which is the same object for identical heads."""
 
     __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
 
@@ -129,7 +128,7 @@ class LoggedSink(InferSink):
         access_log.ended("http", status, config, request, error)
 
 
-class Door(Protocol):
+class Router(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
@@ -149,25 +148,25 @@ class Door(Protocol):
 
 
 class Models:
-    """The `Door` of the core: to its own models and routes. Refuses inference while draining."""
+    """The `Router` of the core: to its own models and routes. Refuses inference while draining."""
 
     def __init__(
         self,
-        catalog: Catalog,
-        routes: V2Routes,
+        management: ManagementApi,
         logs_requests: bool = False,
         handle_openai: Handler | None = None,
         handle_generate: Handler | None = None,
         gate: Gate | None = None,
+        pages: Mapping[str, RouteHandler] | None = None,
     ) -> None:
-        """`gate` resolves the names of callers."""
+        """`gate` resolves the names of callers; `pages` are the handlers of the server's pages."""
         self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
-        self._catalog = catalog
-        self._routes = routes
+        self._catalog = management.catalog
+        self._lifecycle = management.lifecycle
         self._codec = Codec()
         self._tasks = HandlerTasks(reply_error)
-        self._handlers = routes.handlers()
+        self._handlers = {**make_handlers(management), **(pages or {})}
         self._direct = {
             "openai": handle_openai,
             "generate": handle_generate,
@@ -179,7 +178,7 @@ class Models:
         name = match.route.handler
         if (handler := self._handlers.get(name)) is not None:
             if match.route.scope == "admin":
-                handler = audited(handler, self._gate.caller_name(exchange.head.headers))
+                handler = with_audit(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct.get(name)) is not None:
             exchange.caller = self._gate.caller(exchange.head.headers)
@@ -207,7 +206,7 @@ class Models:
         model = self._catalog.find(call.model_name, call.model_version)
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
-            if self._routes.is_draining:
+            if self._lifecycle.is_draining:
                 raise NotReady("the server is shutting down")
             if call.json_bytes == 0:
                 request = decode_raw(exchange.body, model.config, sink, exchange.received)
@@ -228,16 +227,16 @@ class V2Http:
     """The handler of the HTTP server: reads heads, checks the gate, and inflates bodies."""
 
     def __init__(
-        self, door: Door, limits: HttpLimits, gate: Gate, logs_requests: bool = False
+        self, router: Router, limits: HttpLimits, gate: Gate, logs_requests: bool = False
     ) -> None:
         self._logs_requests = logs_requests
         self._limits = limits
         self._gate = gate
-        self._door = door
-        self._infer = door.infer
+        self._router = router
+        self._infer = router.infer
         self._inflating: set[asyncio.Task[None]] = set()
 
-    def screen(self, head: Head) -> bool:
+    def screen(self, head: MessageHead) -> bool:
         """Tell whether `admit` would accept the message, before its body is read."""
         try:
             check_head(head, find_route(head), self._gate)
@@ -252,16 +251,16 @@ class V2Http:
                 match = admit(exchange, self._gate)
                 if match.route.handler != "infer":
                     self._check_json_bytes(exchange, match)
-                    self._door.other(exchange, match)
+                    self._router.other(exchange, match)
                     return
                 call = InferCall(match, exchange.head.headers)
                 call.caller = self._gate.caller(exchange.head.headers)
-                self._door.count(call, exchange)
+                self._router.count(call, exchange)
                 if not self._look(call, exchange):
                     return
             else:
                 assert isinstance(call, InferCall)
-                self._door.count(call, exchange)
+                self._router.count(call, exchange)
             self._infer(call, exchange)
         except (PenstockError, WrongHead) as error:
             reply_error(exchange, error)
@@ -281,7 +280,7 @@ class V2Http:
         for task in self._inflating:
             task.cancel()
         await asyncio.gather(*self._inflating, return_exceptions=True)
-        await self._door.close()
+        await self._router.close()
 
     def _look(self, call: InferCall, exchange: Exchange) -> bool:
         """Check a head that was not seen before. False if the message was refused, or if its body
@@ -306,29 +305,23 @@ class V2Http:
         return True
 
     def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
-        if self._door.refuse(exchange, error):
+        if self._router.refuse(exchange, error):
             self._note_refusal(exchange, call, error)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
-        limit = self._limits.max_body_bytes
+        packed, limit = exchange.body, self._limits.max_body_bytes
         try:
-            packed = exchange.body
-            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
             try:
+                exchange.body = await asyncio.to_thread(
+                    compression.inflate, packed, encoding, limit
+                )
                 call.json_bytes = self._json_bytes(exchange)
-            except PenstockError:
+            except PenstockError as error:
                 exchange.body = packed
-                raise
-        except PenstockError as error:
-            self._refuse(call, exchange, error)
-            return
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while handling %r", exchange.head.path)
-            exchange.reply_error(500, "internal error")
-            return
-        try:
-            self._infer(call, exchange)
+                self._refuse(call, exchange, error)
+            else:
+                self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
             self._note_refusal(exchange, call, error)
@@ -383,14 +376,14 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
         raise
 
 
-def find_route(head: Head, is_metrics_port: bool = False) -> Match | None:
+def find_route(head: MessageHead, is_metrics_port: bool = False) -> Match | None:
     match = route_table.find(head.path)
     if match is not None and is_metrics_port and not match.route.is_on_metrics_port:
         return None
     return match
 
 
-def check_head(head: Head, match: Match | None, gate: Gate) -> Match:
+def check_head(head: MessageHead, match: Match | None, gate: Gate) -> Match:
     """Return the route if the gate lets the message pass and the method fits; else as `admit`."""
     gate.check_host(head.headers)
     gate.check_keys(head.headers)
@@ -410,12 +403,12 @@ def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
         audit_log.record(_admin_call(match, caller), status_of(error), str(error))
 
 
-def audited(handler: RouteHandler, caller: str) -> RouteHandler:
+def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
         admin = _admin_call(call.match, caller)
-        return await audit_log.recorded(admin, handler(call), 200, status_of)
+        return await audit_log.record_answer(admin, handler(call), 200, status_of)
 
     return run
 
@@ -424,11 +417,11 @@ def _admin_call(match: Match, caller: str) -> AdminCall:
     return AdminCall("http", caller, match.route.handler, match.model_name)
 
 
-def no_route(head: Head) -> WrongHead:
+def no_route(head: MessageHead) -> WrongHead:
     return WrongHead(404, f"Not Found: there is no {_short_path(head)} here")
 
 
-def _short_path(head: Head) -> str:
+def _short_path(head: MessageHead) -> str:
     return head.path[:MAX_PATH].decode("latin-1")
 
 

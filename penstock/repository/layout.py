@@ -28,6 +28,7 @@ from penstock.errors import ConfigError, NotFound
 from penstock.repository import (
     links,
     onnx_file,
+    parameters,
     pbtxt,
     pbtxt_warmup,
     pretrained,
@@ -43,7 +44,7 @@ TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.i
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
-FOLLOW_HINT = f"; parameters.{pbtxt.FOLLOW_LINKS} 'true' allows that"
+FOLLOW_HINT = f"; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
 
 
 @dataclass(slots=True)
@@ -367,7 +368,7 @@ def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
     configs: list[ModelConfig] = []
     for version in versions:
         try:
-            if not pbtxt.follows_links(message):
+            if not parameters.follows_links(message):
                 hint = FOLLOW_HINT if message.backend == LLM else ""
                 _check_links(folder, root, _of_version(folder, version, root), hint)
             configs.append(read_version(folder, version, message))
@@ -391,7 +392,7 @@ def _of_version(folder: Path, version: str, root: Path) -> list[Path]:
     own = folder / version / CONFIG
     if not own.is_file() or links.leads_out(own, root):
         return [folder / version]
-    return [own] if pbtxt.follows_links(read_message(folder, version)) else [folder / version]
+    return [own] if parameters.follows_links(read_message(folder, version)) else [folder / version]
 
 
 def read_message(folder: Path, version: str = "") -> Any:

@@ -7,35 +7,23 @@ ModelConfig; fields that a ModelConfig does not hold are kept from the edited me
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
-
-from penstock import backends, slo
+from penstock import backends
 from penstock.config import (
     CLASSIFIER,
     CPU,
-    DEFAULT_HANG_S,
-    DEFAULT_LOAD_TIMEOUT_S,
     EACH_GPU,
-    HEADS,
     LLM,
     MAX_INSTANCES,
-    SLO_OFF,
     STAGES,
     BatchPolicy,
-    MemoryPolicy,
     ModelConfig,
-    PadAxis,
-    Padding,
-    Postprocess,
-    Preprocess,
     QueuePolicy,
     Warmup,
 )
@@ -43,14 +31,24 @@ from penstock.errors import ConfigError
 from penstock.repository import (
     onnx_file,
     openvino_file,
+    parameters,
     pbtxt_fields,
     pbtxt_warmup,
     pretrained,
     pt2_file,
     python_file,
 )
+from penstock.repository.parameters import (
+    FOLLOW_LINKS,
+    MAX_TOKENS,
+    MAX_WAIT,
+    SLO,
+    ParameterReader,
+    check_names,
+)
+from penstock.repository.pbtxt_fields import Proto
 from penstock.system import devices
-from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
+from penstock.types import Signature, TensorSpec, TimeoutAction
 
 # Files that each backend loads; of several, the first that exists.
 FILES = {
@@ -74,97 +72,6 @@ PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 PLATFORM_NAMES = {backend: platform for platform, backend in PLATFORMS.items()}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
-MAX_TOKENS = "penstock.max_tokens"
-LOAD_TIMEOUT, MEMORY, ENV = "penstock.load_timeout_s", "penstock.memory_bytes", "penstock.env"
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
-MAX_WAIT = "penstock.max_wait_ms"
-# Our keys under `parameters`, with their largest sensible values.
-NUMBERS = {
-    "penstock.hang_s": 1e9,
-    LOAD_TIMEOUT: 1e9,
-    MEMORY: 1 << 50,
-    "penstock.slab_bytes": 1 << 40,
-    "penstock.max_slabs": 4096,
-    "penstock.spill_bytes": 1 << 40,
-    "penstock.tolerance": 1.0,
-    "penstock.gpu_memory_bytes": 1 << 50,
-    MAX_TOKENS: 1 << 40,
-    MAX_WAIT: 1e12,
-}
-# Keys whose value may be 0.
-ZERO = (MAX_WAIT,)
-SLO = "penstock.slo"
-PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
-PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
-MAX_BUCKETS = 64
-PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
-POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
-FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
-MODEL_TENSOR = re.compile(
-    r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*"
-)
-WHOLE = (
-    "penstock.slab_bytes",
-    "penstock.max_slabs",
-    "penstock.spill_bytes",
-    "penstock.gpu_memory_bytes",
-    MEMORY,
-    MAX_TOKENS,
-)
-# Whether links among a language model's files may lead out of its folder.
-FOLLOW_LINKS = "penstock.follow_links"
-# Our keys that the backend interprets.
-BACKEND_OPTIONS = {
-    "pytorch": (
-        "penstock.factory",
-        "penstock.compile",
-        "penstock.dtype",
-        "penstock.memory_format",
-        "penstock.fuse",
-        "penstock.cuda_graphs",
-        "penstock.pack",
-        "penstock.fp8",
-    ),
-    LLM: (
-        "penstock.dtype",
-        "penstock.block_size",
-        "penstock.kv_cache_bytes",
-        "penstock.max_model_len",
-        "penstock.max_num_batched_tokens",
-        "penstock.max_num_seqs",
-        "penstock.max_waiting",
-        "penstock.random_weights",
-        "penstock.text_timeout_s",
-        "penstock.parse_special_tokens",
-        FOLLOW_LINKS,
-        "penstock.threads",
-        "penstock.tpot_ms",
-        "penstock.ttft_ms",
-    ),
-}
-# Our keys that become fields of ModelConfig; all others stay in its options.
-FIELDS = (
-    "penstock.hang_s",
-    LOAD_TIMEOUT,
-    MEMORY,
-    ENV,
-    "penstock.slab_bytes",
-    "penstock.max_slabs",
-    "penstock.spill_bytes",
-    "penstock.tolerance",
-    "penstock.gpu_memory_bytes",
-    MAX_TOKENS,
-    MAX_WAIT,
-    SLO,
-    PAD,
-    PAD_BUCKETS,
-    PREPROCESS,
-    MODEL_INPUTS,
-    POSTPROCESS,
-    MODEL_OUTPUTS,
-)
-# Those of them that are texts.
-TEXTS = (SLO, ENV, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
 # Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
 GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
 # Backends that use a GPU by default.
@@ -181,7 +88,7 @@ LABELS = frozenset(
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-def parse(text: str, where: str = "config.pbtxt") -> Any:
+def parse(text: str, where: str = "config.pbtxt") -> Proto:
     """Parse a message; ConfigError names line and column."""
     from google.protobuf import text_format
 
@@ -194,7 +101,7 @@ def parse(text: str, where: str = "config.pbtxt") -> Any:
         raise ConfigError([f"{where}: {error}"]) from None
 
 
-def resolve(message: Any, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
+def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
     """Resolve the configuration of a version; ConfigError lists all problems. `artifact` is a file
     named by the operator, which may be anywhere."""
     return _Resolver(message, name, folder, artifact).resolve()
@@ -206,7 +113,7 @@ def describe(config: ModelConfig) -> str:
     return to_text(to_message(config))
 
 
-def write(config: ModelConfig, base: Any = None) -> str:
+def write(config: ModelConfig, base: Proto = None) -> str:
     """Format the config.pbtxt of a version, without a version policy and without an SLO that comes
     from the evidence. `base` is the message being edited: its fields beyond a ModelConfig stay."""
     message = to_message(config, base)
@@ -216,13 +123,13 @@ def write(config: ModelConfig, base: Any = None) -> str:
     return to_text(message)
 
 
-def to_text(message: Any) -> str:
+def to_text(message: Proto) -> str:
     from google.protobuf import text_format
 
     return str(text_format.MessageToString(message))
 
 
-def to_message(config: ModelConfig, base: Any = None) -> Any:
+def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message = _types().ModelConfig()
     if base is not None:
         message.CopyFrom(base)
@@ -241,18 +148,18 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
     message.parameters.clear()
-    for key, value in {**config.options, **_own_parameters(config)}.items():
+    for key, value in {**config.options, **parameters.write(config)}.items():
         message.parameters[key].string_value = value
     return message
 
 
-def to_json(config: ModelConfig) -> dict[str, Any]:
+def to_json(config: ModelConfig) -> dict[str, object]:
     """Return the body of `/config`: every plain field, numbers as numbers (protobuf's own JSON
     writes 64-bit ones as text)."""
     return to_dict(to_served(config))
 
 
-def to_served(config: ModelConfig) -> Any:
+def to_served(config: ModelConfig) -> Proto:
     """Return config.pbtxt as written, completed with resolved values, as Triton's API does."""
     written = parse(config.written)
     message = to_message(config, written)
@@ -272,9 +179,9 @@ def to_served(config: ModelConfig) -> Any:
     return message
 
 
-def to_dict(message: Any) -> dict[str, Any]:
+def to_dict(message: Proto) -> dict[str, object]:
     """Convert a ModelConfig message, as for `to_json`."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         is_message = field.message_type is not None
@@ -295,11 +202,11 @@ def to_dict(message: Any) -> dict[str, Any]:
     return values
 
 
-def _plain(field: Any, value: Any) -> Any:
+def _plain(field: Proto, value: object) -> object:
     return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
 
 
-def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
+def _describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
     known = {item.name: item for item in target}
     num_old = len(target)
     for spec in specs:
@@ -316,7 +223,7 @@ def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
     del target[:num_old]
 
 
-def _describe_instances(groups: Any, config: ModelConfig) -> None:
+def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     """Keep groups that already match; otherwise rebuild them with the first as template."""
     said = [device for group in groups for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
@@ -336,7 +243,7 @@ def _describe_instances(groups: Any, config: ModelConfig) -> None:
         group.gpus[:] = [int(index)] if index else []
 
 
-def _describe_warmups(target: Any, warmups: Sequence[Warmup]) -> None:
+def _describe_warmups(target: Proto, warmups: Sequence[Warmup]) -> None:
     del target[:]
     for warmup in warmups:
         item = target.add()
@@ -360,50 +267,7 @@ def _counts(config: ModelConfig) -> list[tuple[str, int]]:
     return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
 
 
-def _own_parameters(config: ModelConfig) -> dict[str, str]:
-    """Return the keys of FIELDS whose values differ from their defaults."""
-    memory, base = config.memory, MemoryPolicy()
-    values: dict[str, str] = {}
-    for key, value, default in (
-        ("penstock.hang_s", config.hang_s, DEFAULT_HANG_S),
-        (LOAD_TIMEOUT, config.load_timeout_s, DEFAULT_LOAD_TIMEOUT_S),
-        (MEMORY, config.memory_bytes, None),
-        ("penstock.slab_bytes", memory.slab_bytes, None),
-        ("penstock.max_slabs", memory.max_slabs, base.max_slabs),
-        ("penstock.spill_bytes", memory.spill_bytes, base.spill_bytes),
-        ("penstock.gpu_memory_bytes", config.gpu_memory_bytes, None),
-        ("penstock.tolerance", config.tolerance, None),
-        (MAX_TOKENS, config.batching.max_tokens, None),
-    ):
-        if value != default:
-            values[key] = repr(value)
-    if (max_wait_s := config.batching.max_wait_s) is not None:
-        values[MAX_WAIT] = f"{max_wait_s * 1e3:.12g}"
-    if config.slo:
-        values[SLO] = config.slo
-    if config.env:
-        values[ENV] = ", ".join(config.env)
-    if config.preprocess is not None:
-        values[PREPROCESS] = config.preprocess.function
-        values[MODEL_INPUTS] = _listed(config.preprocess.inputs)
-    if config.postprocess is not None:
-        values[POSTPROCESS] = config.postprocess.function
-        values[MODEL_OUTPUTS] = _listed(config.postprocess.outputs)
-    padding = config.model.padding
-    if padding is not None:
-        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in padding.axes)
-        values[PAD] = ", ".join(axes)
-        values[PAD_BUCKETS] = ",".join(map(str, padding.buckets))
-    return values
-
-
-def _listed(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(
-        f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
-    )
-
-
-def _describe_batching(message: Any, policy: BatchPolicy) -> None:
+def _describe_batching(message: Proto, policy: BatchPolicy) -> None:
     message.ClearField("dynamic_batching")
     if not policy.is_dynamic:
         return
@@ -421,7 +285,7 @@ def _describe_batching(message: Any, policy: BatchPolicy) -> None:
             _describe_queue(batching.priority_queue_policy[level], queue)
 
 
-def _describe_queue(target: Any, queue: QueuePolicy) -> None:
+def _describe_queue(target: Proto, queue: QueuePolicy) -> None:
     target.timeout_action = target.TimeoutAction.Value(queue.timeout_action)
     target.default_timeout_microseconds = round(queue.default_timeout_s * 1e6)
     target.allow_timeout_override = queue.allow_timeout_override
@@ -431,7 +295,7 @@ def _describe_queue(target: Any, queue: QueuePolicy) -> None:
 class _Resolver:
     """Resolves a message and files to a ModelConfig, collecting problems."""
 
-    def __init__(self, message: Any, name: str, folder: Path, artifact: Path | None) -> None:
+    def __init__(self, message: Proto, name: str, folder: Path, artifact: Path | None) -> None:
         self._message = message
         self._name = name
         self._folder = folder
@@ -451,23 +315,14 @@ class _Resolver:
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
         options = {key: value.string_value for key, value in message.parameters.items()}
-        numbers = self._numbers(options, BACKEND_OPTIONS.get(backend, ()))
-        promised = options.get(SLO)
-        preprocess = self._preprocess(options)
-        padding = self._padding(options, preprocess.inputs if preprocess else inputs)
-        batching = replace(
-            self._batching(max_batch),
-            slo_latency_s=self._slo_latency_s(promised),
-            max_tokens=_whole(numbers.get(MAX_TOKENS)),
-            max_wait_s=numbers[MAX_WAIT] / 1e3 if MAX_WAIT in numbers else None,
-        )
+        reader = ParameterReader(options, backend, self._folder, self._problem)
+        numbers = reader.numbers()
+        preprocess = reader.preprocess()
+        padding = reader.padding(preprocess.inputs if preprocess else inputs)
+        batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
         if not inputs:
             # Without inputs the number of rows of a batch is undefined.
             batching = replace(batching, is_dynamic=False)
-        # A stage tells how long rows are before the model's own queue.
-        is_known = preprocess is None or preprocess.function in STAGES
-        if problem := _tokens_problem(batching, padding, is_sent=is_known):
-            self._problem(f"parameters.{MAX_TOKENS}", problem)
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
@@ -477,21 +332,19 @@ class _Resolver:
             outputs=outputs,
             max_batch_size=max_batch,
             batching=batching,
-            memory=_memory(numbers),
-            hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
-            load_timeout_s=numbers.get(LOAD_TIMEOUT, DEFAULT_LOAD_TIMEOUT_S),
-            memory_bytes=_whole(numbers.get(MEMORY)),
-            env=self._env(options.get(ENV, ""), backend),
+            env=reader.env(),
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
-            postprocess=self._postprocess(options),
-            tolerance=numbers.get("penstock.tolerance"),
-            gpu_memory_bytes=_whole(numbers.get("penstock.gpu_memory_bytes")),
+            postprocess=reader.postprocess(),
             file=message.default_model_filename,
-            options={key: options[key] for key in options if key not in FIELDS},
-            slo="" if promised is None else promised.strip() or SLO_OFF,
+            options=parameters.options_of(options),
+            slo=reader.slo(),
         )
-        config = self._with_labels(config)
+        config = self._with_labels(parameters.with_numbers(config, numbers))
+        # A stage tells how long rows are before the model's own queue.
+        is_known = preprocess is None or preprocess.function in STAGES
+        if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
+            self._problem(f"parameters.{MAX_TOKENS}", problem)
         placed = self._instances(backend)
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
@@ -530,18 +383,6 @@ class _Resolver:
                 self._problem(f"metric_tags.{tag}", "every metric has this label already")
             elif LABEL.fullmatch(tag) is None or tag.startswith("__"):
                 self._problem(f"metric_tags.{tag}", "expected a name of letters, digits and _")
-
-    def _env(self, text: str, backend: str) -> tuple[str, ...]:
-        names = tuple(part.strip() for part in text.split(",") if part.strip())
-        wrong = [name for name in names if not ENV_NAME.fullmatch(name)]
-        if wrong:
-            self._problem(
-                f"parameters.{ENV}",
-                f"'{wrong[0]}' names no variable; expected e.g. 'MODEL_TOKEN, MY_PREFIX_*'",
-            )
-        if names and backend == LLM:
-            self._problem(f"parameters.{ENV}", "language models run no code of their own")
-        return names
 
     def _problem(self, path: str, text: str) -> None:
         self._problems.append(f"{path}: {text}")
@@ -593,7 +434,7 @@ class _Resolver:
         resolved: other files are found beside the link."""
         if backend != LLM or Path(file).name != file:
             return None
-        if follows_links(self._message):
+        if parameters.follows_links(self._message):
             return base / file
         return base / file if _inside(base, file, self._folder.parent.resolve()) else None
 
@@ -613,8 +454,8 @@ class _Resolver:
                 inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
             else:
                 self._problem("input, output", f"must be given for backend '{backend}', {EXAMPLE}")
-        self._check_names("input", inputs)
-        self._check_names("output", outputs)
+        check_names("input", inputs, self._problem)
+        check_names("output", outputs, self._problem)
         return inputs, outputs, max_batch
 
     def _complete(
@@ -646,7 +487,7 @@ class _Resolver:
             max_batch,
         )
 
-    def _spec(self, kind: str, index: int, item: Any) -> TensorSpec:
+    def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"
         known = _types().DataType
         datatype = "INVALID"
@@ -692,11 +533,6 @@ class _Resolver:
             self._problem(path, f"'{file}' cannot be read: {error}")
             return ()
 
-    def _check_names(self, kind: str, specs: Sequence[TensorSpec]) -> None:
-        names = [spec.name for spec in specs]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            self._problem(kind, f"'{name}' is given {names.count(name)} times")
-
     def _batching(self, max_batch: int) -> BatchPolicy:
         message = self._message
         if not message.HasField("dynamic_batching"):
@@ -733,7 +569,7 @@ class _Resolver:
             policies=policies,
         )
 
-    def _priorities(self, batching: Any) -> tuple[QueuePolicy, ...]:
+    def _priorities(self, batching: Proto) -> tuple[QueuePolicy, ...]:
         """Return the default policy, then one per level."""
         levels, default = batching.priority_levels, batching.default_priority_level
         own = batching.priority_queue_policy
@@ -767,117 +603,8 @@ class _Resolver:
             return [CPU]
         return [device for group in groups for device in _devices(group, backend)]
 
-    def _slo_latency_s(self, promised: str | None) -> float | None:
-        if promised is None or promised.strip() in ("", SLO_OFF):
-            return None
-        try:
-            return slo.parse(promised).latency_s
-        except ConfigError as error:
-            for problem in error.problems:
-                self._problem(f"parameters.{SLO}", problem)
-            return None
 
-    def _padding(self, options: Mapping[str, str], inputs: Sequence[TensorSpec]) -> Padding | None:
-        """Parse `penstock.pad`: which axes of which inputs may be padded, and with what."""
-        buckets = self._buckets(options)
-        if PAD not in options:
-            if PAD_BUCKETS in options:
-                self._problem(f"parameters.{PAD_BUCKETS}", f"needs parameters.{PAD}")
-            return None
-        specs = {spec.name: spec for spec in inputs}
-        axes: list[PadAxis] = []
-        for item in options[PAD].split(","):
-            match = PAD_AXIS.fullmatch(item)
-            if match is None:
-                problem = f"'{item.strip()}' is not of the form input[axis]=value"
-            else:
-                axis = PadAxis(match["input"], int(match["axis"]), _float(match["value"] or "0"))
-                problem = _pad_problem(axis, specs)
-                axes.append(axis)
-            if problem:
-                self._problem(f"parameters.{PAD}", problem)
-        return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
-
-    def _preprocess(self, options: Mapping[str, str]) -> Preprocess | None:
-        """Parse `penstock.preprocess` and `penstock.model_inputs`: both or neither."""
-        if PREPROCESS not in options and MODEL_INPUTS not in options:
-            return None
-        expected = "expected what the model takes, such as input_ids:INT64[-1]"
-        inputs = self._model_tensors(MODEL_INPUTS, options.get(MODEL_INPUTS, ""), expected)
-        return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, ""), STAGES), inputs)
-
-    def _postprocess(self, options: Mapping[str, str]) -> Postprocess | None:
-        """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""
-        if POSTPROCESS not in options and MODEL_OUTPUTS not in options:
-            return None
-        expected = "expected what the model gives, such as logits:FP32[10]"
-        outputs = self._model_tensors(MODEL_OUTPUTS, options.get(MODEL_OUTPUTS, ""), expected)
-        return Postprocess(
-            self._function(POSTPROCESS, options.get(POSTPROCESS, ""), HEADS), outputs
-        )
-
-    def _function(self, key: str, function: str, built_in: Sequence[str]) -> str:
-        match = FUNCTION.fullmatch(function)
-        if function in built_in:
-            return function
-        if match is None:
-            steps = f"or one of {', '.join(built_in)} for a Hugging Face folder"
-            expected = f"expected FILE.py:FUNCTION, a file of the version folder, {steps}"
-            self._problem(f"parameters.{key}", f"'{function}': {expected}")
-        elif not (self._folder / match["file"]).is_file():
-            self._problem(f"{self._folder.name}/{match['file']}", "no such file")
-        return function
-
-    def _model_tensors(self, key: str, text: str, expected: str) -> tuple[TensorSpec, ...]:
-        specs: list[TensorSpec] = []
-        for item in re.split(r",(?![^\[]*\])", text):
-            found = MODEL_TENSOR.fullmatch(item)
-            sizes = [size.strip() for size in found["dims"].split(",")] if found else []
-            sizes = [size for size in sizes if size]
-            is_shape = all(re.fullmatch(r"-1|[1-9]\d{0,17}", size) for size in sizes)
-            if found is None or found["type"] not in DATATYPES or not is_shape:
-                self._problem(f"parameters.{key}", f"'{item.strip()}': {expected}")
-            else:
-                specs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
-        self._check_names(f"parameters.{key}", specs)
-        return tuple(specs)
-
-    def _buckets(self, options: Mapping[str, str]) -> tuple[int, ...]:
-        text = options.get(PAD_BUCKETS)
-        if text is None:
-            return ()
-        sizes = [_number(item.strip(), is_whole=True) for item in text.split(",")]
-        buckets = tuple(int(size) for size in sizes if size is not None and 0 < size < 1 << 31)
-        if len(buckets) < len(sizes) or list(buckets) != sorted(set(buckets)):
-            expected = "expected whole numbers, each larger than the one before, such as 16,32,64"
-            self._problem(f"parameters.{PAD_BUCKETS}", f"'{text}': {expected}")
-        elif len(buckets) > MAX_BUCKETS:
-            self._problem(f"parameters.{PAD_BUCKETS}", f"more than {MAX_BUCKETS} sizes")
-        return buckets
-
-    def _numbers(self, options: Mapping[str, str], texts: Sequence[str]) -> dict[str, float]:
-        """Parse and check our numeric parameters."""
-        numbers: dict[str, float] = {}
-        for key, text in options.items():
-            if not key.startswith("penstock.") or key in (*TEXTS, *texts):
-                continue
-            limit = NUMBERS.get(key)
-            if limit is None:
-                known = ", ".join((*NUMBERS, *TEXTS, *texts))
-                self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
-                continue
-            value = _number(text, is_whole=key in WHOLE)
-            least = "from 0" if key in ZERO else "above 0"
-            if value is None or not 0 <= value <= limit or (value == 0 and key not in ZERO):
-                kind = "whole number" if key in WHOLE else "number"
-                problem = f"'{text}' is not a {kind} {least} up to {limit:g}"
-                self._problem(f"parameters.{key}", problem)
-                continue
-            numbers[key] = value
-        return numbers
-
-
-def _ineffective(config: ModelConfig, message: Any) -> list[str]:
+def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
     """Return warnings about fields that have no effect combined with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
@@ -899,7 +626,7 @@ def _ineffective(config: ModelConfig, message: Any) -> list[str]:
     return [f"{path}: has no effect; {why}" for path, why in found]
 
 
-def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
+def _not_in_slo_mode(message: Proto) -> list[tuple[str, str]]:
     fields = (
         "dynamic_batching.preferred_batch_size",
         "dynamic_batching.max_queue_delay_microseconds",
@@ -909,19 +636,13 @@ def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
     return [(path, f"parameters.{SLO} decides") for path in fields if _is_set(message, path)]
 
 
-def _is_set(message: Any, path: str) -> bool:
+def _is_set(message: Proto, path: str) -> bool:
     """Whether a field is set."""
     head, _, rest = path.partition(".")
     present = {descriptor.name for descriptor, _ in message.ListFields()}
     if head not in present:
         return False
     return _is_set(getattr(message, head), rest) if rest else True
-
-
-def follows_links(message: Any) -> bool:
-    """Whether links of a language model may lead out of its folder."""
-    given = message.parameters
-    return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
 
 
 def _inside(base: Path, file: str, limit: Path) -> Path | None:
@@ -934,7 +655,7 @@ def _inside(base: Path, file: str, limit: Path) -> Path | None:
     return path if path.is_relative_to(limit) else None
 
 
-def _devices(group: Any, backend: str) -> list[str]:
+def _devices(group: Proto, backend: str) -> list[str]:
     """Return the device of each instance of a group. Without a kind they run on GPUs, if the
     backend supports them and there are any."""
     count = max(1, int(group.count))
@@ -947,7 +668,7 @@ def _devices(group: Any, backend: str) -> list[str]:
     return [where if is_gpu else CPU] * count
 
 
-def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
+def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:
     """Return invalid fields, each with its problem."""
     found: list[tuple[str, str]] = []
     if group.count < 0:
@@ -965,77 +686,7 @@ def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
     return found
 
 
-def _whole(number: float | None) -> int | None:
-    return None if number is None else int(number)
-
-
-def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
-    base = MemoryPolicy()
-    return MemoryPolicy(
-        slab_bytes=_whole(numbers.get("penstock.slab_bytes")),
-        max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
-        spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
-    )
-
-
-def _tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: bool) -> str:
-    """Return what is wrong with a token budget, if there is one. `is_sent`: the padded tensors are
-    the user's inputs, not a function's results."""
-    if policy.max_tokens is None:
-        return ""
-    if not policy.is_dynamic:
-        return "needs dynamic_batching: each request runs by itself"
-    if padding is None:
-        return f"needs parameters.{PAD}, which says what axis is as long as there are tokens"
-    if not is_sent:
-        return f"how long rows are is known only behind parameters.{PREPROCESS}"
-    longest = padding.buckets[-1]
-    if policy.max_tokens < longest:
-        text = f"'{policy.max_tokens}' is less than one row of the largest bucket, {longest}"
-        return f"{text} (parameters.{PAD_BUCKETS})"
-    return ""
-
-
-def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
-    spec = specs.get(axis.input)
-    if spec is None:
-        return f"no input '{axis.input}'; there are {', '.join(specs)}"
-    place = f"'{axis.input}[{axis.axis}]'"
-    if spec.datatype == "BYTES":
-        return f"{place}: BYTES cannot be padded"
-    if axis.axis >= len(spec.shape) or spec.shape[axis.axis] != -1:
-        return f"{place}: not one of the axes of size -1 in dims {list(spec.shape)}"
-    dtype = DATATYPES[spec.datatype].numpy
-    is_float = dtype.kind == "f" or spec.datatype == "BF16"
-    if math.isnan(axis.value) or (not is_float and not _holds(dtype, axis.value)):
-        return f"{place}: the value is not one of {spec.datatype}"
-    return ""
-
-
-def _holds(dtype: Any, value: float) -> bool:
-    if dtype.kind == "b":
-        return value in (0, 1)
-    limits = np.iinfo(dtype)
-    return value.is_integer() and limits.min <= value <= limits.max
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _number(text: str, is_whole: bool) -> float | None:
-    if is_whole:
-        return int(text) if text.isascii() and text.isdigit() else None
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _queue_policy(message: Any) -> QueuePolicy:
+def _queue_policy(message: Proto) -> QueuePolicy:
     action = message.TimeoutAction.Name(message.timeout_action)
     return QueuePolicy(
         timeout_action=cast(TimeoutAction, action),
@@ -1079,7 +730,7 @@ def _without(spec: TensorSpec, skip: int) -> TensorSpec:
     return replace(spec, shape=spec.shape[skip:])
 
 
-def _types() -> Any:
+def _types() -> Proto:
     from tritonclient.grpc import model_config_pb2
 
     return model_config_pb2

@@ -9,55 +9,30 @@ message have no effect until they are listed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
-# Read, with an effect on the server. Paths have no indices and no keys of maps.
-READ = frozenset(
-    (
-        "name",
-        "platform",
-        "backend",
-        "version_policy.latest.num_versions",
-        "version_policy.all",
-        "version_policy.specific.versions",
-        "max_batch_size",
-        "input.name",
-        "input.data_type",
-        "input.dims",
-        "input.optional",
-        "output.name",
-        "output.data_type",
-        "output.dims",
-        "output.label_filename",
-        "dynamic_batching.preferred_batch_size",
-        "dynamic_batching.max_queue_delay_microseconds",
-        "dynamic_batching.preserve_ordering",
-        "dynamic_batching.priority_levels",
-        "dynamic_batching.default_priority_level",
-        "dynamic_batching.default_queue_policy.timeout_action",
-        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
-        "dynamic_batching.default_queue_policy.allow_timeout_override",
-        "dynamic_batching.default_queue_policy.max_queue_size",
-        "dynamic_batching.priority_queue_policy.timeout_action",
-        "dynamic_batching.priority_queue_policy.default_timeout_microseconds",
-        "dynamic_batching.priority_queue_policy.allow_timeout_override",
-        "dynamic_batching.priority_queue_policy.max_queue_size",
-        "instance_group.kind",
-        "instance_group.count",
-        "instance_group.gpus",
-        "default_model_filename",
-        "metric_tags",
-        "parameters.string_value",
-        "model_warmup.name",
-        "model_warmup.batch_size",
-        "model_warmup.inputs.data_type",
-        "model_warmup.inputs.dims",
-        "model_warmup.inputs.zero_data",
-        "model_warmup.inputs.random_data",
-        "model_warmup.inputs.input_data_file",
-        "model_warmup.count",
-    )
+# A protobuf message, or a part of one; the generated classes have no types.
+Proto: TypeAlias = Any
+_QUEUE = "timeout_action default_timeout_microseconds allow_timeout_override max_queue_size"
+_BATCHING = (
+    "preferred_batch_size max_queue_delay_microseconds preserve_ordering priority_levels "
+    "default_priority_level"
 )
+# Read, with an effect on the server: fields by their message, without indices and keys of maps.
+_READ = {
+    "": "name platform backend max_batch_size default_model_filename metric_tags",
+    "version_policy.": "latest.num_versions all specific.versions",
+    "input.": "name data_type dims optional",
+    "output.": "name data_type dims label_filename",
+    "dynamic_batching.": _BATCHING,
+    "dynamic_batching.default_queue_policy.": _QUEUE,
+    "dynamic_batching.priority_queue_policy.": _QUEUE,
+    "instance_group.": "kind count gpus",
+    "parameters.": "string_value",
+    "model_warmup.": "name batch_size count",
+    "model_warmup.inputs.": "data_type dims zero_data random_data input_data_file",
+}
+READ = frozenset(f"{start}{name}" for start, names in _READ.items() for name in names.split())
 # Only shown to clients, in `/config`.
 SHOWN = frozenset(("input.format", "instance_group.name"))
 # Requests for what the server does anyway.
@@ -103,12 +78,12 @@ REASONS = {
 }
 
 
-def unused(message: Any) -> list[str]:
+def unused(message: Proto) -> list[str]:
     """Return a warning for each field that is set without effect, beginning with its path."""
     return [f"{path}: has no effect; {reason}" for path, reason in _unused(message, "", "")]
 
 
-def _unused(message: Any, path: str, where: str) -> Iterator[tuple[str, str]]:
+def _unused(message: Proto, path: str, where: str) -> Iterator[tuple[str, str]]:
     """`path` names the field in the tables, `where` in this message."""
     for field, value in message.ListFields():
         name = f"{path}{field.name}"
@@ -124,7 +99,7 @@ def _unused(message: Any, path: str, where: str) -> Iterator[tuple[str, str]]:
                 yield from _unused(item, f"{name}.", f"{item_place}.")
 
 
-def _messages(field: Any, value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _messages(field: Proto, value: Proto, place: str) -> Iterator[tuple[str, Proto]]:
     """Yield the messages of a field, each with its place. A map of plain values has none."""
     if field.message_type.GetOptions().map_entry:
         if field.message_type.fields_by_name["value"].message_type is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.config import Warmup, WarmupInput
+from penstock.repository.pbtxt_fields import Proto
 from penstock.types import TensorSpec
 
 # Next to the version folders, as in Triton.
@@ -16,7 +17,7 @@ MAX_COUNT = 10_000
 
 
 def read(
-    messages: Sequence[Any], inputs: Sequence[TensorSpec], max_batch: int, model_folder: Path
+    messages: Sequence[Proto], inputs: Sequence[TensorSpec], max_batch: int, model_folder: Path
 ) -> tuple[tuple[Warmup, ...], list[str]]:
     """Return the warm-ups that fit the model, and why others are skipped: a model whose inputs have
     changed is still served."""
@@ -44,7 +45,7 @@ def _missing(tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]) -> li
     return [f"inputs: expected every input, {', '.join(missing)} too"] if missing else []
 
 
-def _count_problems(message: Any, max_batch: int) -> list[str]:
+def _count_problems(message: Proto, max_batch: int) -> list[str]:
     problems = []
     if message.batch_size > max(1, max_batch):
         expected = f"expected at most max_batch_size {max_batch}"
@@ -54,7 +55,7 @@ def _count_problems(message: Any, max_batch: int) -> list[str]:
     return problems
 
 
-def _input(name: str, message: Any) -> WarmupInput:
+def _input(name: str, message: Proto) -> WarmupInput:
     source: Literal["zero", "random", "file"] = "zero"
     match message.WhichOneof("input_data_type"):
         case "random_data":

@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.config import EMBEDDING, IMAGE, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
 from penstock.errors import ConfigError
-from penstock.repository import onnx_file, pretrained
+from penstock.repository import onnx_file, parameters, pretrained
+from penstock.repository.parameters import format_tensors
 from penstock.repository.pretrained import Pretrained
 from penstock.system import devices
 from penstock.types import TensorSpec
@@ -80,13 +81,13 @@ def _text_steps(found: Pretrained, file: str, backend: str) -> dict[str, str]:
     buckets = sorted({*(each for each in BUCKETS if each < longest), min(longest, BUCKETS[-1])})
     budget = GPU_TOKENS if backend == "pytorch" and devices.read_gpus() else CPU_TOKENS
     return {
-        "penstock.preprocess": TOKENIZER,
-        "penstock.model_inputs": _listed(taken),
-        "penstock.postprocess": found.head,
-        "penstock.model_outputs": _listed([_network_output(found, file)]),
-        "penstock.pad": ", ".join(padding),
-        "penstock.pad_buckets": ",".join(map(str, buckets)),
-        "penstock.max_tokens": str(max(budget, buckets[-1])),
+        parameters.PREPROCESS: TOKENIZER,
+        parameters.MODEL_INPUTS: format_tensors(taken),
+        parameters.POSTPROCESS: found.head,
+        parameters.MODEL_OUTPUTS: format_tensors([_network_output(found, file)]),
+        parameters.PAD: ", ".join(padding),
+        parameters.PAD_BUCKETS: ",".join(map(str, buckets)),
+        parameters.MAX_TOKENS: str(max(budget, buckets[-1])),
     }
 
 
@@ -102,10 +103,10 @@ def _image_steps(found: Pretrained, file: str) -> dict[str, str]:
         name, datatype = taken[0].name, taken[0].datatype
     pixels = TensorSpec(name, datatype, (3, settings.height, settings.width))
     return {
-        "penstock.preprocess": IMAGE,
-        "penstock.model_inputs": _listed([pixels]),
-        "penstock.postprocess": found.head,
-        "penstock.model_outputs": _listed([_network_output(found, file)]),
+        parameters.PREPROCESS: IMAGE,
+        parameters.MODEL_INPUTS: format_tensors([pixels]),
+        parameters.POSTPROCESS: found.head,
+        parameters.MODEL_OUTPUTS: format_tensors([_network_output(found, file)]),
     }
 
 
@@ -218,9 +219,3 @@ def _number(item: Any, name: str) -> int:
     field = item.DESCRIPTOR.fields_by_name["data_type"]
     values: Mapping[str, Any] = field.enum_type.values_by_name
     return int(values[name].number)
-
-
-def _listed(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(
-        f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
-    )

@@ -53,6 +53,48 @@ class IndexEntry:
 Make = Callable[[ModelConfig, Quotas], Served]
 
 
+class GpuReservations:
+    """GPU memory reserved for each load in progress, which it may not have allocated yet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._promised: list[list[Share]] = []
+        self._arranging = asyncio.Lock()
+        # Set when reserved memory was allocated or given up.
+        self._settled = asyncio.Event()
+
+    async def arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
+        """Assign devices and reserve GPU memory; CPU-only models never wait. Memory of loads in
+        progress may count twice, as reserved and as already allocated. So if memory is short, try
+        again whenever one of them is done."""
+        if not any(config.uses_gpu for config in configs):
+            return Arrangement(list(configs))
+        async with self._arranging:
+            while True:
+                self._settled.clear()
+                promised = [share for each in self._promised for share in each]
+                arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
+                if not (arranged.is_short and promised):
+                    self._promised.append(arranged.shares)
+                    return arranged
+                await self._settled.wait()
+
+    def settle(self, shares: list[Share], name: str, version: str = "") -> None:
+        """Drop the reservation of a model or version that has allocated its memory or failed: from
+        now on the driver's figures are right."""
+        shares[:] = [
+            share
+            for share in shares
+            if share.model != name or (version and share.version != version)
+        ]
+        self._settled.set()
+
+    def release(self, shares: list[Share]) -> None:
+        """Drop what is left of the reservations of a load that has ended."""
+        self._promised = [each for each in self._promised if each is not shares]
+        self._settled.set()
+
+
 class Catalog:
     """The loaded models. `makers` create versions of the backends that do not use `Model`."""
 
@@ -67,12 +109,7 @@ class Catalog:
         self.quotas = Quotas()
         self._makers = makers or {}
         self._is_closed = False
-        self._fleet = fleet or Fleet()
-        # GPU memory reserved for each load in progress, which it may not have allocated yet.
-        self._promised: list[list[Share]] = []
-        self._arranging = asyncio.Lock()
-        # Set when reserved memory was allocated or given up.
-        self._settled = asyncio.Event()
+        self._reservations = GpuReservations(fleet or Fleet())
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
         self._failures: dict[str, LoadFailure] = {}
@@ -125,7 +162,7 @@ class Catalog:
             self._awaited.difference_update(config.name for config in found.configs)
 
     async def _load(self, found: Found) -> None:
-        arranged = await self._arrange(found.configs)
+        arranged = await self._reservations.arrange(found.configs)
         for name, problems in (found.problems | arranged.problems).items():
             self._fail(name, tuple(problems))
         by_name: dict[str, list[ModelConfig]] = {}
@@ -136,34 +173,7 @@ class Catalog:
                 for name, configs in by_name.items():
                     group.create_task(self._replace(name, configs, arranged.shares))
         finally:
-            self._promised = [each for each in self._promised if each is not arranged.shares]
-            self._settled.set()
-
-    async def _arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
-        """Assign devices and reserve GPU memory; CPU-only models never wait. Memory of loads in
-        progress may count twice, as reserved and as already allocated. So if memory is short, try
-        again whenever one of them is done."""
-        if not any(config.uses_gpu for config in configs):
-            return Arrangement(list(configs))
-        async with self._arranging:
-            while True:
-                self._settled.clear()
-                promised = [share for each in self._promised for share in each]
-                arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
-                if not (arranged.is_short and promised):
-                    self._promised.append(arranged.shares)
-                    return arranged
-                await self._settled.wait()
-
-    def _settle(self, shares: list[Share], name: str, version: str = "") -> None:
-        """Drop the reservation of a model or version that has allocated its memory or failed: from
-        now on the driver's figures are right."""
-        shares[:] = [
-            share
-            for share in shares
-            if share.model != name or (version and share.version != version)
-        ]
-        self._settled.set()
+            self._reservations.release(arranged.shares)
 
     async def unload(self, name: str) -> None:
         """Unload a model: new requests get NotFound, admitted ones are still answered."""
@@ -261,9 +271,9 @@ class Catalog:
                 for config in configs:
                     async with self._limit:
                         started.append(await self._start(config))
-                    self._settle(promised, name, config.version)
+                    self._reservations.settle(promised, name, config.version)
             except BaseException as error:
-                self._settle(promised, name)
+                self._reservations.settle(promised, name)
                 for model in started:
                     await model.close()
                 if not isinstance(error, ConfigError):
@@ -293,7 +303,7 @@ class Catalog:
             log.warning("%s/%s: config.pbtxt: %s", *where.values(), warning, extra=where)
         for note in config.notes:
             log.info("%s/%s: %s", *where.values(), note, extra=where)
-        model = self._made(config)
+        model = self._create(config)
         limit = asyncio.timeout(config.load_timeout_s)
         try:
             async with limit:
@@ -310,7 +320,7 @@ class Catalog:
             log.info("%s/%s was built with %s", *where.values(), built, extra=where)
         return model
 
-    def _made(self, config: ModelConfig) -> Served:
+    def _create(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self.quotas)
         try:

@@ -335,6 +335,10 @@ class FrontUse:
     num_restarts: int
     front: str = ""
     num_connections: int | None = None
+    # In the log.
+    name: str = ""
+    # 0 while no process runs.
+    pid: int = 0
 
 
 def expose(

@@ -12,7 +12,7 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.types import Servable
 
 
-class Place(Protocol):
+class ModelProcess(Protocol):
     """A process that runs the model."""
 
     @property
@@ -56,7 +56,7 @@ class Served(Servable, Protocol):
         """How requests are batched, in one word."""
 
     @property
-    def instances(self) -> Sequence[Place]: ...
+    def instances(self) -> Sequence[ModelProcess]: ...
     @property
     def num_waiting(self) -> int: ...
     @property

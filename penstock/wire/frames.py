@@ -293,16 +293,17 @@ class Forwarded(Frame, tag="fwdr"):
     is_part: bool = False
 
 
+# Actions of `serving.management`, and one of the fronts' own.
 AskKind = Literal[
-    "server_ready",
+    "ready",
     "server_metadata",
     "model_ready",
-    "model_metadata",
-    "model_config",
-    "model_statistics",
-    "repository_index",
-    "model_load",
-    "model_unload",
+    "metadata",
+    "config",
+    "statistics",
+    "index",
+    "load",
+    "unload",
     # Count an inference request that the front could not decode.
     "count_request",
 ]
@@ -322,8 +323,8 @@ class Ask(Frame, tag="ask"):
 
 
 class AskReply(Frame, tag="ans"):
-    """JSON; for `model_config` a serialized protobuf. A long body is in shared memory, as the one
-    piece of `parcel`, until a Release."""
+    """JSON, or empty. A long body is in shared memory, as the one piece of `parcel`, until a
+    Release."""
 
     call: int
     body: bytes

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from penstock.api import terminal
-from penstock.server import Progress
+from penstock.server import LoadProgress
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -134,7 +134,7 @@ def test_loading_is_told_in_a_log_that_nobody_watches_and_not_every_second(caplo
     caplog.set_level(logging.INFO)
     status = terminal.LoadingStatus()
     for second in range(1, 13):
-        status(Progress(1, 8, list("abcdefg"), float(second)))
+        status(LoadProgress(1, 8, list("abcdefg"), float(second)))
     status.end()
     texts = [record.getMessage() for record in caplog.records]
     assert texts == ["1 of 8 models loaded; loading a, b, c, d, e and 2 more"] * 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from child_processes import children_running
 from null_models import make
 from waiting import until
 
@@ -196,11 +197,7 @@ def test_a_generator_that_dies_is_noticed(tmp_path: Path) -> None:
         await crew.prepare(Closed(1), 0)
         crew.ask(Go(time.monotonic()))
         assert crew.problem() == []
-        (child,) = (
-            each
-            for each in psutil.Process().children()
-            if "penstock.benchmark.generator" in each.cmdline()
-        )
+        (child,) = children_running("penstock.benchmark.generator")
         os.kill(child.pid, signal.SIGKILL)
         await until(crew.problem)
         assert crew.problem() == ["a generator process was killed by SIGKILL"]

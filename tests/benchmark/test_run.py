@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +12,7 @@ import made_runs
 import numpy as np
 import psutil
 import pytest
+from child_processes import children_running
 from null_models import make
 
 from penstock import slo
@@ -120,10 +119,9 @@ def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
 def test_a_generator_that_dies_leaves_a_partial_run(tmp_path: Path) -> None:
     def meddle(conductor: Conductor, progress: LevelProgress) -> None:
         if progress.phase == "measuring" and progress.index == 2:
-            for child in psutil.Process().children():
+            for child in children_running("penstock.benchmark.generator"):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if "penstock.benchmark.generator" in child.cmdline():
-                        os.kill(child.pid, signal.SIGKILL)
+                    child.kill()
 
     run, _ = measure(plan_for(make(tmp_path, a_ms=1), Closed(1), Closed(2)), meddle)
     assert run.is_partial

@@ -16,10 +16,11 @@ from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import Models, V2Http
-from penstock.protocols.v2_routes import V2Routes
 from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
 from penstock.serving.local import ThreadLife
+from penstock.serving.management import ManagementApi
 from penstock.types import TensorSpec
 
 SECRETS = {scope: f"a-secret-of-{scope}" for scope in ("infer", "metrics", "admin")}
@@ -53,7 +54,7 @@ def null_config(
 @dataclass(frozen=True)
 class PageServer:
     catalog: Catalog
-    routes: V2Routes
+    management: ManagementApi
     port: int
 
     @property
@@ -82,13 +83,12 @@ def page_server(
     async def serve() -> None:
         catalog = Catalog(start_life=ThreadLife)
         await catalog.load(Found(list(configs), dict(problems or {})))
-        routes = V2Routes(catalog, "", is_explicit=False)
-        routes.is_loading = False
+        management = ManagementApi(catalog, Control(catalog, "", is_explicit=False))
         checked = gate or Gate()
-        routes.pages = Pages(catalog, routes, checked).handlers()
-        v2 = V2Http(Models(catalog, routes, gate=checked), HttpLimits(), checked)
+        pages = Pages(management, checked).handlers()
+        v2 = V2Http(Models(management, gate=checked, pages=pages), HttpLimits(), checked)
         http = HttpServer(v2.handle, HttpLimits())
-        box.append(PageServer(catalog, routes, await http.start("127.0.0.1", 0)))
+        box.append(PageServer(catalog, management, await http.start("127.0.0.1", 0)))
         started.set()
         await asyncio.to_thread(stop.wait)
         await v2.close()

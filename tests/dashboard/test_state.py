@@ -69,12 +69,12 @@ def test_a_model_says_what_it_promises_and_takes(server: PageServer) -> None:
 
 def test_the_state_of_the_server_follows_its_models(server: PageServer) -> None:
     assert state_of(server)["state"] == "not ready"
-    server.routes.is_loading = True
+    server.management.lifecycle.is_loading = True
     assert state_of(server)["state"] == "loading"
-    server.routes.is_loading = False
-    server.routes.is_draining = True
+    server.management.lifecycle.is_loading = False
+    server.management.lifecycle.is_draining = True
     assert state_of(server)["state"] == "shutting down"
-    server.routes.is_draining = False
+    server.management.lifecycle.is_draining = False
 
 
 def test_without_a_key_nothing_is_told(locked: PageServer) -> None:
@@ -108,7 +108,7 @@ def test_requests_are_counted(server: PageServer) -> None:
 
 
 def test_example_calls_are_made_once_for_each_model(server: PageServer) -> None:
-    reader = StateReader(server.catalog, server.routes, needs_key=False)
+    reader = StateReader(server.management, needs_key=False)
     first, second = (reader.read(["infer"]).models for _ in range(2))
     assert all(a.call is b.call for a, b in zip(first, second, strict=True))
 

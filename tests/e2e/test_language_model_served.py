@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from child_processes import children_running
 from served import Served
 
 pytest.importorskip("torch")
@@ -64,8 +66,8 @@ def until_idle(served: Served, timeout_s: float) -> float:
 
 
 def engines(served: Served) -> list[int]:
-    found = [each for each in served.processes() if "penstock.llm.engine_main" in each.cmdline()]
-    return [each.pid for each in found]
+    core = psutil.Process(served.process.pid)
+    return [each.pid for each in children_running("penstock.llm.engine_main", core)]
 
 
 def test_a_chat_whole_and_streamed(served: Served):

@@ -13,13 +13,13 @@ from waiting import wait_until
 # The path that a client may ask for stops the loop, as a bug of the server might.
 STUCK = """
 import time
-from penstock.protocols.v2_routes import V2Routes
+from penstock.serving.management import ManagementApi
 
-async def stuck(self, request):
+async def stuck(self, call):
     while True:
         time.sleep(0.01)
 
-V2Routes.server_metadata = stuck
+ManagementApi.server_metadata = stuck
 from penstock.cli import main
 main()
 """

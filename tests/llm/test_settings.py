@@ -8,7 +8,7 @@ import pytest
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.settings import NUMBERS, PREFIX, TEXTS, path_of, settings_of
-from penstock.repository import pbtxt
+from penstock.repository import parameters
 
 CONFIG = ModelConfig("m", "1", "llm", "/models/m/1/config.json", (), (), 0, BatchPolicy(0))
 
@@ -84,4 +84,4 @@ def test_where_the_files_are():
 
 def test_config_pbtxt_knows_every_name():
     known = {f"{PREFIX}{name}" for name in (*NUMBERS, *TEXTS)}
-    assert set(pbtxt.BACKEND_OPTIONS["llm"]) == known
+    assert {each.key for each in parameters.PARAMETERS if each.backend == "llm"} == known

@@ -415,7 +415,7 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     assert found.outcome == "missed"
     assert loads == ["cuda"]
     assert len(servers) == len(set(servers)) > 1
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= set(before)
     assert found.after is not None and found.after.gpu_memory_bytes == 1 << 20
 
 

@@ -245,7 +245,7 @@ class TestEndpoint:
         before = set(psutil.Process().children(recursive=True))
         with pytest.raises(KeyboardInterrupt):
             served.measure(null_build(tmp_path), a_plan("p99 < 1s"), numbers(3), interrupt)
-        assert set(psutil.Process().children(recursive=True)) == before
+        assert set(psutil.Process().children(recursive=True)) <= before
 
     def test_interrupted_while_it_stops_it_is_killed_and_the_interruption_goes_on(
         self, tmp_path: Path, monkeypatch
@@ -261,7 +261,7 @@ class TestEndpoint:
         monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt), served.ServedEndpoint(null_build(tmp_path), ""):
             pass
-        assert set(psutil.Process().children(recursive=True)) == before
+        assert set(psutil.Process().children(recursive=True)) <= before
 
 
 class TestServers:
@@ -287,7 +287,7 @@ class TestServers:
         (fresh,) = self.children() - before
         assert fresh != running
         servers.close()
-        assert self.children() == before
+        assert self.children() <= before
 
     def test_go_when_a_measurement_fails(self, tmp_path: Path):
         def interrupt(text: str) -> None:
@@ -297,7 +297,7 @@ class TestServers:
         servers = served.Servers()
         with pytest.raises(KeyboardInterrupt):
             served.measure(null_build(tmp_path), self.PLAN, numbers(3), interrupt, servers)
-        assert self.children() == before
+        assert self.children() <= before
 
     def test_make_room_for_one_that_does_not_start_beside_them(self, tmp_path: Path, monkeypatch):
         first, second = null_build(tmp_path / "a"), null_build(tmp_path / "b")
@@ -315,10 +315,10 @@ class TestServers:
         (endpoint,) = servers.opened([second], numbers(3))
         assert endpoint.build is second and endpoint.is_running
         servers.close()
-        assert self.children() == before
+        assert self.children() <= before
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(served, "WARM_UP_S", 0.3)
     quick = null_build(tmp_path / "a", a_ms=1)

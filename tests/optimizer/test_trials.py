@@ -286,7 +286,7 @@ class TestChild:
             child.expect(TrialLoaded)
             child.send(Compute([Values.of("x", "INT32", np.zeros((1, 1), np.int32))], 1))
             raise KeyboardInterrupt
-        assert set(psutil.Process().children()) == before
+        assert set(psutil.Process().children()) <= before
 
     def test_is_in_a_session_of_its_own(self, tmp_path: Path):
         """A Ctrl-C in the terminal is for whoever decides, not for it."""

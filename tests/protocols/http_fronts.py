@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from penstock.config import HttpLimits
 from penstock.processes.channel import socket_pair
 from penstock.protocols import http_front
-from penstock.protocols.fronts import Desk, Front, http_opening, http_trade
+from penstock.protocols.fronts import CoreApi, Front, http_opening, http_spec
 from penstock.protocols.gate import Gate
 from penstock.protocols.line import reserve
 from penstock.wire import frames
@@ -46,14 +46,14 @@ class LoopLife:
 
 @asynccontextmanager
 async def http_front_of(
-    desk: Desk, limits: HttpLimits | None = None, gate: Gate | None = None
+    core: CoreApi, limits: HttpLimits | None = None, gate: Gate | None = None
 ) -> AsyncIterator[Front]:
-    """A front that listens; `desk.http` answers what it does not."""
+    """A front that listens; `core.http` answers what it does not."""
     limits = limits or HttpLimits()
     with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-        opening = http_opening("127.0.0.1", port, limits, gate or Gate(), desk.logs_requests)
-        front = Front(desk, http_trade(1, opening, limits, LoopLife))
+        opening = http_opening("127.0.0.1", port, limits, gate or Gate(), core.logs_requests)
+        front = Front(core, http_spec(1, opening, limits, LoopLife))
         front.start()
         await front.listening()
         try:

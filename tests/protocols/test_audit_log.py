@@ -13,11 +13,12 @@ from penstock.config import HttpLimits
 from penstock.errors import NotFound
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall, record
-from penstock.protocols.fronts import Desk
+from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.v2_http import Models, V2Http
-from penstock.protocols.v2_routes import V2Routes
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.management import ManagementApi
 from penstock.wire import frames
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "repository"
@@ -50,14 +51,17 @@ def test_a_line_says_who_what_and_the_result(lines: Any) -> None:
     assert len(third) < 600
 
 
+def make_management() -> ManagementApi:
+    catalog = Catalog()
+    return ManagementApi(catalog, Control(catalog, str(EXAMPLES), is_explicit=True))
+
+
 def test_a_quiet_log_level_does_not_silence_it() -> None:
     assert audit_log.log.isEnabledFor(20)
 
 
 async def test_administrative_calls_over_http_are_recorded(serve: Any, lines: Any) -> None:
-    catalog = Catalog()
-    routes = V2Routes(catalog, str(EXAMPLES), is_explicit=True)
-    v2 = V2Http(Models(catalog, routes, gate=GATE), HttpLimits(), GATE)
+    v2 = V2Http(Models(make_management(), gate=GATE), HttpLimits(), GATE)
 
     async def ask(path: str, name: str, method: str = "POST") -> int:
         key = f"X-API-Key: {SECRETS[name].decode()}\r\n" if name else ""
@@ -85,8 +89,8 @@ async def test_administrative_calls_over_http_are_recorded(serve: Any, lines: An
 
 async def test_calls_refused_before_they_are_looked_at_are_recorded(serve: Any, lines: Any) -> None:
     gate = Gate(GATE.keys, frozenset(["localhost"]))
-    routes = V2Routes(Catalog(), str(EXAMPLES), is_explicit=True)
-    v2 = V2Http(Models(Catalog(), routes, gate=gate), HttpLimits(max_json_bytes=10), gate)
+    models = Models(make_management(), gate=gate)
+    v2 = V2Http(models, HttpLimits(max_json_bytes=10), gate)
     key = f"X-API-Key: {SECRETS['operator'].decode()}"
     bearer = f"Authorization: Bearer {SECRETS['operator'].decode()}"
 
@@ -116,15 +120,15 @@ async def test_calls_refused_before_they_are_looked_at_are_recorded(serve: Any, 
 async def test_a_call_that_its_client_leaves_is_recorded(
     serve: Any, lines: Any, until: Any
 ) -> None:
-    routes = V2Routes(Catalog(), str(EXAMPLES), is_explicit=True)
+    management = make_management()
     started = asyncio.Event()
 
     async def wait(name: str) -> None:
         started.set()
         await asyncio.Event().wait()
 
-    routes.control.unload = wait  # type: ignore[method-assign]
-    v2 = V2Http(Models(Catalog(), routes, gate=GATE), HttpLimits(), GATE)
+    management.control.unload = wait  # type: ignore[method-assign]
+    v2 = V2Http(Models(management, gate=GATE), HttpLimits(), GATE)
     async with serve(v2.handle) as served:
         async with served.connect() as client:
             key = SECRETS["operator"].decode()
@@ -138,14 +142,11 @@ async def test_a_call_that_its_client_leaves_is_recorded(
 
 
 async def test_administrative_calls_of_the_grpc_front_are_recorded(lines: Any) -> None:
-    catalog = Catalog()
-    routes = V2Routes(catalog, str(EXAMPLES), is_explicit=True)
-    desk = Desk(catalog, routes.control, lambda: True)
-    desk.gate = GATE
-    await desk.answer(frames.Ask(1, "model_unload", "m", key=DIGESTS["operator"]))
+    core = CoreApi(make_management(), gate=GATE)
+    await core.answer(frames.Ask(1, "unload", "m", key=DIGESTS["operator"]))
     with pytest.raises(NotFound):
-        await desk.answer(frames.Ask(2, "model_load", "m"))
-    await desk.answer(frames.Ask(3, "server_metadata"))
+        await core.answer(frames.Ask(2, "load", "m"))
+    await core.answer(frames.Ask(3, "server_metadata"))
     first, second = lines()
     assert first == "grpc caller=operator action=unload model=m result=OK"
     assert second.startswith("grpc caller=anonymous action=load model=m result=NOT_FOUND reason=")

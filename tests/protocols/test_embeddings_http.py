@@ -23,10 +23,11 @@ from penstock.protocols.gate import Gate, read_keys  # noqa: E402
 from penstock.protocols.http import HttpServer  # noqa: E402
 from penstock.protocols.openai_http import OpenAiHttp  # noqa: E402
 from penstock.protocols.v2_http import Models, V2Http  # noqa: E402
-from penstock.protocols.v2_routes import V2Routes  # noqa: E402
 from penstock.repository import layout  # noqa: E402
 from penstock.server import TextModels  # noqa: E402
 from penstock.serving.catalog import Catalog  # noqa: E402
+from penstock.serving.control import Control  # noqa: E402
+from penstock.serving.management import ManagementApi  # noqa: E402
 from penstock.serving.supervisor import ThreadLife  # noqa: E402
 from penstock.testing import settle  # noqa: E402
 from penstock.types import Response, Tensor, TensorSpec  # noqa: E402
@@ -117,11 +118,10 @@ async def served(root, gate):
         catalog.quotas.replace(gate.keys.quotas)
     await catalog.load(layout.read(write_model(root)))
     assert catalog.failures == []
-    routes = V2Routes(catalog, "", is_explicit=False)
-    routes.is_loading = False
+    management = ManagementApi(catalog, Control(catalog, "", is_explicit=False))
     embeddings = EmbeddingsHttp(catalog, logs_requests=True)
     api = OpenAiHttp(TextModels(catalog), logs_requests=True, embeddings=embeddings)
-    models = Models(catalog, routes, handle_openai=api.handle, gate=gate)
+    models = Models(management, handle_openai=api.handle, gate=gate)
     v2 = V2Http(models, HttpLimits(), gate)
     http = HttpServer(v2.handle, HttpLimits())
     try:

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tritonclient.grpc import model_config_pb2
 
 from penstock.config import BatchPolicy, GrpcConfig, ModelConfig
 from penstock.errors import (
@@ -26,13 +25,15 @@ from penstock.errors import (
 )
 from penstock.processes.channel import socket_pair
 from penstock.protocols import fronts
-from penstock.protocols.fronts import PING_S, Desk, Front, Silence, grpc_trade
+from penstock.protocols.fronts import PING_S, CoreApi, Front, Silence, grpc_spec
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.remote import Remote
 from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
+from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.management import ManagementApi
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import ThreadLife
 from penstock.testing import FakeClock, RecordingSink
@@ -86,6 +87,7 @@ class FrontLife:
 @dataclass
 class Served:
     catalog: Catalog
+    lifecycle: Lifecycle
     front: Front
     lives: list[FrontLife]
 
@@ -95,6 +97,10 @@ class Served:
         while not sink.num_final:
             await asyncio.sleep(0.001)
         return sink.error or sink.outputs[0]["y"]
+
+    def drain(self) -> None:
+        self.lifecycle.drain()
+        self.front.drain()
 
     def submit(
         self, values: np.ndarray, model: str = "echo", name: str = "x", **fields: object
@@ -145,13 +151,14 @@ async def serving(
         return lives[-1]
 
     control = Control(catalog, str(repository), is_explicit=True)
-    desk = Desk(catalog, control, lambda: is_serving, http=http)
-    front = Front(desk, grpc_trade("127.0.0.1", config, Gate(keys), start))
+    lifecycle = Lifecycle(is_loading=not is_serving)
+    core = CoreApi(ManagementApi(catalog, control, lifecycle), http)
+    front = Front(core, grpc_spec("127.0.0.1", config, Gate(keys), start))
     front.start()
     lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
     await front.listening()
     try:
-        yield Served(catalog, front, lives)
+        yield Served(catalog, lifecycle, front, lives)
     finally:
         lives[-1].kill()
         await front.close()
@@ -279,7 +286,7 @@ async def test_a_message_is_answered_with_the_bytes_for_the_client(until):
         assert (first.head.path, first.head.query, bytes(first.body)) == (b"/a", b"b", b"body")
         first.reply(200, b"X: y\r\n", (b"one", b" two"))
         first.reply(500, b"", ())
-        served.front.drain()
+        served.drain()
         second.reply_error(404, "nobody")
         await until(lambda: len(answers) == 2)
         (whole, told), (refusal, last) = answers
@@ -327,7 +334,7 @@ async def test_messages_of_a_front_that_dies_are_given_up(until):
 
 async def test_a_front_that_starts_while_the_server_drains_is_told(until):
     async with serving() as served:
-        served.front.drain()
+        served.drain()
         served.lives[-1].kill()
         await until(lambda: len(served.lives) == 2)
         told: list[str] = []
@@ -473,10 +480,13 @@ class Scarce:
         return self.lives[-1]
 
 
-def front_of(start_life: Scarce) -> Front:
+def make_core() -> CoreApi:
     catalog = Catalog(ThreadLife)
-    desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
-    return Front(desk, grpc_trade("127.0.0.1", SMALL, Gate(), start_life))
+    return CoreApi(ManagementApi(catalog, Control(catalog, ".", is_explicit=False)))
+
+
+def front_of(start_life: Scarce) -> Front:
+    return Front(make_core(), grpc_spec("127.0.0.1", SMALL, Gate(), start_life))
 
 
 async def test_a_front_that_gets_no_process_is_tried_again(until):
@@ -514,9 +524,7 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
         return lives[-1]
 
     for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
-        catalog = Catalog(ThreadLife)
-        desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
-        front = Front(desk, grpc_trade("127.0.0.1", SMALL, Gate(), start))
+        front = Front(make_core(), grpc_spec("127.0.0.1", SMALL, Gate(), start))
         lives.clear()
         front.start()
         listening = asyncio.ensure_future(front.listening())
@@ -538,11 +546,12 @@ async def test_a_draining_server_finishes_what_it_has_and_refuses_the_rest(until
     async with serving(model("slow", a_ms="50")) as served:
         sink, _ = served.submit(row(4), "slow")
         await until(lambda: served.front.num_running == 1)
-        served.front.drain()
+        served.drain()
         error = await served.infer(row(4), "slow")
         assert isinstance(error, NotReady)
         assert str(error) == "the server is shutting down"
-        assert msgspec.json.decode(await served.remote.ask("server_ready")) == {"ready": False}
+        with pytest.raises(NotReady, match="the server is shutting down"):
+            await served.remote.ask("ready")
         await until(lambda: sink.num_final)
         assert sink.error is None
         closing = asyncio.ensure_future(served.front.close())
@@ -554,16 +563,16 @@ async def test_a_draining_server_finishes_what_it_has_and_refuses_the_rest(until
 async def test_the_core_answers_questions():
     async with serving() as served:
         ask = served.remote.ask
-        assert msgspec.json.decode(await ask("server_ready")) == {"ready": True}
+        assert msgspec.json.decode(await ask("ready")) == {"ready": True}
         assert msgspec.json.decode(await ask("server_metadata"))["name"] == "penstock"
-        assert msgspec.json.decode(await ask("model_ready", "echo")) == {"ready": True}
-        metadata = msgspec.json.decode(await ask("model_metadata", "echo"))
+        assert msgspec.json.decode(await ask("model_ready", "echo"))["ready"] is True
+        metadata = msgspec.json.decode(await ask("metadata", "echo"))
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}]
-        config = model_config_pb2.ModelConfig.FromString(await ask("model_config", "echo", "1"))
-        assert (config.name, config.max_batch_size) == ("echo", 8)
-        statistics = msgspec.json.decode(await ask("model_statistics"))
+        config = msgspec.json.decode(await ask("config", "echo", "1"))
+        assert (config["name"], config["max_batch_size"]) == ("echo", 8)
+        statistics = msgspec.json.decode(await ask("statistics"))
         assert [each["name"] for each in statistics["model_stats"]] == ["echo"]
-        for kind in ("model_ready", "model_metadata", "model_config", "model_statistics"):
+        for kind in ("model_ready", "metadata", "config", "statistics"):
             with pytest.raises(NotFound, match="unknown model: 'none' is not found"):
                 await ask(kind, "none")
 
@@ -571,10 +580,10 @@ async def test_the_core_answers_questions():
 def answers_with(served: Served, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     """Every question from now on gets this answer."""
 
-    async def answer(desk: Desk, ask: frames.Ask) -> bytes:
+    async def answer(core: CoreApi, ask: frames.Ask) -> bytes:
         return body
 
-    monkeypatch.setattr(Desk, "answer", answer)
+    monkeypatch.setattr(CoreApi, "answer", answer)
 
 
 @pytest.mark.parametrize("size", [0, 1, 16 * 1024 + 1, 300_000, LARGE.segment_bytes])
@@ -583,8 +592,8 @@ async def test_an_answer_of_any_length_arrives(size, monkeypatch, until):
     async with serving(config=LARGE) as served:
         answers_with(served, monkeypatch, body[:size])
         for _ in range(5):
-            assert await served.remote.ask("model_statistics") == body[:size]
-        many = await asyncio.gather(*(served.remote.ask("model_statistics") for _ in range(9)))
+            assert await served.remote.ask("statistics") == body[:size]
+        many = await asyncio.gather(*(served.remote.ask("statistics") for _ in range(9)))
         assert set(many) == {body[:size]}
         await until(lambda: served.front.num_running == 0)
 
@@ -593,12 +602,13 @@ async def test_an_answer_that_can_never_be_sent_is_an_error(monkeypatch):
     async with serving(config=LARGE) as served:
         answers_with(served, monkeypatch, bytes(LARGE.segment_bytes + 1))
         with pytest.raises(BackendFailed, match="the answer: the tensors take 1048577 bytes"):
-            await served.remote.ask("model_statistics")
+            await served.remote.ask("statistics")
 
 
 async def test_a_server_that_still_loads_is_not_ready():
     async with serving(is_serving=False) as served:
-        assert msgspec.json.decode(await served.remote.ask("server_ready")) == {"ready": False}
+        with pytest.raises(NotReady, match="models are loading"):
+            await served.remote.ask("ready")
 
 
 async def test_outputs_may_be_asked_for_as_classes(until):
@@ -645,19 +655,20 @@ async def test_models_come_and_go_as_a_front_asks(tmp_path):
     add_model(tmp_path, "other")
     async with serving(repository=tmp_path) as served:
         ask = served.remote.ask
-        assert msgspec.json.decode(await ask("repository_index")) == {
-            "models": [{"name": "echo", "version": "1", "state": "READY"}, {"name": "other"}]
-        }
-        assert await ask("model_load", "other") == b""
+        assert msgspec.json.decode(await ask("index")) == [
+            {"name": "echo", "version": "1", "state": "READY"},
+            {"name": "other"},
+        ]
+        assert await ask("load", "other") == b""
         np.testing.assert_array_equal(await served.infer(row(4), "other"), row(4))
-        await ask("model_unload", "echo")
-        assert msgspec.json.decode(await ask("repository_index", parameters={"ready": True})) == {
-            "models": [{"name": "other", "version": "1", "state": "READY"}]
-        }
+        await ask("unload", "echo")
+        assert msgspec.json.decode(await ask("index", parameters={"ready": True})) == [
+            {"name": "other", "version": "1", "state": "READY"}
+        ]
         with pytest.raises(Unsupported, match="load takes no parameters"):
-            await ask("model_load", "other", parameters={"config": True})
+            await ask("load", "other", parameters={"config": True})
         with pytest.raises(NotFound, match="no such model: .* is not in the model repository"):
-            await ask("model_load", "nobody")
+            await ask("load", "nobody")
 
 
 async def test_a_load_that_nobody_waits_for_any_more_is_undone(tmp_path, until):
@@ -668,7 +679,7 @@ async def test_a_load_that_nobody_waits_for_any_more_is_undone(tmp_path, until):
         'parameters { key: "null.load_ms" value { string_value: "300" } }',
     )
     async with serving(repository=tmp_path) as served:
-        question = asyncio.ensure_future(served.remote.ask("model_load", "late"))
+        question = asyncio.ensure_future(served.remote.ask("load", "late"))
         await until(lambda: served.front.num_running == 1)
         question.cancel()
         await until(lambda: served.front.num_running == 0)

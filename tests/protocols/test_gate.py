@@ -16,7 +16,7 @@ from penstock.protocols.gate import (
     read_keys,
     secret_of,
 )
-from penstock.protocols.http import Head
+from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.protocols.v2_http import V2Http
@@ -319,5 +319,5 @@ def test_a_long_body_is_read_only_for_a_message_that_may_pass(
     keys.write_text(f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer"]\n')
     gate = Gate(read_keys(keys), frozenset({"localhost"}))
     v2 = V2Http(NoDoor(), HttpLimits(), gate)
-    head = Head(method, path, {b"host": b"localhost", **headers})
+    head = MessageHead(method, path, {b"host": b"localhost", **headers})
     assert v2.screen(head) is passes

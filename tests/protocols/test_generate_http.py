@@ -78,7 +78,7 @@ def test_what_is_refused_has_v2s_form_and_counts(tmp_path):
             await posted(server, f"/v2/models/{NAME}/versions/7/generate", GREEDY),
             await posted(server, PATH, GREEDY, method="GET"),
         ]
-        server.routes.is_draining = True
+        server.lifecycle.drain()
         found.append(await posted(server, PATH, GREEDY))
         return found, server.model.metrics.num_refused
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from penstock.config import HttpLimits
 from penstock.protocols import http
-from penstock.protocols.http import LINGER_S, SCREEN_BYTES, Connection, Exchange, HttpServer
+from penstock.protocols.http import LINGER_S, Connection, Exchange, HttpServer
+from penstock.protocols.http_reader import MAX_KNOWN_HEAD_BYTES, SCREEN_BYTES, normalize_path
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -631,7 +632,7 @@ async def test_equal_paths_have_one_spelling(serve: Any, target: str, path: byte
     async with serve(echo) as served:
         assert (await served.ask(get(target))).status == 200
     assert echo.seen == [(path, b"")]
-    assert http.normalize_path(path) == path
+    assert normalize_path(path) == path
 
 
 # Learned heads: what was parsed once is not parsed again.
@@ -651,8 +652,8 @@ async def test_learned_heads_are_bounded() -> None:
     for number in range(3 * http.MAX_KNOWN_HEADS):
         connection.data_received(get(f"/{number}"))
     assert len(server.known_heads) <= http.MAX_KNOWN_HEADS
-    connection.data_received(get("/" + "u" * http.MAX_KNOWN_HEAD_BYTES))
-    assert max(map(len, server.known_heads)) <= http.MAX_KNOWN_HEAD_BYTES
+    connection.data_received(get("/" + "u" * MAX_KNOWN_HEAD_BYTES))
+    assert max(map(len, server.known_heads)) <= MAX_KNOWN_HEAD_BYTES
     assert wire.sent.count(OK) == 3 * http.MAX_KNOWN_HEADS + 1
 
 
@@ -1150,7 +1151,7 @@ async def test_drain_lets_requests_finish_and_then_closes(serve: Any) -> None:
     async with serve(hold) as served, served.connect() as busy, served.connect() as idle:
         await busy.send(get())
         exchange = await hold.arrived.get()
-        served.http.drain()
+        served.http.lifecycle.drain()
         assert served.http.num_running == 1
         exchange.reply(200, b"", (b"done",))
         answer = await busy.answer()
@@ -1167,7 +1168,7 @@ async def test_drain_lets_requests_finish_and_then_closes(serve: Any) -> None:
 async def test_nothing_runs_behind_the_last_answer_of_a_drained_connection(serve: Any) -> None:
     echo = Echo()
     async with serve(echo) as served:
-        served.http.drain()
+        served.http.lifecycle.drain()
         answer, rest = await served.last_words(get("/1") + get("/2") + get("/3"))
     assert (answer.body, rest) == (b"/1 ", b"")
     assert [path for path, _ in echo.seen] == [b"/1"]

@@ -15,14 +15,15 @@ from http_fronts import LoopLife, http_front_of
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.errors import ConfigError
 from penstock.protocols import access_log
-from penstock.protocols.fronts import Desk, Front, http_opening, http_trade
+from penstock.protocols.fronts import CoreApi, Front, http_opening, http_spec
 from penstock.protocols.gate import Gate, Keys, digest_secret, read_keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.v2_http import Models, V2Http
-from penstock.protocols.v2_routes import V2Routes
 from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.management import ManagementApi
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import TensorSpec
 
@@ -69,8 +70,7 @@ def message(
 @dataclass
 class Served:
     catalog: Catalog
-    routes: V2Routes
-    desk: Desk
+    management: ManagementApi
     front: Front
 
     @asynccontextmanager
@@ -124,15 +124,14 @@ async def serving(
     """With `handler` for what the front does not answer, instead of the core's own."""
     catalog = Catalog(ThreadLife)
     await catalog.load(Found(list(configs) or [model("echo")]))
-    routes = V2Routes(catalog, ".", is_explicit=True)
-    routes.is_loading = False
+    management = ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
     limits = limits or HttpLimits()
     v2 = V2Http(
-        Models(catalog, routes, logs_requests), limits, gate or Gate(), logs_requests=logs_requests
+        Models(management, logs_requests), limits, gate or Gate(), logs_requests=logs_requests
     )
-    desk = Desk(catalog, routes.control, lambda: True, logs_requests, handler or v2.handle)
-    async with http_front_of(desk, limits, gate) as front:
-        yield Served(catalog, routes, desk, front)
+    core = CoreApi(management, handler or v2.handle, logs_requests=logs_requests)
+    async with http_front_of(core, limits, gate) as front:
+        yield Served(catalog, management, front)
     await v2.close()
     await catalog.close()
 
@@ -325,7 +324,7 @@ async def test_a_handler_that_raises_is_an_internal_error():
 async def test_draining_ends_kept_connections_with_their_next_answer():
     async with serving() as served, served.connect() as first, served.connect() as second:
         assert "connection" not in (await first.ask("/v2/health/ready")).headers
-        served.routes.is_draining = True
+        served.management.lifecycle.drain()
         served.front.drain()
         answer = await first.ask("/v2/health/ready")
         assert (answer.status, answer.headers["connection"]) == (503, "close")
@@ -448,10 +447,9 @@ async def test_a_front_that_cannot_listen_says_why():
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     catalog = Catalog(ThreadLife)
-    routes = V2Routes(catalog, ".", is_explicit=True)
+    management = ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
     opening = http_opening("127.0.0.1", port, HttpLimits(), Gate(), False)
-    desk = Desk(catalog, routes.control, lambda: True)
-    front = Front(desk, http_trade(1, opening, HttpLimits(), LoopLife))
+    front = Front(CoreApi(management), http_spec(1, opening, HttpLimits(), LoopLife))
     front.start()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} for HTTP: Address"):
         await front.listening()

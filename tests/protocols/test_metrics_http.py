@@ -6,16 +6,17 @@ import pytest
 
 from penstock.protocols.gate import Gate, read_keys
 from penstock.protocols.metrics_http import MetricsHttp
-from penstock.protocols.v2_routes import V2Routes
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.management import ManagementApi
 
 SECRET = "0123456789abcdef"
 
 
 def make(gate: Gate | None = None) -> MetricsHttp:
-    routes = V2Routes(Catalog(), ".", is_explicit=True)
-    routes.is_loading = False
-    return MetricsHttp(gate or Gate(), routes)
+    catalog = Catalog()
+    management = ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
+    return MetricsHttp(gate or Gate(), management)
 
 
 def get(path: str, *headers: str, method: str = "GET") -> bytes:

@@ -486,7 +486,7 @@ class TestEnds:
 
     def test_a_server_that_ends_refuses_new_ones(self, tmp_path):
         async def scenario(client, server):
-            server.routes.is_draining = True
+            server.lifecycle.drain()
             with pytest.raises(openai.InternalServerError) as caught:
                 await client.completions.create(model=NAME, prompt="the", max_tokens=2)
             return caught.value

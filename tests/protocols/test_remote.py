@@ -143,7 +143,7 @@ async def test_a_head_that_fits_no_frame_is_refused_and_holds_nothing(
 
 async def test_an_error_of_an_unknown_kind_is_the_backends(until: Callable[..., Any]):
     core = Core()
-    question = asyncio.ensure_future(core.remote.ask("server_ready"))
+    question = asyncio.ensure_future(core.remote.ask("ready"))
     await until(lambda: core.heard)
     core.line.send(frames.AskReply(core.heard[0].call, b"", "Strange", "why"))
     with pytest.raises(BackendFailed, match="why"):

@@ -19,20 +19,16 @@ from tritonclient.grpc import service_pb2
 from penstock.config import HttpLimits
 from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.http import (
-    Connection,
-    Exchange,
-    Handler,
-    Head,
-    HttpServer,
-    normalize_path,
-)
+from penstock.protocols.http import Connection, Exchange, Handler, HttpServer
+from penstock.protocols.http_reader import MessageHead, normalize_path
 from penstock.protocols.metrics_http import MetricsHttp
-from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_SCOPES, Match, find
+from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, Match, find
 from penstock.protocols.v2_grpc import Gated
 from penstock.protocols.v2_http import InferCall, V2Http
-from penstock.protocols.v2_routes import V2Routes
+from penstock.protocols.v2_routes import make_handlers
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.management import ManagementApi
 
 # What each route needs. A new route must be entered here, with thought.
 SCOPES = {
@@ -137,14 +133,19 @@ def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():
     there = {f"/{each.full_name}/{m.name}" for each in services for m in each.methods}
     assert RPCS.keys() == there
     scopes = {method: find(path.encode()).route.scope for method, path in RPCS.items()}
-    assert scopes == dict(RPC_SCOPES)
+    assert scopes == {rpc: route.scope for rpc, route in RPC_ROUTES.items()}
+
+
+def make_management() -> ManagementApi:
+    catalog = Catalog()
+    return ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
 
 
 async def test_every_handler_of_the_table_exists():
     direct = {"infer", "openai", "generate", "generate_stream"}
-    routes = V2Routes(Catalog(), ".", is_explicit=True)
-    routes.pages = Pages(Catalog(), routes, Gate()).handlers()
-    assert {route.handler for route in ROUTES} == direct | routes.handlers().keys()
+    management = make_management()
+    pages = Pages(management, Gate()).handlers()
+    assert {route.handler for route in ROUTES} == {*direct, *make_handlers(management), *pages}
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
@@ -274,7 +275,7 @@ class Forwarding(Recording):
         self._core = core
 
     def _answer(self, match: Match, exchange: Exchange) -> None:
-        head = Head(exchange.head.method, exchange.head.path, exchange.head.headers)
+        head = MessageHead(exchange.head.method, exchange.head.path, exchange.head.headers)
         self._core.handle(Exchange(Passed(exchange), head, exchange.body))
 
 
@@ -286,7 +287,7 @@ class Passed:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    def will_keep_alive(self, head: Head) -> bool:
+    def will_keep_alive(self, head: MessageHead) -> bool:
         return True
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
@@ -399,8 +400,7 @@ def matches(pattern: str, segments: list[str]) -> bool:
 
 
 async def test_the_metrics_port_has_nothing_but_scrapes_and_health() -> None:
-    routes = V2Routes(Catalog(), ".", is_explicit=True)
-    handler = MetricsHttp(Gate(), routes)
+    handler = MetricsHttp(Gate(), make_management())
     server = Server(handler=handler.handle)
     tricks = [trick for name, trick in TRICKS.items() if not name.endswith("/health/live")]
     for route in ROUTES:

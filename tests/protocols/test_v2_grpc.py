@@ -26,7 +26,7 @@ from penstock.errors import (
 )
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.grpc_errors import STATUS
-from penstock.protocols.route_table import RPC_SCOPES
+from penstock.protocols.route_table import RPC_ROUTES
 from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, Service
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
@@ -91,25 +91,27 @@ class Core:
         if name in self.errors:
             raise self.errors[name]
         match kind:
-            case "server_ready" | "model_ready":
-                return b'{"ready":true}' if self.is_ready else b'{"ready":false}'
+            case "ready" | "model_ready":
+                if not self.is_ready:
+                    raise NotReady("not yet")
+                return b'{"ready":true}'
             case "server_metadata":
                 return b'{"name":"penstock","version":"1","extensions":["a","b"]}'
-            case "model_metadata":
+            case "metadata":
                 return (
                     b'{"name":"m","versions":["1","2"],"platform":"p",'
                     b'"inputs":[{"name":"x","datatype":"FP32","shape":[-1,4]}],"outputs":[]}'
                 )
-            case "model_config":
-                return b"\x0a\x01m"
-            case "model_statistics":
+            case "config":
+                return b'{"name":"m"}'
+            case "statistics":
                 raise Unsupported("not yet")
-            case "repository_index":
+            case "index":
                 return (
-                    b'{"models":[{"name":"a","version":"1","state":"READY"},'
-                    b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]}'
+                    b'[{"name":"a","version":"1","state":"READY"},'
+                    b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]'
                 )
-            case "model_load" | "model_unload" | "count_request":
+            case "load" | "unload" | "count_request":
                 return b""
 
 
@@ -313,10 +315,10 @@ async def test_the_repository_is_asked_and_changed():
         unload.parameters["unload_dependents"].bool_param = True
         await client.v2.RepositoryModelUnload(unload)
         assert core.asked == [
-            ("repository_index", "", {"ready": True}),
-            ("model_load", "a", {}),
-            ("model_load", "a", {"config": True, "file:1/model.onnx": True}),
-            ("model_unload", "a", {}),
+            ("index", "", {"ready": True}),
+            ("load", "a", {}),
+            ("load", "a", {"config": True, "file:1/model.onnx": True}),
+            ("unload", "a", {}),
         ]
 
 
@@ -361,7 +363,7 @@ async def code_of(client: Client, method: str, secret: str | None) -> grpc.Statu
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_every_method_asks_for_its_key(method: str):
-    scope = RPC_SCOPES[method]
+    scope = RPC_ROUTES[method].scope
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
     async with serving(Core(), GATE) as client:
         for secret in (None, "nobody's secret"):

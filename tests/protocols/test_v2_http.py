@@ -37,16 +37,18 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.protocols.fronts import Desk
+from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.http_errors import STATUS
 from penstock.protocols.v2_http import Models, V2Http
-from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import layout
 from penstock.repository.layout import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.management import ManagementApi
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
 
@@ -142,10 +144,11 @@ class Api:
         return self.ask("POST", path, body + (tail or b""), headers, **options)
 
 
-def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, V2Routes]:
-    routes = V2Routes(catalog, str(EXAMPLES), is_explicit=False)
-    models = Models(catalog, routes, handle_generate=GenerateHttp(catalog).handle)
-    return V2Http(models, limits or HttpLimits(), Gate()), routes
+def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, ManagementApi]:
+    control = Control(catalog, str(EXAMPLES), is_explicit=False)
+    management = ManagementApi(catalog, control)
+    models = Models(management, handle_generate=GenerateHttp(catalog).handle)
+    return V2Http(models, limits or HttpLimits(), Gate()), management
 
 
 async def run_until(
@@ -154,10 +157,9 @@ async def run_until(
     catalog = Catalog(start_life=ThreadLife)
     await catalog.load(Found([*MODELS, *layout.read(EXAMPLES).configs]))
     assert not catalog.failures
-    v2, routes = v2_of(catalog)
-    routes.is_loading = False
-    desk = Desk(catalog, routes.control, lambda: True, http=v2.handle)
-    async with http_front_of(desk) if has_front else own_server(v2) as listening:
+    v2, management = v2_of(catalog)
+    core = CoreApi(management, v2.handle)
+    async with http_front_of(core) if has_front else own_server(v2) as listening:
         box.append(listening.port)
         started.set()
         await asyncio.to_thread(stop.wait)
@@ -932,13 +934,12 @@ async def puppeteer(
     answer: Response | PenstockError | None = None,
     error: Exception | None = None,
     limits: HttpLimits | None = None,
-) -> AsyncIterator[tuple[Any, Puppet, V2Routes]]:
+) -> AsyncIterator[tuple[Any, Puppet, Lifecycle]]:
     puppet = Puppet(answer)
-    v2, routes = v2_of(OneModel(puppet, error), limits)
-    routes.is_loading = False
+    v2, management = v2_of(OneModel(puppet, error), limits)
     async with serve(v2.handle, limits) as served:
         try:
-            yield served, puppet, routes
+            yield served, puppet, management.lifecycle
         finally:
             await v2.close()
 
@@ -1051,11 +1052,11 @@ async def test_priority_timeout_and_parameters_reach_the_model(serve: Any) -> No
 
 
 async def test_draining_refuses_inference_and_finishes_what_was_accepted(serve: Any) -> None:
-    async with puppeteer(serve) as (served, puppet, routes), served.connect() as client:
+    async with puppeteer(serve) as (served, puppet, lifecycle), served.connect() as client:
         await client.send(infer_bytes())
         request = await puppet.submitted.get()
-        routes.is_draining = True
-        served.http.drain()
+        lifecycle.drain()
+        served.http.lifecycle.drain()
         for message in (
             infer_bytes(),
             get_bytes("/v2/health/ready"),
@@ -1071,8 +1072,8 @@ async def test_draining_refuses_inference_and_finishes_what_was_accepted(serve: 
 
 
 async def test_a_server_that_loads_is_live_and_not_ready(serve: Any) -> None:
-    async with puppeteer(serve) as (served, _, routes):
-        routes.is_loading = True
+    async with puppeteer(serve) as (served, _, lifecycle):
+        lifecycle.is_loading = True
         assert (await served.ask(get_bytes("/v2/health/live"))).status == 200
         answer = await served.ask(get_bytes("/v2/health/ready"))
         assert answer.status == 503
@@ -1083,8 +1084,7 @@ async def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(serve
     catalog = Catalog(start_life=ThreadLife)
     broken = null_model("broken", {"x": ("INT32", (4,))}, a_ms="not a number")
     await catalog.load(Found([broken, MODELS[0]]))
-    v2, routes = v2_of(catalog)
-    routes.is_loading = False
+    v2, _ = v2_of(catalog)
     async with serve(v2.handle) as served:
         answer = await served.ask(get_bytes("/v2/health/ready"))
         assert answer.status == 503

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from example_counts import at_most
-from google.protobuf import text_format
+from google.protobuf import json_format, text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
@@ -24,7 +24,7 @@ from penstock.config import (
     QueuePolicy,
 )
 from penstock.errors import ConfigError
-from penstock.repository import pbtxt
+from penstock.repository import parameters, pbtxt
 from penstock.types import DATATYPES, TensorSpec
 
 MODEL = ModelConfig(
@@ -180,6 +180,8 @@ def test_what_is_written_reads_back_to_an_equal_configuration(config: ModelConfi
         again = read_back(text, root)
         assert again == config
         assert pbtxt.write(again) == text
+        shown = json_format.ParseDict(pbtxt.to_json(again), model_config_pb2.ModelConfig())
+        assert shown == pbtxt.to_served(again), "gRPC answers with the JSON of /config"
 
 
 def test_the_file_chooses_no_version() -> None:
@@ -193,8 +195,10 @@ def test_an_slo_of_the_evidence_is_described_and_not_written() -> None:
         is_slo_from_evidence=True,
         batching=replace(MODEL.batching, slo_latency_s=0.02),
     )
-    assert pbtxt.parse(pbtxt.describe(config)).parameters[pbtxt.SLO].string_value == "p99 < 20ms"
-    assert pbtxt.SLO not in pbtxt.parse(pbtxt.write(config)).parameters
+    assert (
+        pbtxt.parse(pbtxt.describe(config)).parameters[parameters.SLO].string_value == "p99 < 20ms"
+    )
+    assert parameters.SLO not in pbtxt.parse(pbtxt.write(config)).parameters
 
 
 # Everything here is read and not interpreted, or is interpreted and the same as in MODEL.
@@ -321,7 +325,7 @@ class TestServed:
         (folder / "model.onnx").write_bytes(b"")
         config = pbtxt.resolve(pbtxt.parse(self.text), "model", folder)
         config = replace(config, slo="p99 < 20ms", is_slo_from_evidence=True)
-        assert pbtxt.to_served(config).parameters[pbtxt.SLO].string_value == "p99 < 20ms"
+        assert pbtxt.to_served(config).parameters[parameters.SLO].string_value == "p99 < 20ms"
 
 
 @pytest.mark.parametrize("tag", ["model", "le", "my-team", "1st", "__name__", ""])

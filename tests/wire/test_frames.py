@@ -81,7 +81,7 @@ FROM_FRONT = [
     frames.Cancel(1),
     frames.Release((0, 64)),
     frames.Ask(1, "model_ready", "m", "2"),
-    frames.Ask(1, "repository_index", parameters={"ready": True}, key=b"d" * 32),
+    frames.Ask(1, "index", parameters={"ready": True}, key=b"d" * 32),
     frames.Infer(1, "m", "2", 0.5, INLINE, wants_timings=True),
     frames.Forward(1, 0.5, b"GET", b"/v2?a", {b"host": b"\xff"}, True, False, INLINE),
     frames.Pong(),

@@ -42,7 +42,7 @@ instance_group { count: 2 kind: KIND_CPU }
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repository")
     null_model(root, "echo", fail_on=13)
-    null_model(root, "slow", a_ms=300)
+    null_model(root, "slow", stall_on=1, stall_ms=4000)
     (root / "texts" / "1").mkdir(parents=True)
     (root / "texts" / "config.pbtxt").write_text(TEXTS)
     return root

@@ -178,7 +178,7 @@ def test_a_server_that_closes_idle_connections_costs_no_request(idle_s, is_sent_
         past = [0.0]
 
         def now() -> float:
-            return time.monotonic() + past[0]
+            return 1000.0 + past[0]
 
         async with Server().serve() as server, client_of(server, now=now) as client:
             first = Sent(client, message(server))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from child_processes import children_running
 from e2e.served import null_model
 from suites.target import TargetContract
 
@@ -282,7 +283,7 @@ def test_a_full_queue_refuses(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_takes_too_long_is_none(tmp_path: Path) -> None:
-    null_model(tmp_path, "m", max_batch=1, stall_on=7, stall_ms=1500)
+    null_model(tmp_path, "m", max_batch=1, stall_on=7, stall_ms=4000)
 
     async def body(target: InProcess) -> None:
         exchanges = await ended(target, target.encode(number(7)))
@@ -320,8 +321,7 @@ def test_the_worker_is_a_process_that_goes_with_the_target(tmp_path: Path) -> No
     before = set(psutil.Process().children())
 
     async def body(target: InProcess) -> list[psutil.Process]:
-        started = set(psutil.Process().children()) - before
-        return [each for each in started if "penstock.serving.worker" in each.cmdline()]
+        return [each for each in children_running("penstock.serving.worker") if each not in before]
 
     (worker,) = opened(TargetSpec(str(tmp_path / "m")), body)
     assert not worker.is_running()
@@ -336,7 +336,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_process(tmp_path: Path) -> None
 
     with pytest.raises(ConfigError):
         opened(TargetSpec(str(tmp_path / "m")), body)
-    assert set(psutil.Process().children()) == before
+    assert set(psutil.Process().children()) <= before
 
 
 def test_large_inputs_arrive_whole(tmp_path: Path) -> None:

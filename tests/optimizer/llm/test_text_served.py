@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytest.importorskip("torch")
 
 import text_server
+from child_processes import children_running
 
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
@@ -122,7 +122,7 @@ class TestServers:
             found.curve is not None and len(found.curve.ttft_p99_s) == len(found.curve.rates) == 1
         )
         assert found.memory_bytes > 1 << 20
-        assert not any("penstock" in " ".join(each.cmdline()) for each in children())
+        assert children_running("penstock") == []
 
     def test_answers_that_take_longer_than_a_level_are_measured(self, build, servers):
         """A level is over long before an answer is there."""
@@ -155,7 +155,3 @@ class TestServers:
         finally:
             servers.close()
         assert not second.is_running
-
-
-def children():
-    return [each for each in psutil.Process().children(recursive=True) if each.is_running()]

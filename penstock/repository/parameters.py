@@ -1,0 +1,368 @@
+"""Penstock's own parameters in config.pbtxt: one table of keys, types, bounds and fields.
+
+`pbtxt` reads and writes them by this table; `docs/` has a row for each. Keys that a backend
+interprets stay in `ModelConfig.options`, all others become fields. Keys without `penstock.` belong
+to the backends' libraries.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock import slo
+from penstock.config import (
+    HEADS,
+    LLM,
+    SLO_OFF,
+    STAGES,
+    BatchPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    Postprocess,
+    Preprocess,
+)
+from penstock.errors import ConfigError
+from penstock.repository.pbtxt_fields import Proto
+from penstock.types import DATATYPES, TensorSpec
+
+PREFIX = "penstock."
+SLO, ENV = "penstock.slo", "penstock.env"
+PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
+PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
+POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
+MAX_TOKENS, MAX_WAIT = "penstock.max_tokens", "penstock.max_wait_ms"
+# Whether links among a language model's files may lead out of its folder.
+FOLLOW_LINKS = "penstock.follow_links"
+MAX_BUCKETS = 64
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
+FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
+MODEL_TENSOR = re.compile(
+    r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigParameter:
+    """One key. A number sets `field`, a path in ModelConfig: above 0, or from 0 on with
+    `takes_zero`, up to `most`. All others are texts. `page` of the documentation explains it."""
+
+    key: str
+    page: str
+    field: str = ""
+    most: float = 0.0
+    is_whole: bool = False
+    takes_zero: bool = False
+    # How many of the text's unit are one of the field's.
+    per_unit: float = 1.0
+    # The backend that has this parameter and interprets it; empty: all have it.
+    backend: str = ""
+
+    def parse(self, text: str) -> float | None:
+        """Return the value of the field; None if the text is not a number within the bounds."""
+        value = _whole(text) if self.is_whole else _float(text)
+        if not 0 <= value <= self.most or (value == 0 and not self.takes_zero):
+            return None
+        return value if self.per_unit == 1 else value / self.per_unit
+
+    def format(self, value: float) -> str:
+        return repr(value) if self.per_unit == 1 else f"{value * self.per_unit:.12g}"
+
+    @property
+    def expected(self) -> str:
+        kind = "whole number" if self.is_whole else "number"
+        return f"{kind} {'from 0' if self.takes_zero else 'above 0'} up to {self.most:g}"
+
+
+def _number(name: str, most: float, field: str = "", **more: Any) -> ConfigParameter:
+    return ConfigParameter(PREFIX + name, "batching.md", field or name, most, **more)
+
+
+def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
+    return (ConfigParameter(PREFIX + name, page, backend=backend) for name in names.split())
+
+
+_OF_PYTORCH = "factory compile dtype memory_format fuse cuda_graphs pack fp8"
+_OF_LLM = (
+    "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
+    "random_weights text_timeout_s parse_special_tokens follow_links threads tpot_ms ttft_ms"
+)
+PARAMETERS = (
+    _number("hang_s", 1e9),
+    _number("load_timeout_s", 1e9),
+    _number("memory_bytes", 1 << 50, is_whole=True),
+    _number("slab_bytes", 1 << 40, "memory.slab_bytes", is_whole=True),
+    _number("max_slabs", 4096, "memory.max_slabs", is_whole=True),
+    _number("spill_bytes", 1 << 40, "memory.spill_bytes", is_whole=True),
+    _number("tolerance", 1.0),
+    _number("gpu_memory_bytes", 1 << 50, is_whole=True),
+    _number("max_tokens", 1 << 40, "batching.max_tokens", is_whole=True),
+    _number("max_wait_ms", 1e12, "batching.max_wait_s", takes_zero=True, per_unit=1e3),
+    *_texts("", "batching.md", "slo env pad pad_buckets"),
+    *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
+    *_texts("pytorch", "backends.md", _OF_PYTORCH),
+    *_texts(LLM, "llm.md", _OF_LLM),
+)
+_NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.field)
+Problem = Callable[[str, str], None]
+_DEFAULTS = ModelConfig("", "", "", "", (), (), 0, BatchPolicy(1))
+
+
+def by_key(backend: str) -> dict[str, ConfigParameter]:
+    """Return the parameters of a backend by their keys."""
+    return {each.key: each for each in PARAMETERS if each.backend in ("", backend)}
+
+
+def options_of(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the parameters that become no fields: those that the backend interprets."""
+    fields = by_key("")
+    return {key: text for key, text in given.items() if key not in fields}
+
+
+def with_numbers(config: ModelConfig, values: Mapping[str, float]) -> ModelConfig:
+    """Return the configuration with these values, by their keys, in their fields."""
+    parts: dict[str, dict[str, Any]] = {"": {}}
+    for parameter in _NUMBERS:
+        if parameter.key in values:
+            part, _, field = parameter.field.rpartition(".")
+            parts.setdefault(part, {})[field] = values[parameter.key]
+    own = parts.pop("")
+    for part, fields in parts.items():
+        own[part] = replace(getattr(config, part), **fields)
+    return replace(config, **own)
+
+
+def write(config: ModelConfig) -> dict[str, str]:
+    """Return the keys of fields whose values differ from their defaults."""
+    values: dict[str, str] = {}
+    for parameter in _NUMBERS:
+        read = attrgetter(parameter.field)
+        if (value := read(config)) != read(_DEFAULTS):
+            values[parameter.key] = parameter.format(value)
+    if config.slo:
+        values[SLO] = config.slo
+    if config.env:
+        values[ENV] = ", ".join(config.env)
+    if config.preprocess is not None:
+        values[PREPROCESS] = config.preprocess.function
+        values[MODEL_INPUTS] = format_tensors(config.preprocess.inputs)
+    if config.postprocess is not None:
+        values[POSTPROCESS] = config.postprocess.function
+        values[MODEL_OUTPUTS] = format_tensors(config.postprocess.outputs)
+    padding = config.model.padding
+    if padding is not None:
+        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in padding.axes)
+        values[PAD] = ", ".join(axes)
+        values[PAD_BUCKETS] = ",".join(map(str, padding.buckets))
+    return values
+
+
+def format_tensors(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(
+        f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
+    )
+
+
+def follows_links(message: Proto) -> bool:
+    """Whether links of a language model may lead out of its folder."""
+    given = message.parameters
+    return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
+
+
+class ParameterReader:
+    """Reads the parameters of one version, `given` as texts. `problem` is called with the path and
+    the text of each problem."""
+
+    def __init__(
+        self, given: Mapping[str, str], backend: str, folder: Path, problem: Problem
+    ) -> None:
+        self._given = given
+        self._backend = backend
+        self._folder = folder
+        self._problem = problem
+
+    def _report(self, key: str, text: str) -> None:
+        self._problem(f"parameters.{key}", text)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers by their keys, in the unit of their fields. Reports unknown keys."""
+        there = by_key(self._backend)
+        numbers: dict[str, float] = {}
+        for key, text in self._given.items():
+            parameter = there.get(key)
+            if parameter is None and key.startswith(PREFIX):
+                self._report(key, f"unknown; expected one of {', '.join(there)}")
+            elif parameter is not None and parameter.field:
+                if (value := parameter.parse(text)) is None:
+                    self._report(key, f"'{text}' is not a {parameter.expected}")
+                else:
+                    numbers[key] = value
+        return numbers
+
+    def slo(self) -> str:
+        """Return the SLO, SLO_OFF if it is given empty; empty without one."""
+        promised = self._given.get(SLO)
+        return "" if promised is None else promised.strip() or SLO_OFF
+
+    def slo_latency_s(self) -> float | None:
+        if (promised := self.slo()) in ("", SLO_OFF):
+            return None
+        try:
+            return slo.parse(promised).latency_s
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(SLO, problem)
+            return None
+
+    def padding(self, inputs: Sequence[TensorSpec]) -> Padding | None:
+        """Parse `penstock.pad`: which axes of which inputs may be padded, and with what."""
+        buckets = self._buckets()
+        if PAD not in self._given:
+            if PAD_BUCKETS in self._given:
+                self._report(PAD_BUCKETS, f"needs parameters.{PAD}")
+            return None
+        specs = {spec.name: spec for spec in inputs}
+        axes: list[PadAxis] = []
+        for item in self._given[PAD].split(","):
+            match = PAD_AXIS.fullmatch(item)
+            if match is None:
+                problem = f"'{item.strip()}' is not of the form input[axis]=value"
+            else:
+                axis = PadAxis(match["input"], int(match["axis"]), _float(match["value"] or "0"))
+                problem = _pad_problem(axis, specs)
+                axes.append(axis)
+            if problem:
+                self._report(PAD, problem)
+        return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
+
+    def preprocess(self) -> Preprocess | None:
+        """Parse `penstock.preprocess` and `penstock.model_inputs`: both or neither."""
+        if PREPROCESS not in self._given and MODEL_INPUTS not in self._given:
+            return None
+        inputs = self._model_tensors(MODEL_INPUTS, "takes, such as input_ids:INT64[-1]")
+        return Preprocess(self._function(PREPROCESS, STAGES), inputs)
+
+    def postprocess(self) -> Postprocess | None:
+        """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""
+        if POSTPROCESS not in self._given and MODEL_OUTPUTS not in self._given:
+            return None
+        outputs = self._model_tensors(MODEL_OUTPUTS, "gives, such as logits:FP32[10]")
+        return Postprocess(self._function(POSTPROCESS, HEADS), outputs)
+
+    def _function(self, key: str, built_in: Sequence[str]) -> str:
+        function = self._given.get(key, "")
+        match = FUNCTION.fullmatch(function)
+        if function in built_in:
+            return function
+        if match is None:
+            steps = f"or one of {', '.join(built_in)} for a Hugging Face folder"
+            expected = f"expected FILE.py:FUNCTION, a file of the version folder, {steps}"
+            self._report(key, f"'{function}': {expected}")
+        elif not (self._folder / match["file"]).is_file():
+            self._problem(f"{self._folder.name}/{match['file']}", "no such file")
+        return function
+
+    def _model_tensors(self, key: str, example: str) -> tuple[TensorSpec, ...]:
+        specs: list[TensorSpec] = []
+        for item in re.split(r",(?![^\[]*\])", self._given.get(key, "")):
+            found = MODEL_TENSOR.fullmatch(item)
+            sizes = [size.strip() for size in found["dims"].split(",")] if found else []
+            sizes = [size for size in sizes if size]
+            is_shape = all(re.fullmatch(r"-1|[1-9]\d{0,17}", size) for size in sizes)
+            if found is None or found["type"] not in DATATYPES or not is_shape:
+                self._report(key, f"'{item.strip()}': expected what the model {example}")
+            else:
+                specs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
+        check_names(f"parameters.{key}", specs, self._problem)
+        return tuple(specs)
+
+    def _buckets(self) -> tuple[int, ...]:
+        text = self._given.get(PAD_BUCKETS)
+        if text is None:
+            return ()
+        sizes = [_whole(item.strip()) for item in text.split(",")]
+        buckets = tuple(int(size) for size in sizes if 0 < size < 1 << 31)
+        if len(buckets) < len(sizes) or list(buckets) != sorted(set(buckets)):
+            expected = "expected whole numbers, each larger than the one before, such as 16,32,64"
+            self._report(PAD_BUCKETS, f"'{text}': {expected}")
+        elif len(buckets) > MAX_BUCKETS:
+            self._report(PAD_BUCKETS, f"more than {MAX_BUCKETS} sizes")
+        return buckets
+
+    def env(self) -> tuple[str, ...]:
+        text = self._given.get(ENV, "")
+        names = tuple(part.strip() for part in text.split(",") if part.strip())
+        wrong = [name for name in names if not ENV_NAME.fullmatch(name)]
+        if wrong:
+            expected = "expected e.g. 'MODEL_TOKEN, MY_PREFIX_*'"
+            self._report(ENV, f"'{wrong[0]}' names no variable; {expected}")
+        if names and self._backend == LLM:
+            self._report(ENV, "language models run no code of their own")
+        return names
+
+
+def check_names(path: str, specs: Sequence[TensorSpec], problem: Problem) -> None:
+    names = [spec.name for spec in specs]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problem(path, f"'{name}' is given {names.count(name)} times")
+
+
+def tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: bool) -> str:
+    """Return what is wrong with a token budget, if there is one. `is_sent`: the padded tensors are
+    the user's inputs, not a function's results."""
+    if policy.max_tokens is None:
+        return ""
+    if not policy.is_dynamic:
+        return "needs dynamic_batching: each request runs by itself"
+    if padding is None:
+        return f"needs parameters.{PAD}, which says what axis is as long as there are tokens"
+    if not is_sent:
+        return f"how long rows are is known only behind parameters.{PREPROCESS}"
+    longest = padding.buckets[-1]
+    if policy.max_tokens < longest:
+        text = f"'{policy.max_tokens}' is less than one row of the largest bucket, {longest}"
+        return f"{text} (parameters.{PAD_BUCKETS})"
+    return ""
+
+
+def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
+    spec = specs.get(axis.input)
+    if spec is None:
+        return f"no input '{axis.input}'; there are {', '.join(specs)}"
+    place = f"'{axis.input}[{axis.axis}]'"
+    if spec.datatype == "BYTES":
+        return f"{place}: BYTES cannot be padded"
+    if axis.axis >= len(spec.shape) or spec.shape[axis.axis] != -1:
+        return f"{place}: not one of the axes of size -1 in dims {list(spec.shape)}"
+    dtype = DATATYPES[spec.datatype].numpy
+    is_float = dtype.kind == "f" or spec.datatype == "BF16"
+    if math.isnan(axis.value) or (not is_float and not _holds(dtype, axis.value)):
+        return f"{place}: the value is not one of {spec.datatype}"
+    return ""
+
+
+def _holds(dtype: np.dtype[np.generic], value: float) -> bool:
+    if dtype.kind == "b":
+        return value in (0, 1)
+    limits = np.iinfo(dtype.name)
+    return value.is_integer() and limits.min <= value <= limits.max
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _whole(text: str) -> float:
+    return int(text) if text.isascii() and text.isdigit() else math.nan

@@ -1,0 +1,207 @@
+"""The management API: health, metadata, configuration, statistics, metrics and model control.
+
+Knows no protocol: HTTP handlers and front processes translate a call into a `ManagementCall` and
+get JSON back, or an error. Runs on the core's event loop. It reads the catalog, and changes which
+models are loaded only through `Control`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+import penstock
+from penstock.errors import NotReady
+from penstock.repository.pbtxt import to_json
+from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
+from penstock.serving.explain import ProcessState, who_is_busy
+from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.metrics import FrontUse, expose
+from penstock.serving.served import Served
+from penstock.serving.usage import Member, Usage, cpu_s
+from penstock.types import Parameter
+from penstock.wire.v2 import encode_metadata
+
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "schedule_policy",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    # The request header Penstock-Timing, whatever the server is called.
+    "penstock_timing",
+)
+# Span over which CPU use of processes is measured.
+BUSY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ManagementCall:
+    """One call, whatever its protocol. `action` is the name of a handler in the route table."""
+
+    action: str
+    model_name: str = ""
+    model_version: str = ""
+    # `ready` for the index; for a load only the names count.
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+class ManagementApi:
+    """Answers calls with JSON; raises PenstockError to refuse. `fronts` returns the front
+    processes. Health needs no key; with `tells_reasons` it says why the server is not ready,
+    otherwise it only names the models."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        control: Control,
+        lifecycle: Lifecycle | None = None,
+        server_id: str = "penstock",
+        tells_reasons: bool = True,
+        fronts: Callable[[], Sequence[FrontUse]] = lambda: (),
+    ) -> None:
+        self.catalog = catalog
+        self.control = control
+        self.lifecycle = lifecycle or Lifecycle()
+        self.server_id = server_id
+        self.usage = Usage()
+        self._tells_reasons = tells_reasons
+        self._fronts = fronts
+        self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
+            "live": self.live,
+            "ready": self.ready,
+            "server_metadata": self.server_metadata,
+            "metadata": self.metadata,
+            "model_ready": self.model_ready,
+            "config": self.config,
+            "statistics": self.statistics,
+            "explain": self.explain,
+            "index": self.index,
+            "load": self.load,
+            "unload": self.unload,
+        }
+
+    @property
+    def actions(self) -> Sequence[str]:
+        return list(self._answers)
+
+    async def answer(self, call: ManagementCall) -> bytes:
+        return await self._answers[call.action](call)
+
+    async def live(self, call: ManagementCall) -> bytes:
+        return _json({"live": True})
+
+    async def ready(self, call: ManagementCall) -> bytes:
+        if self.lifecycle.is_draining:
+            raise NotReady("the server is shutting down")
+        if self.lifecycle.is_loading:
+            raise NotReady("models are loading")
+        if not self.catalog.is_ready:
+            raise NotReady(self._why_not_ready())
+        return _json({"ready": True})
+
+    async def server_metadata(self, call: ManagementCall) -> bytes:
+        return _json(
+            {"name": self.server_id, "version": penstock.__version__, "extensions": EXTENSIONS}
+        )
+
+    async def metadata(self, call: ManagementCall) -> bytes:
+        config = self._find(call).config
+        return encode_metadata(
+            config.name,
+            self.catalog.versions(config.name),
+            config.platform,
+            config.inputs,
+            config.outputs,
+            config.max_batch_size > 0,
+        )
+
+    async def model_ready(self, call: ManagementCall) -> bytes:
+        model, is_draining = self._find(call), self.lifecycle.is_draining
+        if is_draining or not model.is_ready:
+            reason = "the server is shutting down" if is_draining else model.reason
+            raise NotReady(f"Model version not ready: {reason}".removesuffix(": "))
+        return _json({"name": model.config.name, "ready": True})
+
+    async def config(self, call: ManagementCall) -> bytes:
+        return _json(to_json(self._find(call).config))
+
+    async def statistics(self, call: ManagementCall) -> bytes:
+        models = self.catalog.find_all(call.model_name, call.model_version)
+        return _json({"model_stats": [model.metrics.statistics() for model in models]})
+
+    async def explain(self, call: ManagementCall) -> bytes:
+        explanation = self._find(call).explain()
+        processes = await self._processes()
+        verdicts = [*explanation.verdicts, *who_is_busy(processes)]
+        return _json(replace(explanation, verdicts=verdicts, processes=processes))
+
+    async def index(self, call: ManagementCall) -> bytes:
+        return _json(await self.control.index(call.parameters.get("ready", False)))
+
+    async def load(self, call: ManagementCall) -> bytes:
+        await self.control.load(call.model_name, call.parameters)
+        return b""
+
+    async def unload(self, call: ManagementCall) -> bytes:
+        await self.control.unload(call.model_name)
+        return b""
+
+    async def metrics(self) -> bytes:
+        """Return the metrics as Prometheus text."""
+        # Reading /proc takes a moment per process: not on the event loop.
+        host = await asyncio.to_thread(self.usage.read, list(self._members()))
+        return expose(self.catalog.pending(), host, self._fronts())
+
+    async def _processes(self) -> list[ProcessState]:
+        """Return the core and the fronts, with their CPU use over BUSY_S."""
+        shown = [ProcessState("core", os.getpid(), 0.0)]
+        for front in self._fronts():
+            if front.pid:
+                shown.append(ProcessState(front.name, front.pid, 0.0, front.num_connections))
+        pids = [each.pid for each in shown]
+        before, began = await asyncio.to_thread(cpu_s, pids), time.monotonic()
+        await asyncio.sleep(BUSY_S)
+        after, took_s = await asyncio.to_thread(cpu_s, pids), time.monotonic() - began
+        return [
+            replace(each, busy=round((after[each.pid] - before[each.pid]) / took_s, 3))
+            for each in shown
+            if each.pid in before and each.pid in after
+        ]
+
+    def _members(self) -> Iterator[Member]:
+        """Yield the other processes of this server."""
+        for front in self._fronts():
+            if front.pid:
+                yield Member(front.pid, f"{front.protocol}_front", instance=front.front)
+        for model in self.catalog:
+            config = model.config
+            for instance in model.instances:
+                if instance.pid:
+                    index = str(instance.index)
+                    yield Member(instance.pid, "worker", config.name, config.version, index)
+
+    def _why_not_ready(self) -> str:
+        reasons = {failure.name: "; ".join(failure.problems) for failure in self.catalog.failures}
+        for model in self.catalog:
+            if not model.is_ready:
+                reasons[model.config.name] = model.reason
+        told = sorted(reasons)
+        if self._tells_reasons:
+            told = [f"{name} ({reasons[name]})" if reasons[name] else name for name in told]
+        return f"not ready: {', '.join(told)}"
+
+    def _find(self, call: ManagementCall) -> Served:
+        return self.catalog.find(call.model_name, call.model_version)
+
+
+def _json(body: object) -> bytes:
+    return msgspec.json.encode(body)
