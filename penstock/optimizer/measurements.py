@@ -21,8 +21,8 @@ from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits
-from penstock.profile.profiler import profile_build
-from penstock.profile.results import Profile
+from penstock.profiling.profiler import profile_build
+from penstock.profiling.results import Profile
 
 # Longest batch of slow models, whatever the SLO allows.
 MAX_BATCH_S = 10.0
