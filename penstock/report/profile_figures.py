@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock import units
-from penstock.profile import roofline
-from penstock.profile.results import Bound, GpuTime, Operator, Peaks, Profile, RequestPhase
+from penstock.profiling import roofline
+from penstock.profiling.results import Bound, Bucket, GpuTime, Operator, Peaks, Profile
 from penstock.report import plots
 from penstock.report.plots import Axis, Bars, Plot, Series
 
@@ -173,7 +173,7 @@ def timeline(gpu: GpuTime | None) -> Plot | None:
     return _rows([LANES[lane][0] for lane in lanes], tuple(bars), "ms")
 
 
-def _buckets(buckets: Sequence[RequestPhase]) -> Plot | None:
+def _buckets(buckets: Sequence[Bucket]) -> Plot | None:
     if not buckets:
         return None
     texts = [units.duration(each.seconds) for each in buckets]

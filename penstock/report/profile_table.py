@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import units
-from penstock.profile import roofline
-from penstock.profile.results import GpuTime, Operator, Peaks, Profile, RequestPhase
+from penstock.profiling import roofline
+from penstock.profiling.results import Bucket, GpuTime, Operator, Peaks, Profile
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8
@@ -198,7 +198,7 @@ def _short(name: str, width: int = 44) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
-def _buckets(buckets: Sequence[RequestPhase]) -> Table:
+def _buckets(buckets: Sequence[Bucket]) -> Table:
     whole = sum(each.seconds for each in buckets)
     table = _table("part", "", "share", "time")
     for each in buckets:

@@ -1,4 +1,4 @@
-"""The profiler on a real GPU; `make test-gpu`. The reading of traces: tests/profile."""
+"""The profiler on a real GPU; `make test-gpu`. The reading of traces: tests/profiling."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.profile.peaks import peaks_of
-from penstock.profile.profiler import ProfileSettings, profile_build
-from penstock.profile.results import Profile
+from penstock.profiling.peaks import peaks_of
+from penstock.profiling.profiler import Settings, profile_build
+from penstock.profiling.results import Profile
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -49,7 +49,7 @@ def profiled(root: Path, cache: Path, config: str) -> Profile:
     exec(MODULE, space)
     save_file(space["factory"]().state_dict(), version / "model.safetensors")
     (root / "net" / "config.pbtxt").write_text(CONFIG + config)
-    settings = ProfileSettings(num_runs=5, trace=root / "trace.json", cache=cache)
+    settings = Settings(num_runs=5, trace=root / "trace.json", cache=cache)
     return profile_build(root / "net", ROWS, settings)
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.profile import gpu_timeline
-from penstock.profile.gpu_timeline import RUN, GpuTrace
-from penstock.profile.times import Event, OperatorTime, Timed
-from penstock.profile.work import Shaped
+from penstock.profiling import gpu_timeline
+from penstock.profiling.gpu_timeline import RUN, Trace
+from penstock.profiling.times import Event, OperatorTime, Timed
+from penstock.profiling.work import Shaped
 
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.
@@ -117,7 +117,7 @@ def _watching(is_cuda: bool) -> Any:
     return profile(activities=activities, record_shapes=True, acc_events=True)
 
 
-def _flown(flight: Flight) -> GpuTrace | None:
+def _flown(flight: Flight) -> Trace | None:
     if flight.num_slots < 2:
         return None
     with _watching(is_cuda=True) as watched:
@@ -125,7 +125,7 @@ def _flown(flight: Flight) -> GpuTrace | None:
     return trace_of(watched)
 
 
-def trace_of(watched: Any) -> GpuTrace:
+def trace_of(watched: Any) -> Trace:
     """Return the profiler's Chrome trace."""
     with tempfile.TemporaryDirectory(prefix="penstock-trace-") as made:
         path = Path(made) / "trace.json"
