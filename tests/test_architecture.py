@@ -136,6 +136,14 @@ PURE = [
     "serving/slo_batcher.py",
     "serving/wait_limit.py",
 ]
+# The parts of a model that could run in another process than its supervisor.
+KNOW_NO_PROCESS = [
+    "serving/admission.py",
+    "serving/poison.py",
+    "serving/replies.py",
+    "serving/request_memory.py",
+    "serving/request_queue.py",
+]
 IMPURE_MODULES = {
     "asyncio",
     "multiprocessing",
@@ -403,6 +411,16 @@ def test_what_decides_knows_no_clock_thread_or_socket() -> None:
         for path in PACKAGE.glob(pattern)
         for source in needs(path)
         for name in {full.split(".")[0] for full in imports(source)} & IMPURE_MODULES
+    }
+    assert used == set()
+
+
+def test_requests_are_admitted_placed_and_answered_without_processes() -> None:
+    used = {
+        f"{name} gets {short(source)}"
+        for name in KNOW_NO_PROCESS
+        for source in needs(PACKAGE / name)
+        if source.parent.name == "processes" or source.name in ("supervisor.py", "instance.py")
     }
     assert used == set()
 
