@@ -569,10 +569,11 @@ def is_private(name: str) -> bool:
 SHAPE = TESTS / "shape.toml"
 MAX_METHODS = 30
 MANY_METHODS = 25
-# What a folder may grow without a word: a share of its lines, and a few lines, files or `Any`.
+# What a folder may grow without a word. Files have more room: a file that is split is no harm.
 SLACK = 1.03
 FEW_LINES = 60
-FEW = 2
+FILES_SLACK = 1.1
+FEW = 3
 GROWN = (
     "{what}, more than tests/shape.toml allows. Can something go instead? If not, run "
     "`python tests/test_architecture.py` and say in the same commit why it must grow."
@@ -634,7 +635,7 @@ def test_folders_grow_only_with_a_reason() -> None:
         max_lines, max_files = table.get(folder, (0, 0))
         text = GROWN.format(what=f"penstock/{folder} has {num_lines} lines in {num_files} files")
         assert num_lines <= SLACK * max_lines + FEW_LINES, text
-        assert num_files <= max_files + FEW, text
+        assert num_files <= FILES_SLACK * max_files + FEW, text
 
 
 def test_uses_of_any_do_not_spread() -> None:
