@@ -5,14 +5,14 @@ from made_operators import product, sum_of_two
 
 from penstock.profiling import roofline
 from penstock.profiling.results import (
-    Bucket,
     GpuSpan,
     GpuTime,
     Kernel,
     Peaks,
     Profile,
+    RequestPhase,
 )
-from penstock.profiling.roofline import Measured
+from penstock.profiling.roofline import RooflineInput
 
 
 @pytest.fixture
@@ -33,8 +33,12 @@ def profile(peaks) -> Profile:
     operators = roofline.judged(
         [product("/encoder/layer.0/dense/MatMul", 16e-3), sum_of_two("<b>sum</b>", 3e-3)], peaks
     )
-    buckets = [Bucket("decode", 1e-3), Bucket("queue", 3e-3), Bucket("compute", 20e-3)]
-    measured = Measured(operators, peaks, 20e-3, buckets, 512, 512)
+    buckets = [
+        RequestPhase("decode", 1e-3),
+        RequestPhase("queue", 3e-3),
+        RequestPhase("compute", 20e-3),
+    ]
+    measured = RooflineInput(operators, peaks, 20e-3, buckets, 512, 512)
     steps = roofline.next_steps(measured)
     return Profile(
         model="encoder",

@@ -26,16 +26,16 @@ from penstock.profiling import onnx_times, openvino_times, roofline, torch_times
 from penstock.profiling.path import buckets_of
 from penstock.profiling.peaks import peaks_of
 from penstock.profiling.profiler import (
-    Failed,
-    Job,
     Packed,
+    ProfileFailed,
+    ProfileJob,
     make_batch,
     packed,
     read_config,
     unpacked,
 )
 from penstock.profiling.results import Profile
-from penstock.profiling.roofline import Measured
+from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.times import Timed
 from penstock.types import Array, from_array
 
@@ -49,20 +49,20 @@ TORCH_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float6
 
 
 def main() -> None:
-    job = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    job = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=ProfileJob)
     target = Path(job.profile_path)
     try:
         profile = profiled(job)
     except ConfigError as error:
-        target.write_bytes(msgspec.json.encode(Failed(list(error.problems))))
+        target.write_bytes(msgspec.json.encode(ProfileFailed(list(error.problems))))
         sys.exit(1)
     except PenstockError as error:
-        target.write_bytes(msgspec.json.encode(Failed([str(error)])))
+        target.write_bytes(msgspec.json.encode(ProfileFailed([str(error)])))
         sys.exit(1)
     target.write_bytes(msgspec.json.encode(profile))
 
 
-def profiled(job: Job) -> Profile:
+def profiled(job: ProfileJob) -> Profile:
     served = read_config(Path(job.folder))
     config, job, sent = served.model, of_the_model(served, job), sent_of(served, job)
     inputs = {each.name: unpacked(each) for each in job.tensors}
@@ -89,7 +89,7 @@ def profiled(job: Job) -> Profile:
     computed = {each.name: each.seconds for each in buckets}
     is_same = config.padding is None and not served.is_processed
     again_s = computed[roofline.COMPUTE] if is_same else None
-    measured = Measured(
+    measured = RooflineInput(
         operators=roofline.judged(timed.operators, peaks),
         peaks=peaks,
         total_s=total_s,
@@ -127,7 +127,7 @@ def profiled(job: Job) -> Profile:
     )
 
 
-def of_the_model(config: ModelConfig, job: Job) -> Job:
+def of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     """Return the job with the model's own inputs, where a preprocess function makes these from what
     is sent: the rows with the most common shapes."""
     if config.preprocess is None:
@@ -142,7 +142,7 @@ def of_the_model(config: ModelConfig, job: Job) -> Job:
     return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
 
 
-def sent_of(config: ModelConfig, job: Job) -> Sequence[Packed]:
+def sent_of(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
     """Return the tensors of a request. With pre- or postprocessing it has one row: the answers of
     several may differ in shape."""
     if not config.is_processed or not config.max_batch_size:

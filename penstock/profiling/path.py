@@ -14,7 +14,7 @@ from threading import Event
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.profiling.profiler import Packed
-from penstock.profiling.results import Bucket
+from penstock.profiling.results import RequestPhase
 from penstock.serving.local import LocalModel
 from penstock.types import Request, Response, TensorSpec
 from penstock.wire.v2 import Codec
@@ -24,7 +24,7 @@ NUM_WARM_UP = 3
 TIMEOUT_S = 300.0
 
 
-class Sender:
+class TimedSender:
     """Sends requests one after the other and records the time of each part."""
 
     def __init__(self, config: ModelConfig, tensors: Sequence[Packed]) -> None:
@@ -79,12 +79,13 @@ class Sender:
 
 def buckets_of(
     config: ModelConfig, folder: Path, tensors: Sequence[Packed], num_runs: int
-) -> list[Bucket]:
+) -> list[RequestPhase]:
     """Return the median time of each part, in the order a request passes them."""
-    sender = Sender(config, tensors)
+    sender = TimedSender(config, tensors)
     with LocalModel(str(folder), config.version) as model:
         for _ in range(NUM_WARM_UP + num_runs):
             sender.send(model)
     return [
-        Bucket(name, statistics.median(sender.parts[name][NUM_WARM_UP:])) for name in sender.order
+        RequestPhase(name, statistics.median(sender.parts[name][NUM_WARM_UP:]))
+        for name in sender.order
     ]

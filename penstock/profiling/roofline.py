@@ -18,7 +18,7 @@ import msgspec
 
 from penstock import units
 from penstock.config import CPU, PACK, ModelConfig
-from penstock.profiling.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
+from penstock.profiling.results import Bound, GpuTime, NextStep, Operator, Peaks, RequestPhase
 from penstock.profiling.times import OperatorTime
 from penstock.profiling.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
 
@@ -71,14 +71,14 @@ WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RooflineInput:
     """All inputs of a verdict."""
 
     operators: Sequence[Operator]
     peaks: Peaks
     # Time of one run without the profiler.
     total_s: float
-    buckets: Sequence[Bucket]
+    buckets: Sequence[RequestPhase]
     num_rows: int
     # 0: the model has no batch dimension.
     max_batch_size: int
@@ -201,7 +201,7 @@ def block_of(name: str) -> str:
 # The model as a whole.
 
 
-def shares(measured: Measured) -> dict[Bound, float]:
+def shares(measured: RooflineInput) -> dict[Bound, float]:
     """Return the seconds of a run by bottleneck. Time between operators is overhead, or launch if a
     GPU waits for its kernels."""
     found: dict[Bound, float] = dict.fromkeys(get_args(Bound), 0.0)
@@ -212,12 +212,12 @@ def shares(measured: Measured) -> dict[Bound, float]:
     return {bound: seconds for bound, seconds in found.items() if seconds > 0}
 
 
-def bound_of(measured: Measured) -> Bound:
+def bound_of(measured: RooflineInput) -> Bound:
     found = shares(measured)
     return max(found, key=lambda bound: found[bound]) if found else "unknown"
 
 
-def headroom(measured: Measured) -> float:
+def headroom(measured: RooflineInput) -> float:
     """Return the speed-up at the peaks, with the same operators in the same datatypes."""
     if not measured.operators:
         return 1.0
@@ -228,7 +228,7 @@ def headroom(measured: Measured) -> float:
     return _speed_up(measured, measured.listed_s - least)
 
 
-def limit_share(measured: Measured) -> float | None:
+def limit_share(measured: RooflineInput) -> float | None:
     """Return the share of a run's time that its operations and bytes take at the peaks, without
     launches. A lower bound: unknown operators count as 0. None if most are unknown."""
     operators, peaks = measured.operators, measured.peaks
@@ -241,7 +241,7 @@ def limit_share(measured: Measured) -> float | None:
     return min(1.0, needed_s / max(measured.total_s, measured.listed_s))
 
 
-def _speed_up(measured: Measured, saved_s: float) -> float:
+def _speed_up(measured: RooflineInput, saved_s: float) -> float:
     """Apply Amdahl's law."""
     whole = max(measured.total_s, measured.listed_s)
     return whole / max(whole - saved_s, 1e-12) if whole > 0 else 1.0
@@ -261,12 +261,12 @@ def _is_onnx_made(config: ModelConfig) -> bool:
     return not config.artifact.endswith(".xml")
 
 
-def next_steps(measured: Measured) -> list[NextStep]:
+def next_steps(measured: RooflineInput) -> list[NextStep]:
     """Return the steps worth trying, highest ceiling first, cheaper ones first among equals; empty
     if the runs were disturbed."""
     if measured.disturbance:
         return []
-    ways: list[Callable[[Measured], NextStep | None]] = [
+    ways: list[Callable[[RooflineInput], NextStep | None]] = [
         _fusion,
         _better_kernels,
         _graphs,
@@ -281,7 +281,7 @@ def next_steps(measured: Measured) -> list[NextStep]:
     return sorted(worth, key=lambda step: -round(step.ceiling, 2))
 
 
-def _fusion(measured: Measured) -> NextStep | None:
+def _fusion(measured: RooflineInput) -> NextStep | None:
     """Fuse operators that mostly move memory into their neighbours."""
     small = [each for each in measured.operators if each.type in FUSIBLE and each.seconds > 0]
     saved_s = sum(each.seconds for each in small)
@@ -289,7 +289,7 @@ def _fusion(measured: Measured) -> NextStep | None:
     return _step("fusion", text, measured, saved_s)
 
 
-def _better_kernels(measured: Measured) -> NextStep | None:
+def _better_kernels(measured: RooflineInput) -> NextStep | None:
     poor = [each for each in measured.operators if each.bound == "overhead"]
     saved_s = sum(each.seconds - (each.needed_s or 0.0) for each in poor)
     part = _percent(saved_s, measured)
@@ -297,7 +297,7 @@ def _better_kernels(measured: Measured) -> NextStep | None:
     return _step("compile", text, measured, saved_s)
 
 
-def _narrower(measured: Measured, datatype: str) -> NextStep | None:
+def _narrower(measured: RooflineInput, datatype: str) -> NextStep | None:
     """Use a narrower datatype in matmuls: its peak helps if they are compute-bound, its size if
     memory-bound. Their distance from the roof is assumed to stay the same."""
     if datatype not in measured.peaks.flops or datatype not in measured.datatypes:
@@ -318,14 +318,14 @@ def _narrower(measured: Measured, datatype: str) -> NextStep | None:
     return _step(datatype, text, measured, saved_s)
 
 
-def _graphs(measured: Measured) -> NextStep | None:
+def _graphs(measured: RooflineInput) -> NextStep | None:
     saved_s = measured.launch_gap_s
     part = _percent(saved_s, measured)
     text = f"CUDA graphs, or fewer kernels: the GPU waits for kernel launches ({part})"
     return _step("cuda-graphs", text, measured, saved_s)
 
 
-def _hidden_copies(measured: Measured) -> NextStep | None:
+def _hidden_copies(measured: RooflineInput) -> NextStep | None:
     """Use two instances on a GPU, so that one batch is copied while another is computed."""
     gpu = measured.gpu
     if gpu is None or gpu.num_slots > 1:
@@ -335,7 +335,7 @@ def _hidden_copies(measured: Measured) -> NextStep | None:
     return _step("instances", text, measured, saved_s, is_latency=False)
 
 
-def _batching(measured: Measured) -> NextStep | None:
+def _batching(measured: RooflineInput) -> NextStep | None:
     """Use larger batches, so that more rows share the fixed cost of a batch."""
     largest = measured.max_batch_size
     if largest <= measured.num_rows:
@@ -351,7 +351,7 @@ def _batching(measured: Measured) -> NextStep | None:
     return _step("batching", text, measured, saved_s, is_latency=False)
 
 
-def _instances(measured: Measured) -> NextStep | None:
+def _instances(measured: RooflineInput) -> NextStep | None:
     """Run one instance per thread, which regains all that is lost between threads. The instances
     would share memory and caches, so this is an upper bound."""
     count, alone_s = measured.peaks.num_threads, measured.single_thread_s
@@ -363,7 +363,7 @@ def _instances(measured: Measured) -> NextStep | None:
     return NextStep("instances", f"{text}: at most {ceiling:.2g}x the rate", ceiling, False)
 
 
-def _path(measured: Measured) -> NextStep | None:
+def _path(measured: RooflineInput) -> NextStep | None:
     """Return the largest part of a request's time around the model that can be shortened, with the
     speed-up of the request without it."""
     whole = sum(each.seconds for each in measured.buckets)
@@ -377,7 +377,7 @@ def _path(measured: Measured) -> NextStep | None:
     return None
 
 
-def _advice(part: str, measured: Measured) -> str:
+def _advice(part: str, measured: RooflineInput) -> str:
     """Return how to shorten a part of a request's time; empty if Penstock can do nothing today. The
     profiled request has binary tensors already, and no other request to wait for."""
     if part == "queue" and measured.queue_delay_s > 0:
@@ -393,7 +393,7 @@ def _advice(part: str, measured: Measured) -> str:
 
 
 def _step(
-    name: str, text: str, measured: Measured, saved_s: float, *, is_latency: bool = True
+    name: str, text: str, measured: RooflineInput, saved_s: float, *, is_latency: bool = True
 ) -> NextStep | None:
     if saved_s <= 0:
         return None
@@ -405,7 +405,7 @@ def _step(
 # Text.
 
 
-def findings(measured: Measured) -> list[str]:
+def findings(measured: RooflineInput) -> list[str]:
     """Return the findings, most important first."""
     lines = [measured.disturbance, _bound_line(measured), *_type_lines(measured)]
     if measured.operators and not measured.disturbance:
@@ -439,13 +439,13 @@ def disturbance(runs_s: Sequence[float], again_s: float | None = None) -> str:
     return f"{spread}: other processes used this machine"
 
 
-def _bound_line(measured: Measured) -> str:
+def _bound_line(measured: RooflineInput) -> str:
     found = sorted(shares(measured).items(), key=lambda item: -item[1])
     parts = [f"{_percent(seconds, measured, '')} {WORDS[bound]}" for bound, seconds in found]
     return f"of {units.duration(measured.total_s)}: {', '.join(parts)}" if parts else ""
 
 
-def _type_lines(measured: Measured, count: int = 3) -> list[str]:
+def _type_lines(measured: RooflineInput, count: int = 3) -> list[str]:
     lines = []
     for kind, operators in by_type(measured.operators)[:count]:
         seconds = sum(each.seconds for each in operators)
@@ -462,14 +462,14 @@ def _type_lines(measured: Measured, count: int = 3) -> list[str]:
     return lines
 
 
-def _limit_line(measured: Measured) -> str:
+def _limit_line(measured: RooflineInput) -> str:
     share = limit_share(measured)
     if share is None:
         return ""
     return f"the model runs at {share:.0%} of its limit (its FLOP and bytes at the device's peaks)"
 
 
-def _gpu_lines(measured: Measured) -> list[str]:
+def _gpu_lines(measured: RooflineInput) -> list[str]:
     gpu = measured.gpu
     if gpu is None:
         return []
@@ -490,7 +490,7 @@ def _gpu_lines(measured: Measured) -> list[str]:
     return lines
 
 
-def _headroom_line(measured: Measured) -> str:
+def _headroom_line(measured: RooflineInput) -> str:
     room = headroom(measured)
     known_s = sum(each.seconds for each in measured.operators if each.needed_s is not None)
     if known_s < 0.5 * measured.listed_s:
@@ -500,7 +500,7 @@ def _headroom_line(measured: Measured) -> str:
     return f"at this device's peaks the same operators and datatypes would be {room:.2g}x as fast"
 
 
-def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
+def verdict(measured: RooflineInput, steps: Sequence[NextStep]) -> str:
     """Return the report's first line."""
     if measured.disturbance:
         return f"Disturbed: {measured.disturbance}. {MEASURE_AGAIN}"
@@ -516,7 +516,7 @@ def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
     return f"{start}. Next: {steps[0].text}"
 
 
-def _most_of(measured: Measured, bound: Bound) -> str:
+def _most_of(measured: RooflineInput, bound: Bound) -> str:
     types = by_type([each for each in measured.operators if each.bound == bound])
     longest_s = sum(each.seconds for each in types[0][1]) if types else 0.0
     if bound == "overhead" and measured.gap_s > longest_s:
@@ -539,6 +539,6 @@ def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
     return units.listed(names[:count] + (["others"] if len(names) > count else []))
 
 
-def _percent(seconds: float, measured: Measured, words: str = " of the time") -> str:
+def _percent(seconds: float, measured: RooflineInput, words: str = " of the time") -> str:
     whole = max(measured.total_s, measured.listed_s)
     return units.share(seconds, whole) + words

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.profiling import gpu_timeline
-from penstock.profiling.gpu_timeline import RUN, Trace
+from penstock.profiling.gpu_timeline import RUN, GpuTrace
 from penstock.profiling.times import Event, OperatorTime, Timed
 from penstock.profiling.work import Shaped
 
@@ -117,7 +117,7 @@ def _watching(is_cuda: bool) -> Any:
     return profile(activities=activities, record_shapes=True, acc_events=True)
 
 
-def _flown(flight: Flight) -> Trace | None:
+def _flown(flight: Flight) -> GpuTrace | None:
     if flight.num_slots < 2:
         return None
     with _watching(is_cuda=True) as watched:
@@ -125,7 +125,7 @@ def _flown(flight: Flight) -> Trace | None:
     return trace_of(watched)
 
 
-def trace_of(watched: Any) -> Trace:
+def trace_of(watched: Any) -> GpuTrace:
     """Return the profiler's Chrome trace."""
     with tempfile.TemporaryDirectory(prefix="penstock-trace-") as made:
         path = Path(made) / "trace.json"

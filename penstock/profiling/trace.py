@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.profiling.results import Bucket, GpuSpan
+from penstock.profiling.results import GpuSpan, RequestPhase
 from penstock.profiling.times import Event
 
 OPERATORS, REQUEST = 1, 2
@@ -19,7 +19,10 @@ LANES = {"in": "GPU: copies in", "compute": "GPU: kernels", "out": "GPU: copies 
 
 
 def to_trace(
-    model: str, events: Sequence[Event], buckets: Sequence[Bucket], gpu: Sequence[GpuSpan] = ()
+    model: str,
+    events: Sequence[Event],
+    buckets: Sequence[RequestPhase],
+    gpu: Sequence[GpuSpan] = (),
 ) -> dict[str, Any]:
     """Return one line of operators as they ran, one of a request's buckets in sequence, and one per
     GPU lane, starting at the GPU's first activity."""
@@ -55,7 +58,7 @@ def write(
     path: Path,
     model: str,
     events: Sequence[Event],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[RequestPhase],
     gpu: Sequence[GpuSpan] = (),
 ) -> None:
     try:

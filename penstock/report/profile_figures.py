@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock import units
 from penstock.profiling import roofline
-from penstock.profiling.results import Bound, Bucket, GpuTime, Operator, Peaks, Profile
+from penstock.profiling.results import Bound, GpuTime, Operator, Peaks, Profile, RequestPhase
 from penstock.report import plots
 from penstock.report.plots import Axis, Bars, Plot, Series
 
@@ -173,7 +173,7 @@ def timeline(gpu: GpuTime | None) -> Plot | None:
     return _rows([LANES[lane][0] for lane in lanes], tuple(bars), "ms")
 
 
-def _buckets(buckets: Sequence[Bucket]) -> Plot | None:
+def _buckets(buckets: Sequence[RequestPhase]) -> Plot | None:
     if not buckets:
         return None
     texts = [units.duration(each.seconds) for each in buckets]

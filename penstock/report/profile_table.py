@@ -11,7 +11,7 @@ from rich.text import Text
 
 from penstock import units
 from penstock.profiling import roofline
-from penstock.profiling.results import Bucket, GpuTime, Operator, Peaks, Profile
+from penstock.profiling.results import GpuTime, Operator, Peaks, Profile, RequestPhase
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8
@@ -198,7 +198,7 @@ def _short(name: str, width: int = 44) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
-def _buckets(buckets: Sequence[Bucket]) -> Table:
+def _buckets(buckets: Sequence[RequestPhase]) -> Table:
     whole = sum(each.seconds for each in buckets)
     table = _table("part", "", "share", "time")
     for each in buckets:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.profiling import peaks
-from penstock.profiling.peaks import Try, peaks_of, rates
+from penstock.profiling.peaks import PeakProbe, peaks_of, rates
 
 
 def test_every_peak_is_a_number_above_zero(peaks_cache) -> None:
@@ -33,7 +33,7 @@ def test_a_second_question_is_answered_from_the_cache(tmp_path) -> None:
 
 
 def test_what_was_disturbed_is_not_remembered(tmp_path, monkeypatch) -> None:
-    def disturbed(tries: dict[str, Try]) -> dict[str, float]:
+    def disturbed(tries: dict[str, PeakProbe]) -> dict[str, float]:
         tries["fp32"].rounds_s += [1.0, 2.0, 1.0]
         return dict.fromkeys(tries, 2.0)
 
@@ -69,14 +69,14 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path) -> None:
 def test_the_best_of_all_rounds_counts(monkeypatch) -> None:
     clock = FakeClock([0.5, 0.2, 0.4, 0.3])
     monkeypatch.setattr(peaks.time, "perf_counter", clock)
-    assert rates({"a": Try(clock.work, 10.0)}, round_s=0.1) == {"a": pytest.approx(50)}
+    assert rates({"a": PeakProbe(clock.work, 10.0)}, round_s=0.1) == {"a": pytest.approx(50)}
 
 
 def test_what_fails_has_no_rate() -> None:
     def fail() -> None:
         raise RuntimeError("no such instruction")
 
-    assert rates({"a": Try(fail, 1.0)}, round_s=0.0) == {}
+    assert rates({"a": PeakProbe(fail, 1.0)}, round_s=0.0) == {}
 
 
 class FakeClock:

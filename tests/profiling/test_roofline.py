@@ -10,16 +10,16 @@ from made_operators import product, sum_of_two
 from served_builds import a_config
 
 from penstock.profiling import roofline
-from penstock.profiling.results import Bucket, Peaks
-from penstock.profiling.roofline import Measured
+from penstock.profiling.results import Peaks, RequestPhase
+from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.times import OperatorTime
 from penstock.profiling.work import Shaped
 
 
-def measured(peaks, times, total_s=None, buckets=(), **more) -> Measured:
+def measured(peaks, times, total_s=None, buckets=(), **more) -> RooflineInput:
     operators = roofline.judged(times, peaks)
     total_s = sum(each.seconds for each in times) if total_s is None else total_s
-    return Measured(
+    return RooflineInput(
         operators, peaks, total_s, buckets, **{"num_rows": 1, "max_batch_size": 0} | more
     )
 
@@ -117,7 +117,7 @@ def test_headroom_is_what_the_peaks_leave(peaks) -> None:
     assert roofline.headroom(found) == pytest.approx(16 / 10.74, rel=1e-3)
 
 
-def step(found: Measured, name: str):
+def step(found: RooflineInput, name: str):
     return next((each for each in roofline.next_steps(found) if each.name == name), None)
 
 
@@ -178,7 +178,7 @@ def test_threads_that_scale_stay_together(peaks) -> None:
 
 
 def test_a_long_queue_is_told_before_the_model(peaks) -> None:
-    buckets = [Bucket("queue", 60e-3), Bucket("compute", 11e-3)]
+    buckets = [RequestPhase("queue", 60e-3), RequestPhase("compute", 11e-3)]
     found = measured(peaks, [product("p", 11e-3)], buckets=buckets, queue_delay_s=60e-3)
     steps = roofline.next_steps(found)
     assert steps[0].name == "path"
@@ -204,7 +204,7 @@ def test_a_part_around_the_model_promises_what_is_left_without_it(
     peaks, parts, named, ceiling
 ) -> None:
     """1 / (1 - p) of exactly the part that is named, not of all parts around the model."""
-    buckets = [Bucket(name, each * 1e-3) for name, each in parts.items()]
+    buckets = [RequestPhase(name, each * 1e-3) for name, each in parts.items()]
     path = step(
         measured(peaks, [], 1.0, buckets, max_batch_size=8, queue_delay_s=0.1),
         "path",
@@ -217,7 +217,7 @@ def test_a_part_around_the_model_promises_what_is_left_without_it(
 @given(st.dictionaries(st.sampled_from(["queue", "decode", "compute", "encode"]), st.floats(0, 1)))
 def test_no_part_promises_more_than_its_share(parts) -> None:
     device = Peaks("a test", 2, {"fp32": 1e9}, 1e9, 1e-6)
-    buckets = [Bucket(name, seconds) for name, seconds in parts.items()]
+    buckets = [RequestPhase(name, seconds) for name, seconds in parts.items()]
     found = measured(device, [], 1.0, buckets, max_batch_size=8, queue_delay_s=0.1)
     path = step(found, "path")
     if path is not None:
@@ -238,13 +238,13 @@ def test_no_part_promises_more_than_its_share(parts) -> None:
     ],
 )
 def test_nothing_is_advised_that_cannot_be_done(peaks, part, more) -> None:
-    buckets = [Bucket(part, 60e-3), Bucket("compute", 40e-3)]
+    buckets = [RequestPhase(part, 60e-3), RequestPhase("compute", 40e-3)]
     assert step(measured(peaks, [], 40e-3, buckets, **more), "path") is None
 
 
 def test_no_advice_names_what_penstock_does_not_have(peaks) -> None:
     for parts, _, _ in PATHS:
-        buckets = [Bucket(name, each * 1e-3) for name, each in parts.items()]
+        buckets = [RequestPhase(name, each * 1e-3) for name, each in parts.items()]
         more = {"max_batch_size": 8, "queue_delay_s": 0.1}
         path = step(measured(peaks, [], 1.0, buckets, **more), "path")
         for word in ("shared memory", "instances of its own", "binary"):
@@ -254,7 +254,7 @@ def test_no_advice_names_what_penstock_does_not_have(peaks) -> None:
 class TestCeilings:
     """1 / ((1 - p) + p / s) for the named share p of 20 ms that becomes s times as fast."""
 
-    def text(self, found: Measured, name: str) -> str:
+    def text(self, found: RooflineInput, name: str) -> str:
         return step(found, name).text
 
     def test_of_fusion(self, peaks) -> None:
@@ -296,9 +296,9 @@ class TestCeilings:
 
 
 class TestDisturbed:
-    def found(self, peaks) -> Measured:
+    def found(self, peaks) -> RooflineInput:
         told = roofline.disturbance([10e-3, 11e-3, 30e-3])
-        buckets = [Bucket("queue", 60e-3), Bucket("compute", 1e-3)]
+        buckets = [RequestPhase("queue", 60e-3), RequestPhase("compute", 1e-3)]
         times = [product("p", 11e-3), sum_of_two("s", 100e-3)]
         return measured(peaks, times, None, buckets, disturbance=told, queue_delay_s=0.1)
 
@@ -386,7 +386,7 @@ def test_no_ceiling_is_below_one_and_shares_are_the_whole(listed, total_s, max_b
 class TestGpu:
     """6 ms of kernels in a run of 10, of which 2 were spent waiting for the next kernel."""
 
-    def found(self, peaks, gpu, **more) -> Measured:
+    def found(self, peaks, gpu, **more) -> RooflineInput:
         times = [product("p", 5e-3), sum_of_two("s", 1e-3)]
         return measured(peaks, times, total_s=10e-3, gpu=gpu, **more)
 

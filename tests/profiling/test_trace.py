@@ -6,13 +6,13 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.profiling import trace
-from penstock.profiling.results import Bucket
+from penstock.profiling.results import RequestPhase
 from penstock.profiling.times import Event
 
 
 def test_operators_and_buckets_are_spans_in_microseconds(tmp_path) -> None:
     events = [Event("dense", "MatMul", 0.001, 0.002, {"input": "[1, 2]"})]
-    buckets = [Bucket("decode", 0.001), Bucket("compute", 0.004)]
+    buckets = [RequestPhase("decode", 0.001), RequestPhase("compute", 0.004)]
     trace.write(tmp_path / "t.json", "encoder", events, buckets)
     spans = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     seen = {span["name"]: span for span in spans if span["ph"] == "X"}
