@@ -80,7 +80,7 @@ def test_texts_and_vectors_have_lines_of_their_own(lines):
     access_log.generated(200, CONFIG, told, "")
     told.num_prompt, told.num_generated, told.first_at = 5, 2, told.received + 0.25
     access_log.generated(499, CONFIG, told, "Cancelled")
-    access_log.embedded(200, CONFIG, access_log.Rows(7, time.monotonic()), "")
+    access_log.embedded(200, CONFIG, access_log.EmbeddedRows(7, time.monotonic()), "")
     none, left, vectors = lines.records
     assert not hasattr(none, "first_token_ms") and none.generation_tokens == 0
     assert (left.prompt_tokens, left.generation_tokens, left.error) == (5, 2, "Cancelled")
