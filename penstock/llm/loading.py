@@ -18,7 +18,7 @@ from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import StepRunner
 from penstock.llm.messages import Settings
 from penstock.llm.models.decoder import ON_CPU, Decoder
-from penstock.llm.models.int4 import Int4Product
+from penstock.llm.models.int4 import Int4Linear
 from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import Shape
 from penstock.llm.runner import Runner
@@ -152,7 +152,7 @@ def _in_int4(decoder: Decoder) -> dict[str, str]:
     all_of_them: list[object] = [
         each for n in decoder.layers for each in (n.qkv, n.out, n.gate_up, n.down)
     ]
-    num = sum(isinstance(each, Int4Product) for each in all_of_them)
+    num = sum(isinstance(each, Int4Linear) for each in all_of_them)
     rest = len(all_of_them) - num
-    told = f"{num} of {len(all_of_them)} products"
+    told = f"{num} of {len(all_of_them)} linear layers"
     return {"int4": f"{told}; {rest} in float32 by their sizes" if rest else told}

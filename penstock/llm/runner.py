@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.llm.batched_attention import Shelves
+from penstock.llm.batched_attention import KvBuckets
 from penstock.llm.cache import Cache
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
@@ -61,7 +61,7 @@ class Runner:
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder
-        self._shelves = Shelves(cache)
+        self._buckets = KvBuckets(cache)
 
     def run(self, step: Step) -> SampledStep:
         """Run a step whose tokens are all known."""
@@ -73,7 +73,7 @@ class Runner:
             [t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]]
         )
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
-        hidden = self._decoder.hidden(tokens, positions, self._shelves.attention(step))
+        hidden = self._decoder.hidden(tokens, positions, self._buckets.attention(step))
         wanted = [chunk.sequence.params.num_logprobs for chunk in step.chunks if chunk.is_sampled]
         prompts = prompt_logprobs(step, hidden, self._decoder.logits)
         return SampledStep(self._sample(step, hidden), wanted, prompts)

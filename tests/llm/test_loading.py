@@ -74,9 +74,9 @@ def test_what_cpus_multiply_in_is_not_for_gpus(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"hidden_size": 32, "intermediate_size": 64}, "6 of 8 products; 2 in float32"),
-        ({"hidden_size": 24}, "0 of 8 products; 8 in float32"),
-        ({"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}, "8 of 8 products"),
+        ({"hidden_size": 32, "intermediate_size": 64}, "6 of 8 linear layers; 2 in float32"),
+        ({"hidden_size": 24}, "0 of 8 linear layers; 8 in float32"),
+        ({"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}, "8 of 8 linear layers"),
     ],
     ids=["heads", "width", "all"],
 )
