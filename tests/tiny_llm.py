@@ -106,10 +106,10 @@ def continued(weights, config, prompt, num_tokens) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def settings_of(folder, **changes) -> messages.Settings:
+def settings_of(folder, **changes) -> messages.EngineSettings:
     fields = {
         "path": str(folder), "device": "cpu", "dtype": "float32", "num_threads": 1,
         "block_size": 4, "cache_bytes": 1 << 20, "max_sequences": 4, "max_tokens": 16,
         "max_length": MAX_LENGTH, "max_waiting": 8,
     }  # fmt: skip
-    return messages.Settings(**{**fields, **changes})
+    return messages.EngineSettings(**{**fields, **changes})

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from penstock.backends.packed_encoder import has_triton
 from penstock.llm.engine import Engine
 from penstock.llm.engine_main import load
-from penstock.llm.messages import GenerateRequest, Settings, pack_tokens
+from penstock.llm.messages import EngineSettings, GenerateRequest, pack_tokens
 from penstock.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +123,7 @@ class Bench:
         if self.device == "cpu" and dtype != "fp8":
             dtype = "float32"
         scale = self.scale
-        settings = Settings(
+        settings = EngineSettings(
             path=str(self.config(values)), device=self.device, dtype=dtype,
             num_threads=max(1, (os.cpu_count() or 2) // 2), block_size=scale.block_size,
             cache_bytes=(1 << 22) if self.is_tiny else 0, max_sequences=scale.max_sequences,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from penstock.llm.cache import Cache, PlainAttention, Span, slots_of, spans_of
 from penstock.llm.exact_attention import attend, pad_length
-from penstock.llm.scheduler import Chunk, Step
+from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.llm.sequence import Sequence
 
 # Tokens in the shortest rows. Lengths grow by at most half, so at most a third of a row is empty.
@@ -27,7 +27,7 @@ SHORTEST = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BucketRow:
     owner: Sequence
     # Tokens stored in the row.
     count: int
@@ -38,7 +38,7 @@ class KvBucket:
 
     def __init__(self, cache: Cache, length: int) -> None:
         self.length = length
-        self.rows: list[Row | None] = []
+        self.rows: list[BucketRow | None] = []
         layers, _, heads, size = cache.keys.shape
         self.keys = cache.keys.new_zeros(layers, 0, heads, length, size)
         self.values = torch.zeros_like(self.keys)
@@ -82,7 +82,7 @@ class KvBucket:
     def take(self, sequence: Sequence, count: int, cache: Cache, slots: Tensor) -> int:
         """Fill the first free row with the `count` tokens that the cache has at `slots`."""
         place = self.rows.index(None)
-        self.rows[place] = Row(sequence, count)
+        self.rows[place] = BucketRow(sequence, count)
         self.keys[:, place, :, :count] = cache.keys[:, slots].transpose(1, 2)
         self.values[:, place, :, :count] = cache.values[:, slots].transpose(1, 2)
         # The tail is masked, but a NaN in it would still spoil a sum.
@@ -122,14 +122,16 @@ class KvBuckets:
     def num_slots(self) -> int:
         return sum(bucket.num_slots for bucket in self._buckets.values())
 
-    def attention(self, step: Step) -> BatchedAttention:
+    def attention(self, step: BatchStep) -> BatchedAttention:
         spans = spans_of(step, self.cache.block_size)
         ones = [place for place, chunk in enumerate(step.chunks) if chunk.count == 1]
         lots, placed = self._lots(step, ones, spans)
         others = [span for place, span in enumerate(spans) if place not in placed]
         return BatchedAttention(self.cache, spans, others, lots)
 
-    def _lots(self, step: Step, ones: Many[int], spans: Many[Span]) -> tuple[list[Lot], set[int]]:
+    def _lots(
+        self, step: BatchStep, ones: Many[int], spans: Many[Span]
+    ) -> tuple[list[Lot], set[int]]:
         by_length: dict[int, list[int]] = {}
         for place in ones:
             by_length.setdefault(row_length(step.chunks[place].end), []).append(place)
@@ -172,7 +174,7 @@ class KvBuckets:
             bucket.grow(len(bucket.rows) + more)
         return more
 
-    def _lot(self, length: int, rows: dict[int, int], step: Step, spans: Many[Span]) -> Lot:
+    def _lot(self, length: int, rows: dict[int, int], step: BatchStep, spans: Many[Span]) -> Lot:
         bucket = self._buckets[length]
         by_row = sorted((row, place) for place, row in rows.items())
         own = [spans[place].first for _, place in by_row]
@@ -180,7 +182,7 @@ class KvBuckets:
         ends = [1] * len(tokens)
         for (row, place), token in zip(by_row, own, strict=True):
             tokens[row], ends[row] = token, step.chunks[place].end
-            bucket.rows[row] = Row(step.chunks[place].sequence, ends[row])
+            bucket.rows[row] = BucketRow(step.chunks[place].sequence, ends[row])
         used = torch.tensor([row for row, _ in by_row])
         num_heads = bucket.keys.shape[2]
         last = torch.tensor([ends[row] - 1 for row, _ in by_row])

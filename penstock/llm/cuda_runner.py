@@ -30,7 +30,7 @@ from penstock.llm.models.decoder import Decoder
 from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Places
 from penstock.llm.runner import SampledStep, num_followed, prompt_logprobs, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
-from penstock.llm.scheduler import Chunk, Limits, Step
+from penstock.llm.scheduler import BatchStep, Chunk, StepLimits
 from penstock.llm.sequence import Sequence
 from penstock.llm.table_rows import Changes, TableRows
 from penstock.sampling_params import SamplingParams
@@ -127,7 +127,13 @@ class CudaRunner:
     num_ahead = NUM_AHEAD
 
     def __init__(
-        self, decoder: Decoder, cache: Cache, device: Device, limits: Limits, *, has_graphs: bool
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        device: Device,
+        limits: StepLimits,
+        *,
+        has_graphs: bool,
     ) -> None:
         self._decoder, self._device, self._limits = decoder, device, limits
         self._has_graphs = has_graphs
@@ -180,7 +186,7 @@ class CudaRunner:
             found["without_cuda_graph"] = f"{len(self.problems)} sizes, {size} first: {problem}"
         return found
 
-    def run(self, step: Step) -> LaunchedStep:
+    def run(self, step: BatchStep) -> LaunchedStep:
         """Launch a step without waiting for it. A token that the host does not know yet must be the
         last that its sequence sampled in the step before."""
         staged = self._next_staged()
@@ -208,7 +214,7 @@ class CudaRunner:
             else:
                 hidden = self._run_eagerly(layout, staged, places)
                 places = list(range(len(places)))
-                prompts = prompt_logprobs(Step(chunks), hidden, self._decoder.logits)
+                prompts = prompt_logprobs(BatchStep(chunks), hidden, self._decoder.logits)
             chosen = [step.chunks[number] for number in sampled]
             again = self._sample_again(chosen, places, rows[where[sampled]])
             num = max(places, default=-1) + 1
@@ -376,7 +382,7 @@ class CudaRunner:
     def _warm_up(self) -> None:
         """Run a prefill step of the largest size."""
         limits, left = self._limits, self._limits.max_tokens
-        step, params = Step(), SamplingParams(max_tokens=1)
+        step, params = BatchStep(), SamplingParams(max_tokens=1)
         while left > 0 and len(step.chunks) < limits.max_sequences:
             number, count = -1 - len(step.chunks), min(left, limits.max_length)
             sequence = Sequence(number, [0] * count, params)

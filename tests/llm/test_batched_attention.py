@@ -12,7 +12,7 @@ from penstock.llm.batched_attention import SHORTEST, KvBucket, KvBuckets, row_le
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
-from penstock.llm.scheduler import Chunk, Limits, Scheduler, Step  # noqa: E402
+from penstock.llm.scheduler import BatchStep, Chunk, Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
@@ -28,7 +28,7 @@ class Pair:
         self.dtype = dtype
         self.caches = [Cache(SHAPE, num_blocks, SIZE, "cpu", dtype) for _ in range(2)]
         self.buckets = KvBuckets(self.caches[0])
-        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), Limits(6, max_tokens, 400))
+        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(6, max_tokens, 400))
         self.num_mixed = self.num_compared = 0
 
     def step(self):
@@ -98,7 +98,7 @@ def test_a_sequence_that_is_left_out_of_steps_is_looked_up_again():
 
 
 def one_token(sequence, start):
-    return Step([Chunk(sequence, start, 1, True, 0, [0, 1, 2, 3])])
+    return BatchStep([Chunk(sequence, start, 1, True, 0, [0, 1, 2, 3])])
 
 
 @pytest.mark.parametrize("start", [7, 10, 11])

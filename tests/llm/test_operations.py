@@ -11,7 +11,7 @@ from penstock.llm import operations  # noqa: E402
 from penstock.llm.cuda_runner import parameters_of  # noqa: E402
 from penstock.llm.models.linear import Linear, Small, fp8_linear  # noqa: E402
 from penstock.llm.operations import KEY, Places  # noqa: E402
-from penstock.llm.sampling import STEPS, Row, sample  # noqa: E402
+from penstock.llm.sampling import STEPS, SamplingRow, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def test_tokens_are_drawn_as_they_are_from_rows():
     ]
     logits = torch.randn(5, 200)
     for position in range(20):
-        rows = [Row(each, position) for each in samplings]
+        rows = [SamplingRow(each, position) for each in samplings]
         batch_table = np.zeros((5, operations.NUM_COLUMNS), np.int32)
         batch_table[:, KEY:] = [parameters_of(each) for each in samplings]
         moved = np.full(5, position, np.uint32) * np.uint32(STEPS[0])

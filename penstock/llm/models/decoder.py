@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from penstock.llm.models.int4 import int4_linear
 from penstock.llm.models.int8 import int8_linear
 from penstock.llm.models.linear import AnyLinear, Linear, fp8_linear
-from penstock.llm.models.shape import Shape
+from penstock.llm.models.shape import DecoderShape
 
 Weights = Callable[[str], Tensor]
 MakeLinear = Callable[[Tensor, Tensor | None], AnyLinear]
@@ -32,7 +32,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     first_norm: Tensor
     qkv: AnyLinear
     out: AnyLinear
@@ -46,7 +46,7 @@ class Layer:
 class Decoder:
     def __init__(
         self,
-        shape: Shape,
+        shape: DecoderShape,
         weights: Weights,
         device: str,
         dtype: torch.dtype,
@@ -100,7 +100,7 @@ class Decoder:
         return self._logits(hidden)
 
     def _attended(
-        self, number: int, layer: Layer, x: Tensor, rope_table: Tensor, attend: Attend
+        self, number: int, layer: DecoderLayer, x: Tensor, rope_table: Tensor, attend: Attend
     ) -> Tensor:
         shape = self.shape
         heads = layer.qkv(self._norm(x, layer.first_norm))
@@ -114,7 +114,7 @@ class Decoder:
         mixed = attend(number, queries, keys, values)
         return layer.out(mixed.flatten(1))
 
-    def _fed(self, layer: Layer, x: Tensor) -> Tensor:
+    def _fed(self, layer: DecoderLayer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(x, layer.last_norm)).chunk(2, 1)
         return layer.down(F.silu(gate).mul_(up))
 
@@ -130,11 +130,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _layer(
-    shape: Shape,
+    shape: DecoderShape,
     prefix: str,
     placed: Callable[..., Tensor],
     linear: MakeLinear,
-) -> Layer:
+) -> DecoderLayer:
     attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     norms = None
     if shape.has_qk_norm:
@@ -144,7 +144,7 @@ def _layer(
         bias = placed(*(f"{part}.bias" for part in parts)) if has_bias else None
         return linear(placed(*(f"{part}.weight" for part in parts)), bias)
 
-    return Layer(
+    return DecoderLayer(
         placed(f"{prefix}.input_layernorm.weight"),
         made(*attention, has_bias=shape.has_bias),
         made(f"{prefix}.self_attn.o_proj", has_bias=shape.has_bias),
@@ -155,7 +155,7 @@ def _layer(
     )
 
 
-def _rope_table(shape: Shape) -> Tensor:
+def _rope_table(shape: DecoderShape) -> Tensor:
     """Return the RoPE table [positions, 2, half a head]: cosines and sines."""
     frequencies = torch.tensor(shape.rope.frequencies(shape.head_size), dtype=torch.float64)
     angles = torch.arange(shape.max_length, dtype=torch.float64)[:, None] * frequencies
@@ -184,7 +184,7 @@ def _fast_rope(heads: Tensor, rope_table: Tensor) -> Tensor:
     return found.to(heads.dtype)
 
 
-def names(shape: Shape) -> Iterator[str]:
+def names(shape: DecoderShape) -> Iterator[str]:
     """Yield the names of all weights, as in files."""
     yield EMBEDDINGS
     yield NORM
@@ -194,7 +194,7 @@ def names(shape: Shape) -> Iterator[str]:
         yield from (f"model.layers.{number}.{name}" for name in sizes(shape))
 
 
-def sizes(shape: Shape) -> Mapping[str, tuple[int, ...]]:
+def sizes(shape: DecoderShape) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a layer's weights, by name."""
     width, queries = shape.width, shape.num_heads * shape.head_size
     keys = shape.num_kv_heads * shape.head_size

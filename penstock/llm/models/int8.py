@@ -68,7 +68,8 @@ def check_int8(device: str, dtype: str = "int8") -> None:
     """Raise ConfigError if torch has no INT8 GEMM here. Also needed for INT4, whose logits are
     INT8."""
     if device != CPU:
-        raise ConfigError([f"dtype {dtype}: '{device}' is no CPU; expected another one there"])
+        text = f"dtype {dtype} runs on CPUs only; on {device} use bfloat16 or fp8"
+        raise ConfigError([text])
     try:
         found = int8_linear(torch.eye(2), None)(torch.tensor([[1.0, -0.5]]))
     except RuntimeError as error:

@@ -76,6 +76,6 @@ def test_who_else_is_in_the_batch_changes_nothing():
 
 
 def test_a_gpu_is_told_to_take_another():
-    with pytest.raises(ConfigError, match="'cuda:0' is no CPU"):
+    with pytest.raises(ConfigError, match="runs on CPUs only; on cuda:0 use"):
         check_int8("cuda:0")
     check_int8("cpu")
