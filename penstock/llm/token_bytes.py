@@ -6,6 +6,9 @@ reads the model folder. The text of a sequence is the concatenation of its token
 that was sent never changes. This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen) and for
 SentencePiece tokenizers with byte fallback (Llama 2, Mistral). Only bytes that are not UTF-8 are
 replaced; for the latter, the tokenizers library also replaces the bytes next to them.
+
+`tokenizers.decoders.DecodeStream` gives the same text (0.23.3), but needs the tokenizer, whose
+decoder comes from the model folder, in the core.
 """
 
 from __future__ import annotations
