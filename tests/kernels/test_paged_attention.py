@@ -25,7 +25,9 @@ def test_one_token_sees_its_own_sequence(group, num_kv_heads, size, splits):
     case = a_case([(70, 1), (1, 1), (0, 1), (131, 1)], group, num_kv_heads, size)
     out = torch.full_like(case.queries, float("nan"))
     batch_table = case.batch_table
-    paged_attention.attend_one(case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits)
+    paged_attention.attend_one(
+        case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits
+    )
     torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
 
 
@@ -46,7 +48,9 @@ def test_queries_may_lie_among_other_things():
     wide[:, :4] = case.queries
     out = torch.empty_like(case.queries)
     batch_table = case.batch_table
-    paged_attention.attend_one(wide[:, :4], case.paged, batch_table[:, 1], batch_table[:, 2], out, 1)
+    paged_attention.attend_one(
+        wide[:, :4], case.paged, batch_table[:, 1], batch_table[:, 2], out, 1
+    )
     torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
 
 
@@ -56,7 +60,9 @@ def test_large_scores_do_not_overflow():
     out = torch.empty_like(case.queries)
     for splits in (1, 8):
         batch_table = case.batch_table
-        paged_attention.attend_one(case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits)
+        paged_attention.attend_one(
+            case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits
+        )
         torch.testing.assert_close(out.float(), plain(case), atol=2e-2, rtol=1e-2)
 
 

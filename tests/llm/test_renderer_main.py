@@ -14,7 +14,7 @@ from test_renderer import write_text
 from tiny_text import TOKENIZER
 
 from penstock.llm import text_messages as messages
-from penstock.llm.messages import unpacked
+from penstock.llm.messages import unpack_tokens
 from penstock.llm.renderer_main import RendererProcess
 from penstock.processes.channel import socket_pair
 
