@@ -58,7 +58,10 @@ def test_it_answers_each_job_by_its_number(tmp_path):
     with Talk() as talk:
         assert isinstance(talk.say(load(write_text(tmp_path))).hear(), messages.TextReady)
         found = talk.say(messages.EncodeTexts(5, ["the cat"], True)).hear()
-        assert (found.job, unpacked(found.tokens[0])) == (5, TOKENIZER.encode("the cat").ids)
+        assert (found.job, unpack_tokens(found.tokens[0]).tolist()) == (
+            5,
+            TOKENIZER.encode("the cat").ids,
+        )
         found = talk.say(messages.EncodeChat(6, b'[{"role": "user"}]', b"{}", 3)).hear()
         assert (found.job, found.kind) == (6, "too_large")
 
