@@ -82,7 +82,7 @@ def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) ->
     return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
-class TextModels:
+class CatalogTextModels:
     """The language models of a catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
@@ -136,7 +136,7 @@ class Server:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = config.logs_requests
         openai = OpenAiHttp(
-            TextModels(self.catalog),
+            CatalogTextModels(self.catalog),
             lambda: self.lifecycle.is_draining,
             logs_requests=is_logged,
             embeddings=EmbeddingsHttp(self.catalog, is_logged),

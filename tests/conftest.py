@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,9 +19,6 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("full", settings.get_profile("explore"), derandomize=True)
 settings.register_profile("penstock", settings.get_profile("full"), max_examples=MAX_EXAMPLES)
 settings.load_profile("penstock")
-# Tests run in as many processes as there are cores: threads for tiny models only wait for each
-# other. torch and OpenMP read it when they are imported; what is tested sets its own number.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton reads it when it is imported: without a GPU, kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -73,6 +71,14 @@ def signal_stack() -> Iterator[None]:
     libc.sigaltstack(None, ctypes.byref(before))
     yield
     libc.sigaltstack(ctypes.byref(before), None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests run in as many processes as there are cores: threads of torch for tiny models would
+    only wait for each other. Not by an environment variable, which servers would inherit."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Operators with times made up by tests."""
 
-from penstock.profile.times import OperatorTime
-from penstock.profile.work import Shaped
+from penstock.profiling.times import OperatorTime
+from penstock.profiling.work import Shaped
 
 
 def product(name: str, seconds: float, rows: int = 512, width: int = 1024) -> OperatorTime:

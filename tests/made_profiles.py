@@ -3,8 +3,8 @@
 import pytest
 from made_operators import product, sum_of_two
 
-from penstock.profile import roofline
-from penstock.profile.results import (
+from penstock.profiling import roofline
+from penstock.profiling.results import (
     Bucket,
     GpuSpan,
     GpuTime,
@@ -12,7 +12,7 @@ from penstock.profile.results import (
     Peaks,
     Profile,
 )
-from penstock.profile.roofline import Measured
+from penstock.profiling.roofline import Measured
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ ORDER = [
     {"llm"},
     {"data"},
     {"benchmark"},
-    {"optimizer", "profile"},
+    {"optimizer", "profiling"},
     {"report"},
     {"protocols"},
     {"dashboard"},
@@ -87,6 +87,7 @@ PURE = [
     "units.py",
     "optimizer/accuracy.py",
     "optimizer/llm/likelihoods.py",
+    "optimizer/llm/text_time.py",
     "optimizer/audit.py",
     "optimizer/binomial.py",
     "optimizer/budget.py",
@@ -104,10 +105,10 @@ PURE = [
     "optimizer/simulate.py",
     "optimizer/time_budget.py",
     "optimizer/time_plan.py",
-    "profile/gpu_timeline.py",
-    "profile/roofline.py",
-    "profile/times.py",
-    "profile/work.py",
+    "profiling/gpu_timeline.py",
+    "profiling/roofline.py",
+    "profiling/times.py",
+    "profiling/work.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "system/environment.py",
@@ -128,6 +129,14 @@ PURE = [
     "serving/saturation.py",
     "serving/slo_batcher.py",
     "serving/wait_limit.py",
+]
+# The parts of a model that could run in another process than its supervisor.
+KNOW_NO_PROCESS = [
+    "serving/admission.py",
+    "serving/poison.py",
+    "serving/replies.py",
+    "serving/request_memory.py",
+    "serving/request_queue.py",
 ]
 IMPURE_MODULES = {
     "asyncio",
@@ -239,6 +248,11 @@ WITHOUT_OWN_TEST = {
     "optimizer/evaluator.py": "tests/optimizer/test_accuracy_gate.py and test_gpu_sessions.py",
     "optimizer/inspector.py": "tests/optimizer/test_gpu_sessions.py and test_optimizer_run.py",
     "optimizer/measurements.py": "tests/optimizer/test_gpu_sessions.py and test_served.py",
+    "optimizer/llm/text_progress.py": "tests/optimizer/llm/test_text_run.py reads it",
+    "optimizer/llm/text_time.py": "tests/optimizer/llm/test_text_run.py and test_text_evaluator.py",
+    "optimizer/optimize_call.py": "tests/optimizer/test_optimizer_run.py makes them",
+    "optimizer/tensor_run.py": "tests/optimizer/test_optimizer_run.py runs it",
+    "optimizer/workspace.py": "tests/optimizer/test_optimizer_run.py opens models in it",
     "optimizer/run_context.py": "values; tests/optimizer/made_evaluators.py makes them",
     "optimizer/attempts.py": "tests/optimizer/test_optimizer_search.py tries every outcome",
     "optimizer/finalists.py": "tests/optimizer/test_optimizer_search.py serves them",
@@ -258,10 +272,10 @@ WITHOUT_OWN_TEST = {
     "optimizer/torch_export.py": "tests/optimizer/passes/test_onnx_export.py and "
     "test_torch_compile.py export through it",
     "optimizer/trial_child.py": "tests/optimizer/test_trials.py starts it",
-    "profile/__init__.py": "empty",
-    "profile/child.py": "tests/profile/test_profiler.py starts it",
-    "profile/results.py": "values only",
-    "profile/times.py": "values only; the tests of the readers beside it make them",
+    "profiling/__init__.py": "empty",
+    "profiling/child.py": "tests/profiling/test_profiler.py starts it",
+    "profiling/results.py": "values only",
+    "profiling/times.py": "values only; the tests of the readers beside it make them",
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",
@@ -391,6 +405,16 @@ def test_what_decides_knows_no_clock_thread_or_socket() -> None:
         for path in PACKAGE.glob(pattern)
         for source in needs(path)
         for name in {full.split(".")[0] for full in imports(source)} & IMPURE_MODULES
+    }
+    assert used == set()
+
+
+def test_requests_are_admitted_placed_and_answered_without_processes() -> None:
+    used = {
+        f"{name} gets {short(source)}"
+        for name in KNOW_NO_PROCESS
+        for source in needs(PACKAGE / name)
+        if source.parent.name == "processes" or source.name in ("supervisor.py", "instance.py")
     }
     assert used == set()
 

@@ -69,3 +69,14 @@ def test_version_is_the_one_of_the_distribution() -> None:
 
 def test_package_says_that_it_is_typed() -> None:
     assert (Path(penstock.__file__).parent / "py.typed").is_file()
+
+
+def test_no_module_hides_a_function() -> None:
+    """Importing `penstock.x` sets the attribute `x`, whatever it was before."""
+    folder = Path(penstock.__file__).parent
+    hidden = [
+        name
+        for name in penstock.__all__
+        if (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+    ]
+    assert hidden == []

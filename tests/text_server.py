@@ -18,7 +18,7 @@ from penstock.protocols.http import HttpServer
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository import layout
-from penstock.server import TextModels
+from penstock.server import CatalogTextModels
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi
@@ -62,7 +62,7 @@ class TextServer:
         management = ManagementApi(self.catalog, control)
         self.lifecycle = management.lifecycle
         openai = OpenAiHttp(
-            TextModels(self.catalog),
+            CatalogTextModels(self.catalog),
             lambda: self.lifecycle.is_draining,
             logs_requests=True,
             embeddings=EmbeddingsHttp(self.catalog, True),

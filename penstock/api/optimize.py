@@ -14,7 +14,6 @@ from penstock.api.optimize_options import OptimizeOptions
 from penstock.benchmark import run_files
 from penstock.optimizer import optimization_files, plan_file
 from penstock.optimizer.first_line import exit_code
-from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization
 
@@ -97,10 +96,8 @@ def make_plan(model: str, options: OptimizeOptions) -> Plan:
 
 def run(plan: Plan, watch: Callable[[Progress], None], command: str = "") -> Optimization:
     """Search, prove and commit. Interrupted runs resume with the same plan."""
-    if is_language_model(plan.model):
-        from penstock.optimizer.llm.text_run import optimize
-    else:
-        from penstock.optimizer.run import optimize
+    from penstock.optimizer.run import optimize
+
     return optimize(plan, watch, command)
 
 

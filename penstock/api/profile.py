@@ -13,9 +13,9 @@ from penstock.api.profile_options import ProfileOptions
 from penstock.benchmark import run_files
 from penstock.data import InputSpec, RequestForm, Source, lengths, open_source
 from penstock.errors import CommandLineError
-from penstock.profile import profiler
-from penstock.profile.opened import opened
-from penstock.profile.results import Profile
+from penstock.profiling import profiler
+from penstock.profiling.opened import opened
+from penstock.profiling.results import Profile
 from penstock.types import Array
 
 if TYPE_CHECKING:

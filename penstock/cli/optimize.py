@@ -106,7 +106,7 @@ def _show(found: Optimization, plan: Plan, outputs: PageOutputs) -> None:
     from penstock.api import optimize as api
     from penstock.api import terminal
     from penstock.optimizer import optimization_files
-    from penstock.optimizer.run import report_path
+    from penstock.optimizer.workspace import report_path
     from penstock.report import optimize_table
 
     console = terminal.console()

@@ -16,7 +16,7 @@ from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.profile.results import Profile
+    from penstock.profiling.results import Profile
 
 
 @click.command(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
-from penstock.serving.metrics import Family, ModelMetrics, histogram_lines, label_text
+from penstock.serving.metrics import MetricFamily, ModelMetrics, histogram_lines, label_text
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
@@ -186,7 +186,7 @@ class TextMetrics:
 
     # Scrape.
 
-    def families(self) -> Sequence[Family]:
+    def families(self) -> Sequence[MetricFamily]:
         return [*self._gauges(), *self._counters(), *self._distributions()]
 
     @property
@@ -194,7 +194,7 @@ class TextMetrics:
         model = self._model
         return {"model_name": model.name, "version": model.version, **model.tags}
 
-    def _gauges(self) -> list[Family]:
+    def _gauges(self) -> list[MetricFamily]:
         return [
             self._one(
                 "num_requests_running", "Texts that steps compute", "gauge", self.num_running
@@ -208,7 +208,7 @@ class TextMetrics:
             ),
         ]
 
-    def _counters(self) -> list[Family]:
+    def _counters(self) -> list[MetricFamily]:
         found = [
             self._one(name, text, "counter", value)
             for name, text, value in (
@@ -232,11 +232,11 @@ class TextMetrics:
             f"{name}{label_text(**self._labels, finished_reason=reason)} {count}"
             for reason, count in self.num_ended.items()
         ]
-        return [*found, Family(name, "Requests that ended, by why", "counter", lines)]
+        return [*found, MetricFamily(name, "Requests that ended, by why", "counter", lines)]
 
-    def _distributions(self) -> list[Family]:
+    def _distributions(self) -> list[MetricFamily]:
         return [
-            Family(
+            MetricFamily(
                 name := PREFIX + short,
                 text,
                 "histogram",
@@ -266,6 +266,6 @@ class TextMetrics:
             )
         ]
 
-    def _one(self, short: str, text: str, kind: str, value: float) -> Family:
+    def _one(self, short: str, text: str, kind: str, value: float) -> MetricFamily:
         name = PREFIX + short
-        return Family(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])
+        return MetricFamily(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -34,26 +35,26 @@ class Evaluation(msgspec.Struct):
     reads: list[str]
 
 
+@dataclass
 class AccuracyGate:
     """Judges builds by the examples of a run."""
 
-    def __init__(self, run: RunContext, source: AnswerSource) -> None:
-        self._run = run
-        self._source = source
+    run: RunContext
+    source: AnswerSource
 
     @cached_property
     def scorer(self) -> scores.Scorer:
-        run = self._run
-        return scores.make_scorer(run.plan, run.samples, self._source.original_answers(COMPARED))
+        run = self.run
+        return scores.make_scorer(run.plan, run.samples, self.source.original_answers(COMPARED))
 
     @cached_property
     def budget(self) -> Budget:
-        return self._run.plan.accuracy or default_budget(self.scorer.metric)
+        return self.run.plan.accuracy or default_budget(self.scorer.metric)
 
     def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
         """Compare with the original on the first rows of the choice part, before any
         postprocessing."""
-        run, source = self._run, self._source
+        run, source = self.run, self.source
 
         def compare() -> Numerics:
             original = source.model_answers
@@ -72,7 +73,7 @@ class AccuracyGate:
     def judge(self, build: Build, part: str, alpha: float = accuracy.ALPHA) -> Judgement:
         """Apply the accuracy gate on one part: the score, and every output that it does not
         read."""
-        original, found = self.evaluate(self._run.original, part), self.evaluate(build, part)
+        original, found = self.evaluate(self.run.original, part), self.evaluate(build, part)
         before, after = np.array(original.scores), np.array(found.scores)
         judgement = accuracy.judge(before, after, self.budget, alpha=alpha, part=part)
         return accuracy.with_outputs(judgement, found.outputs)
@@ -80,7 +81,7 @@ class AccuracyGate:
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
         """Apply the accuracy gate to a lossless step: answers are also compared value by value on
         all examples of the part, and on as many other rows as the survey has time for."""
-        run, source = self._run, self._source
+        run, source = self.run, self.source
 
         def compare() -> Numerics:
             run.tell(f"numerics, {part}")
@@ -99,7 +100,7 @@ class AccuracyGate:
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     def evaluate(self, build: Build, part: str) -> Evaluation:
-        run, source = self._run, self._source
+        run, source = self.run, self.source
 
         def evaluate() -> Evaluation:
             run.tell(f"accuracy, {part}")
@@ -119,23 +120,23 @@ class AccuracyGate:
         if is_lossy:
             checks = check_outputs(judged, found, self._checked_outputs)
             return "; ".join(each.problem for each in checks if each.problem)
-        compared = self._compared(judged, found, self._tolerance, self._run.plan.outputs)
+        compared = self._compared(judged, found, self._tolerance, self.run.plan.outputs)
         return "; ".join(compared.problems)
 
     @property
     def _tolerance(self) -> float:
-        return TF32_TOLERANCE if self._run.original.config.uses_gpu else TOLERANCE
+        return TF32_TOLERANCE if self.run.original.config.uses_gpu else TOLERANCE
 
     def _compared(
         self, one: Answers, other: Answers, tolerance: float | None, names: Sequence[str]
     ) -> Numerics:
         """Compare answers. On GPUs relative to a column's largest value: TF32 rounds values, not
         ranges."""
-        own_floor = 1.0 if self._run.original.config.uses_gpu else FLOOR
+        own_floor = 1.0 if self.run.original.config.uses_gpu else FLOOR
         return numerics.compare(one, other, tolerance=tolerance, names=names, own_floor=own_floor)
 
     @property
     def _checked_outputs(self) -> Sequence[str]:
         """The outputs named by --outputs, default all."""
-        run = self._run
+        run = self.run
         return run.plan.outputs or [spec.name for spec in run.original.config.outputs]

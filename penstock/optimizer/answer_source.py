@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,36 +27,36 @@ SURVEY_SHARE = 0.02
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
 
 
+@dataclass
 class AnswerSource:
     """Answers to the parts of the examples."""
 
-    def __init__(self, run: RunContext, gpu: GpuProcesses, inspector: Inspector) -> None:
-        self._run = run
-        self._gpu = gpu
-        self._inspector = inspector
-        self._original: dict[str, Answers] = {}
-        # The original's answers to rows outside of a part; see `survey`.
-        self._survey: dict[str, Answers] = {}
+    run: RunContext
+    gpu: GpuProcesses
+    inspector: Inspector
+    _original: dict[str, Answers] = field(default_factory=dict)
+    # The original's answers to rows outside of a part; see `survey`.
+    _survey: dict[str, Answers] = field(default_factory=dict)
 
     @property
     def compared(self) -> tuple[int, ...]:
-        return self._run.samples.split.choice[:NUM_COMPARED]
+        return self.run.samples.split.choice[:NUM_COMPARED]
 
     def indices(self, part: str) -> tuple[int, ...]:
-        split = self._run.samples.split
+        split = self.run.samples.split
         return {COMPARED: self.compared, CHOICE: split.choice, HELD_OUT: split.held_out}[part]
 
     def answers(
         self, build: Build, indices: tuple[int, ...], stop_after_s: float = math.inf
     ) -> Answers:
         """Return answers to these rows; empty ones where time ran out first."""
-        run = self._run
+        run = self.run
         rows = [run.rows[index] for index in indices]
         tell = self._tell_share(indices)
-        rules = replace(self._inspector.rules(build), stop_after_s=stop_after_s)
+        rules = replace(self.inspector.rules(build), stop_after_s=stop_after_s)
 
         def ask() -> Answers:
-            session = self._gpu.session(build)
+            session = self.gpu.session(build)
             if session is None:
                 return trials.answers(build, rows, tell, rules)
             return session.answers(rows, tell, rules)
@@ -66,8 +66,8 @@ class AnswerSource:
     def original_answers(self, part: str) -> Answers:
         known = self._original.get(part)
         if known is None:
-            self._run.tell(f"the original's answers, {part}")
-            known = self._original[part] = self.answers(self._run.original, self.indices(part))
+            self.run.tell(f"the original's answers, {part}")
+            known = self._original[part] = self.answers(self.run.original, self.indices(part))
             if part == CHOICE:
                 self._note_nan(known)
         return known
@@ -75,14 +75,14 @@ class AnswerSource:
     @cached_property
     def model_answers(self) -> Answers:
         """The original's answers to the compared rows, without postprocessing."""
-        if self._run.original.config.postprocess is None:
+        if self.run.original.config.postprocess is None:
             return self.original_answers(COMPARED)
-        return self.answers(without_postprocess(self._run.original), self.compared)
+        return self.answers(without_postprocess(self.run.original), self.compared)
 
     def survey(self, build: Build, part: str) -> list[tuple[Row, Row]]:
         """Return answers of the original and the build to rows outside of the part, as many as
         there is time for."""
-        run = self._run
+        run = self.run
         left = tuple(influence.survey_order(len(run.rows), self.indices(part)))
         if not left:
             return []
@@ -95,7 +95,7 @@ class AnswerSource:
 
     @property
     def _survey_s(self) -> float:
-        budget_s = self._run.plan.budget_s
+        budget_s = self.run.plan.budget_s
         shortest = math.inf if budget_s is None else SURVEY_SHARE * budget_s
         return min(influence.SURVEY_S, shortest)
 
@@ -107,7 +107,7 @@ class AnswerSource:
             for answer in answers
         )
         if num_nan:
-            self._run.notes.append(
+            self.run.notes.append(
                 f"the original answers {num_nan:,} of {len(answers):,} examples with NaN"
             )
 
@@ -117,7 +117,7 @@ class AnswerSource:
         total = f"{len(indices):,}"
 
         def tell(num_done: int) -> None:
-            self._run.budget.check_part()
-            self._run.tell(f"answers, {num_done:,} of {total}")
+            self.run.budget.check_part()
+            self.run.tell(f"answers, {num_done:,} of {total}")
 
         return tell

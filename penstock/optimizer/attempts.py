@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
 from penstock.optimizer import outcomes
@@ -24,23 +25,16 @@ from penstock.optimizer.time_budget import TimeBudget
 from penstock.optimizer.time_plan import OutOfTime
 
 
+@dataclass(slots=True)
 class Attempts:
     """Tries steps on parents and adds the results to the findings."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        findings: Findings,
-        budget: TimeBudget,
-        progress: ProgressReporter,
-        predictor: Predictor,
-    ) -> None:
-        self._evaluator = evaluator
-        self._findings = findings
-        self._budget = budget
-        self._progress = progress
-        self._predictor = predictor
-        self._seen: set[str] = set()
+    evaluator: Evaluator
+    findings: Findings
+    budget: TimeBudget
+    progress: ProgressReporter
+    predictor: Predictor
+    _seen: set[str] = field(default_factory=set)
 
     def fresh(self, parent: Contender, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that were not tried on this parent."""
@@ -51,7 +45,7 @@ class Attempts:
             build = self._checked(each, parent, record)
             if build is not None:
                 is_lossy = parent.is_lossy or each.changes_answers
-                contender = self._predictor.predict(build, _facts(record), is_lossy=is_lossy)
+                contender = self.predictor.predict(build, _facts(record), is_lossy=is_lossy)
                 note_times(record, contender)
                 if not is_lossy or self._is_accurate(build, record):
                     self._compare(contender, record)
@@ -61,7 +55,7 @@ class Attempts:
         """Try steps that build the same operators with other numbers: all are judged, and the best
         is timed for all of them. If none passes, fall back to float for some layers."""
         judged: list[Try] = []
-        budget = self._budget
+        budget = self.budget
         try:
             for step in steps:
                 with self._record(each, parent, step) as record:
@@ -98,8 +92,8 @@ class Attempts:
         """Return the most accurate try that can be timed, and its contender."""
         for record in sorted(judged, key=_by_accuracy):
             try:
-                build = self._evaluator.builder.build(record.candidate)
-                return record, self._predictor.predict(build, _facts(record), is_lossy=True)
+                build = self.evaluator.builder.build(record.candidate)
+                return record, self.predictor.predict(build, _facts(record), is_lossy=True)
             except PenstockError as error:
                 record.outcome, record.reason = outcomes.outcome_of_error(error)
         return None, None
@@ -107,28 +101,28 @@ class Attempts:
     @contextlib.contextmanager
     def _record(self, each: Pass, parent: Contender, step: Step) -> Iterator[Try]:
         """Record a try; a candidate that fails is a result like others."""
-        budget = self._budget
+        budget = self.budget
         budget.check(budget.step_s)
         began = budget.clock()
         candidate = parent.candidate.then(step)
         self._seen.add(candidate.key)
-        self._progress.begin(candidate)
+        self.progress.begin(candidate)
         record = Try(candidate, each.stage, "failed", "")
         try:
             yield record
         except OutOfTime:
-            self._findings.skipped.append(Skip(step.pass_name, outcomes.CUT_OFF, step))
+            self.findings.skipped.append(Skip(step.pass_name, outcomes.CUT_OFF, step))
             raise
         except PenstockError as error:
             record.outcome, record.reason = outcomes.outcome_of_error(error)
         record.seconds = budget.clock() - began
-        self._findings.tries.append(record)
+        self.findings.tries.append(record)
 
     def _checked(self, each: Pass, parent: Contender, record: Try) -> Build | None:
         """Build, read back and compare with the original; None if one of these fails."""
         candidate = record.candidate
-        build = self._evaluator.builder.build(candidate)
-        record.facts = facts = self._evaluator.inspector.facts(build)
+        build = self.evaluator.builder.build(candidate)
+        record.facts = facts = self.evaluator.inspector.facts(build)
         # Rows influence each other at any precision; the tolerance for a build's own rounding must
         # not hide it.
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
@@ -141,16 +135,16 @@ class Attempts:
             _reject(record, text)
             return None
         is_exact = not (parent.is_lossy or each.changes_answers)
-        record.numerics = self._evaluator.gate.numerics(build, is_exact=is_exact)
+        record.numerics = self.evaluator.gate.numerics(build, is_exact=is_exact)
         if record.numerics.problems:
             _reject(record, "; ".join(record.numerics.problems))
             return None
         return build
 
     def _is_accurate(self, build: Build, record: Try) -> bool:
-        began = self._budget.clock()
-        record.accuracy = self._evaluator.gate.judge(build, CHOICE)
-        self._budget.learn_judging(self._budget.clock() - began)
+        began = self.budget.clock()
+        record.accuracy = self.evaluator.gate.judge(build, CHOICE)
+        self.budget.learn_judging(self.budget.clock() - began)
         if not record.accuracy.is_passed:
             _reject(record, record.accuracy.text)
         else:
@@ -159,8 +153,8 @@ class Attempts:
 
     def _compare(self, contender: Contender, record: Try) -> None:
         """Compare with the best so far by prediction."""
-        best = self._findings.best
-        self._findings.contenders.append(contender)
+        best = self.findings.best
+        self.findings.contenders.append(contender)
         against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"
         if contender.is_ahead(best):
             record.outcome, record.reason = "kept", against
@@ -168,18 +162,18 @@ class Attempts:
             record.outcome, record.reason = "slower", against
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
-        self._progress.refresh()
+        self.progress.refresh()
 
     def _fall_back(self, each: Pass, parent: Contender, refused: Try, timed: Contender) -> None:
         """If it would be the fastest, keep some layers in float: those that regain the most
         accuracy for the time they cost."""
-        if not timed.is_ahead(self._findings.best):
+        if not timed.is_ahead(self.findings.best):
             refused.reason += "; no faster either, so no layer was kept in float for it"
             return
-        self._progress.begin(refused.candidate)
+        self.progress.begin(refused.candidate)
         try:
             step = refused.candidate.steps[-1]
-            found = self._evaluator.fall_back(parent.build, step, self._budget.check)
+            found = self.evaluator.fall_back(parent.build, step, self.budget.check)
         except PenstockError as error:
             refused.reason += f"; the sensitivity of layers could not be measured: {error}"
             return

@@ -27,7 +27,7 @@ SWAP_LAST = [0, 1, 3, 2]
 LOWEST = -1e30
 
 
-class Misfit(Exception):
+class AttentionMisfit(Exception):
     """The graph around a Softmax is not an attention pattern that `fuse` knows."""
 
 
@@ -40,7 +40,7 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AttentionMatch:
     query: Projection
     key: Projection
     value: Projection
@@ -53,12 +53,12 @@ class Found:
 
 def fuse(model: Any, form: Form) -> int:
     """Fuse in place; return how many attentions were found."""
-    graph = _Graph(model.graph)
+    graph = _AttentionGraph(model.graph)
     num_found = 0
     for softmax in [node for node in model.graph.node if node.op_type == "Softmax"]:
         try:
             found = graph.attention_at(softmax)
-        except Misfit:
+        except AttentionMisfit:
             continue
         _replace(model.graph, found, form, num_found)
         num_found += 1
@@ -70,7 +70,7 @@ def fuse(model: Any, form: Form) -> int:
     return num_found
 
 
-class _Graph:
+class _AttentionGraph:
     def __init__(self, graph: Any) -> None:
         self._makers = {name: node for node in graph.node for name in node.output}
         self._consumers: dict[str, list[Any]] = {}
@@ -80,14 +80,14 @@ class _Graph:
         self._given = {value.name for value in graph.output}
         self._weights: Mapping[str, Any] = onnx_model.constants(graph)
 
-    def attention_at(self, softmax: Any) -> Found:
+    def attention_at(self, softmax: Any) -> AttentionMatch:
         scores, scale, mask = self._scores(softmax.input[0])
         query, key = scores.input
         query_scale, query = self._scaled(query)
         key_scale, key = self._scaled(key)
         weighted, is_guarded = self._weighted(softmax)
         output = self._merged(weighted)
-        found = Found(
+        found = AttentionMatch(
             self._projection(self._unheaded(query)),
             self._projection(self._unheaded_keys(key)),
             self._projection(self._unheaded(weighted.input[1])),
@@ -98,26 +98,26 @@ class _Graph:
         )
         parts = (found.query, found.key, found.value)
         if len({part.source for part in parts}) > 1 or len({p.weight.shape for p in parts}) > 1:
-            raise Misfit
+            raise AttentionMisfit
         return found
 
     def _made_by(self, name: str, *kinds: str) -> Any:
         node = self._makers.get(name)
         if node is None or node.op_type not in kinds:
-            raise Misfit
+            raise AttentionMisfit
         return node
 
     def _only_consumer(self, name: str, kind: str) -> Any:
         consumers = self._consumers.get(name, [])
         if len(consumers) != 1 or consumers[0].op_type != kind or name in self._given:
-            raise Misfit
+            raise AttentionMisfit
         return consumers[0]
 
     def _constant(self, name: str) -> Array:
         import onnx
 
         if name not in self._weights:
-            raise Misfit
+            raise AttentionMisfit
         array: Array = onnx.numpy_helper.to_array(self._weights[name])
         return array
 
@@ -136,7 +136,7 @@ class _Graph:
     def _leads_to_product(self, name: str) -> bool:
         try:
             self._made_by(self._scaled(name)[1], "MatMul")
-        except Misfit:
+        except AttentionMisfit:
             return False
         return True
 
@@ -150,7 +150,7 @@ class _Graph:
             source, other = other, source
         factor = self._constant(other)
         if factor.size != 1:
-            raise Misfit
+            raise AttentionMisfit
         number = float(factor.reshape(-1)[0])
         return (1 / number if node.op_type == "Div" else number), source
 
@@ -162,7 +162,7 @@ class _Graph:
             return self._only_consumer(softmax.output[0], "MatMul"), False
         where = self._only_consumer(guards[0].output[0], "Where")
         if len(consumers) != 2 or where not in consumers or np.any(self._constant(where.input[1])):
-            raise Misfit
+            raise AttentionMisfit
         return self._only_consumer(where.output[0], "MatMul"), True
 
     def _merged(self, weighted: Any) -> str:
@@ -182,7 +182,7 @@ class _Graph:
         if list(onnx_model.attribute(transpose, "perm", [])) == SWAP_LAST:
             scale, source = self._scaled(transpose.input[0])
             if scale != 1.0:
-                raise Misfit
+                raise AttentionMisfit
             return self._unheaded(source)
         _check_order(transpose, KEYS_TRANSPOSED)
         return self._made_by(transpose.input[0], "Reshape")
@@ -198,7 +198,7 @@ class _Graph:
         product = self._made_by(name, "MatMul")
         weight = self._constant(product.input[1])
         if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[1:]):
-            raise Misfit
+            raise AttentionMisfit
         if bias is None:
             bias = np.zeros(weight.shape[1], weight.dtype)
         head_size = self._head_size(reshape.input[1], weight.shape[1])
@@ -216,16 +216,16 @@ class _Graph:
         if size <= 0 < num_heads:
             size = hidden_size // num_heads
         if size <= 0 or hidden_size % size:
-            raise Misfit
+            raise AttentionMisfit
         return size
 
 
 def _check_order(transpose: Any, order: list[int]) -> None:
     if list(onnx_model.attribute(transpose, "perm", [])) != order:
-        raise Misfit
+        raise AttentionMisfit
 
 
-def _replace(graph: Any, found: Found, form: Form, index: int) -> None:
+def _replace(graph: Any, found: AttentionMatch, form: Form, index: int) -> None:
     from onnx import helper
 
     prefix = f"attention_{index}"
@@ -259,7 +259,7 @@ def _replace(graph: Any, found: Found, form: Form, index: int) -> None:
     graph.node.extend(made)
 
 
-def _mask(graph: Any, found: Found, prefix: str) -> str:
+def _mask(graph: Any, found: AttentionMatch, prefix: str) -> str:
     """Add nodes that expand the mask to a row per query and, if guarded, make it finite; return its
     name."""
     from onnx import helper

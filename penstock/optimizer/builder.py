@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -27,17 +28,17 @@ MIN_COMPILE_S = 20.0
 MAX_BEGUN = 3
 
 
+@dataclass
 class Builder:
     """The builds of one run, by their key."""
 
-    def __init__(self, run: RunContext, gpu: GpuProcesses) -> None:
-        self._run = run
-        self._gpu = gpu
-        self._builds: dict[str, Build] = {}
+    run: RunContext
+    gpu: GpuProcesses
+    _builds: dict[str, Build] = field(default_factory=dict)
 
     @cached_property
     def context(self) -> BuildContext:
-        run = self._run
+        run = self.run
         cache = run.folder / "cache"
         cache.mkdir(exist_ok=True)
         return BuildContext(
@@ -50,13 +51,13 @@ class Builder:
         )
 
     def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
-        left_s = self._run.budget.stage_left_s
+        left_s = self.run.budget.stage_left_s
         return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
         """Return the candidate's files, built after its parents' if they do not exist.
         BackendFailed if it cannot be built."""
-        run = self._run
+        run = self.run
         if not candidate.steps:
             return run.original
         known = self._builds.get(candidate.key)
@@ -74,15 +75,15 @@ class Builder:
         if not home.is_dir():
             # The journal knows the build, but its files are gone.
             self._make(candidate, parent)
-        build = _opened(candidate, home / run.plan.name)
+        build = _open(candidate, home / run.plan.name)
         self._builds[candidate.key] = build
         return build
 
     def _make(self, candidate: Candidate, parent: Build) -> bool:
         """Build in a hidden folder, then rename: readers never see a partial build."""
-        run = self._run
+        run = self.run
         run.tell("build")
-        self._gpu.release()
+        self.gpu.release()
         if run.journal.count("build begun", candidate.key) > MAX_BEGUN:
             raise BackendFailed(f"its build was started {MAX_BEGUN} times and never finished")
         home = run.folder / "builds" / candidate.key
@@ -116,22 +117,22 @@ class Builder:
         step = candidate.steps[-1]
         made_by = passes.find(step.pass_name)
         if not made_by.is_config_only:
-            self._gpu.make_room(parent.config)
+            self.gpu.make_room(parent.config)
         made_by.build(parent, step, target, self.context)
-        made = _opened(candidate, target)
+        made = _open(candidate, target)
         if not {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
             return
-        self._run.tell("compile")
-        self._gpu.make_room(made.config)
+        self.run.tell("compile")
+        self.gpu.make_room(made.config)
         share = TUNING_SHARE if "penstock.fuse" in made.config.options else COMPILE_SHARE
         timeout_s = self._compile_timeout_s(share) or trials.LOAD_TIMEOUT_S
-        take = self._gpu.spare.take if made.config.uses_gpu else None
+        take = self.gpu.spare.take if made.config.uses_gpu else None
         trials.keep_compiled(made, timeout_s, take)
 
     def _too_long(self, text: str) -> TookTooLong:
         """Return the error for a compilation timeout: with a budget, the compiler had only a share
         of the remaining time."""
-        is_cut = self._run.budget.stage_left_s is not None
+        is_cut = self.run.budget.stage_left_s is not None
         return CutOff(text) if is_cut else TookTooLong(text)
 
     def keep_chosen(self, build: Build, left_s: float | None = None) -> None:
@@ -141,13 +142,13 @@ class Builder:
         is_packed = build.config.uses_gpu and "penstock.pack" in build.config.options
         if not is_packed or (build.version_folder / CHOICES).exists():
             return
-        self._run.tell("keep which products are the fastest")
-        self._gpu.release()
+        self.run.tell("keep which products are the fastest")
+        self.gpu.release()
         left_s = None if left_s is None else max(MIN_COMPILE_S, left_s)
         trials.keep_compiled(build, left_s or trials.LOAD_TIMEOUT_S)
 
 
-def _opened(candidate: Candidate, folder: Path) -> Build:
+def _open(candidate: Candidate, folder: Path) -> Build:
     found = layout.read(folder)
     if found.problems:
         raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))

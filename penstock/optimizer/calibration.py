@@ -48,7 +48,7 @@ Range = tuple[float, float]
 
 
 @dataclass(slots=True)
-class Histogram:
+class ValueHistogram:
     """Histogram around zero with bins of equal width; the width doubles when a value lies
     outside."""
 
@@ -145,7 +145,7 @@ class InputRange:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    tensors: Mapping[str, Histogram]
+    tensors: Mapping[str, ValueHistogram]
     inputs: Mapping[str, InputRange]
     num_examples: int
     digest: str
@@ -219,10 +219,10 @@ def _observe(
     config: ModelConfig,
     rows: Sequence[Row],
     check_time: Callable[[], None],
-) -> dict[str, Histogram]:
+) -> dict[str, ValueHistogram]:
     loaded = onnx_model.session(onnx_model.with_outputs(model, names))
     taken = {value.name for value in onnx_model.true_inputs(model.graph)}
-    tensors = {name: Histogram() for name in names}
+    tensors = {name: ValueHistogram() for name in names}
     inside = [name for name in names if name not in taken]
     for batch in batches(config, rows):
         check_time()
@@ -275,7 +275,7 @@ def _digest(model: Any, names: Sequence[str], rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> dict[str, Histogram] | None:
+def _read(path: Path) -> dict[str, ValueHistogram] | None:
     """Read a cache file; None if it is missing or unusable."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
@@ -284,12 +284,12 @@ def _read(path: Path) -> dict[str, Histogram] | None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return {
-        name: Histogram(counts[index], *map(float, numbers[index]))
+        name: ValueHistogram(counts[index], *map(float, numbers[index]))
         for index, name in enumerate(names)
     }
 
 
-def _write(path: Path, tensors: Mapping[str, Histogram]) -> None:
+def _write(path: Path, tensors: Mapping[str, ValueHistogram]) -> None:
     """Write the cache file atomically: a process killed here leaves no partial file to read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     each = list(tensors.values())

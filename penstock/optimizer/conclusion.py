@@ -31,7 +31,7 @@ INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the 
 
 
 @dataclass(slots=True)
-class Choice:
+class FinalChoice:
     finalist: Finalist
     held_out: Judgement | None
     # Better finalists that the held-out set rejected, in the order they were judged, by the key of
@@ -41,7 +41,7 @@ class Choice:
     doubts: list[str] = field(default_factory=list)
 
 
-def choose(evaluator: Evaluator, findings: Findings) -> Choice:
+def choose(evaluator: Evaluator, findings: Findings) -> FinalChoice:
     """Return the first finalist that passes on the held-out set. Each test of it spends a part of
     alpha, so that repeated testing does not inflate false positives."""
     refused: dict[str, Judgement] = {}
@@ -54,15 +54,15 @@ def choose(evaluator: Evaluator, findings: Findings) -> Choice:
 
 def _admitted(
     evaluator: Evaluator, finalist: Finalist, refused: dict[str, Judgement]
-) -> Choice | None:
+) -> FinalChoice | None:
     """Judge a finalist on the held-out set; if it fails, add it to `refused` and return None. This
     applies to every step, lossless or not; only the original is always admitted."""
     if evaluator.run.examples is None:
-        return Choice(finalist, None, refused)
+        return FinalChoice(finalist, None, refused)
     candidate, model = finalist.build.candidate, finalist.contender.candidate
     alpha = spent_alpha(len(refused))
     if not candidate.steps:
-        return Choice(
+        return FinalChoice(
             finalist, evaluator.gate.judge_lossless(finalist.build, HELD_OUT, alpha), refused
         )
     if candidate.key in refused or model.key in refused:
@@ -78,7 +78,7 @@ def _admitted(
     if not judgement.is_passed:
         refused[candidate.key] = judgement
         return None
-    return Choice(finalist, judgement, refused)
+    return FinalChoice(finalist, judgement, refused)
 
 
 def _held_to_server(evaluator: Evaluator, finalist: Finalist, judgement: Judgement) -> Judgement:
@@ -93,31 +93,14 @@ def _held_to_server(evaluator: Evaluator, finalist: Finalist, judgement: Judgeme
     return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
 
 
-def conclude(evaluator: Evaluator, search: Search, command: str, created: str) -> Optimization:
-    """Choose, prove and conclude; return everything but the version's number."""
-    findings = search.findings
-    plan = evaluator.run.plan
-    assert plan.slo is not None
-    found = Optimization(
-        name=plan.name,
-        source=plan.model,
-        source_text=evaluator.run.subject.text,
-        source_digest=evaluator.run.subject.digest,
-        slo=str(plan.slo),
-        accuracy_budget="" if evaluator.run.examples is None else str(evaluator.gate.budget),
-        data_text=evaluator.run.samples.text,
-        machine=evaluator.run.machine,
-        created=created,
-        command=command,
-        out=plan.out,
-        price_per_hour=plan.price_per_hour,
-        notes=_notes(evaluator, findings),
-        tries=findings.tries,
-        skipped=findings.skipped,
-        profile=findings.profile,
-        profiled=findings.profiled,
-        work=str(evaluator.run.journal.path.parent),
-    )
+def conclude(evaluator: Evaluator, search: Search, found: Optimization) -> None:
+    """Choose and prove; complete the record with everything but the version's number."""
+    findings, run = search.findings, evaluator.run
+    assert run.plan.slo is not None
+    if run.examples is not None:
+        found.accuracy_budget = str(evaluator.gate.budget)
+    found.notes = [*run.notes, *found.notes, *findings.notes]
+    found.profile, found.profiled = findings.profile, findings.profiled
     search.progress.begin_proof(findings.finalists[0].build.candidate)
     choice = finish(findings, lambda: choose(evaluator, findings))
     _prove(evaluator, search, choice, found)
@@ -152,12 +135,11 @@ def conclude(evaluator: Evaluator, search: Search, command: str, created: str) -
     found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
     if found.outcome != "kept" and found.after is not None:
         more = _can_add_instances(evaluator, choice)
-        found.binding = goals.binding(found.after, plan.slo, can_add_instances=more)
+        found.binding = goals.binding(found.after, run.plan.slo, can_add_instances=more)
     found.phases = phases.waterfall(found)
-    return found
 
 
-def _can_add_instances(evaluator: Evaluator, choice: Choice) -> bool:
+def _can_add_instances(evaluator: Evaluator, choice: FinalChoice) -> bool:
     """Return whether the machine has room for more instances than were timed."""
     config = choice.finalist.build.config
     timed = [number for number, _ in choice.finalist.contender.times]
@@ -165,7 +147,7 @@ def _can_add_instances(evaluator: Evaluator, choice: Choice) -> bool:
     return most > max([config.num_instances, *timed])
 
 
-def _clipped(evaluator: Evaluator, choice: Choice) -> list[str]:
+def _clipped(evaluator: Evaluator, choice: FinalChoice) -> list[str]:
     shares = evaluator.data.clipped(choice.finalist.build)
     return [
         f"input '{name}': {share:.2%} of held-out values lie outside of the calibrated range"
@@ -174,7 +156,7 @@ def _clipped(evaluator: Evaluator, choice: Choice) -> list[str]:
     ]
 
 
-def _narrowed(evaluator: Evaluator, choice: Choice) -> list[str]:
+def _narrowed(evaluator: Evaluator, choice: FinalChoice) -> list[str]:
     sizes = shape_folding.narrowing(choice.finalist.build.candidate)
     if not sizes:
         return []
@@ -182,7 +164,7 @@ def _narrowed(evaluator: Evaluator, choice: Choice) -> list[str]:
     return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
 
 
-def _not_compared(evaluator: Evaluator, choice: Choice) -> list[str]:
+def _not_compared(evaluator: Evaluator, choice: FinalChoice) -> list[str]:
     """Say on how many rows a lossless choice was compared, if not on all."""
     judged, total = choice.held_out, len(evaluator.run.rows)
     if judged is None or not 0 < judged.num_compared < total:
@@ -216,22 +198,17 @@ def _examples_wanted(evaluator: Evaluator, findings: Findings) -> list[str]:
     return [f"too few examples to judge some candidates: provide about {total:,} in total"]
 
 
-def _notes(evaluator: Evaluator, findings: Findings) -> list[str]:
-    cut = outcomes.cut_notes(
-        findings.tries,
-        is_interrupted=findings.is_interrupted,
-        is_out_of_time=findings.is_out_of_time,
-    )
-    return evaluator.run.notes + cut + findings.notes
-
-
-def _saved(choice: Choice, found: Optimization) -> Candidate:
+def _saved(choice: FinalChoice, found: Optimization) -> Candidate:
     """Return the candidate to save if nothing more is measured."""
     return Candidate() if _original_does(choice, found) else choice.finalist.build.candidate
 
 
 def _prove(
-    evaluator: Evaluator, search: Search, choice: Choice, found: Optimization, to_save: str = ""
+    evaluator: Evaluator,
+    search: Search,
+    choice: FinalChoice,
+    found: Optimization,
+    to_save: str = "",
 ) -> bool:
     """Measure original and choice in turns, at the SLO's load and up to the highest rate of each.
     Return False if that did not run: `found` then has the figures of the search. `to_save` names
@@ -289,7 +266,7 @@ def _note_end(
 
 
 def _note_doubts(
-    evaluator: Evaluator, findings: Findings, choice: Choice, found: Optimization
+    evaluator: Evaluator, findings: Findings, choice: FinalChoice, found: Optimization
 ) -> None:
     """Collect what contradicts the proof, for the choice and for the original."""
     assert found.before is not None and found.after is not None
@@ -312,7 +289,7 @@ def _note_doubts(
         found.notes.append(gap)
 
 
-def _note_disturbances(evaluator: Evaluator, choice: Choice, found: Optimization) -> None:
+def _note_disturbances(evaluator: Evaluator, choice: FinalChoice, found: Optimization) -> None:
     """If the verdict cannot stand, record what contradicts it and what disturbed the machine, and
     drop all timings from the journal so that none is reused."""
     if not choice.doubts:
@@ -323,8 +300,8 @@ def _note_disturbances(evaluator: Evaluator, choice: Choice, found: Optimization
 
 
 def _better_proven(
-    evaluator: Evaluator, search: Search, choice: Choice, found: Optimization
-) -> Choice | None:
+    evaluator: Evaluator, search: Search, choice: FinalChoice, found: Optimization
+) -> FinalChoice | None:
     """If the first choice misses the SLO in its proof, return the next finalist that did better and
     is admitted, provided there is time to prove it."""
     for finalist in _ahead(search.findings, choice, found):
@@ -338,7 +315,7 @@ def _better_proven(
     return None
 
 
-def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[Finalist]:
+def _ahead(findings: Findings, choice: FinalChoice, found: Optimization) -> Iterator[Finalist]:
     """Yield finalists whose search figures beat the choice's proof, if that misses the SLO."""
     if found.after is None or found.after.is_met or findings.is_interrupted:
         return
@@ -350,8 +327,12 @@ def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[
 
 
 def _proven_again(
-    evaluator: Evaluator, search: Search, first: Choice, other: Choice, found: Optimization
-) -> Choice:
+    evaluator: Evaluator,
+    search: Search,
+    first: FinalChoice,
+    other: FinalChoice,
+    found: Optimization,
+) -> FinalChoice:
     """Prove the other choice too; return the one with the better proof, or the first if the other
     has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
@@ -374,7 +355,7 @@ def _proven_again(
     return first
 
 
-def _original_does(choice: Choice, found: Optimization) -> bool:
+def _original_does(choice: FinalChoice, found: Optimization) -> bool:
     """Return whether the original is no worse after all: it is the simplest."""
     if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
         return False

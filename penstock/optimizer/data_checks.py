@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,17 +28,17 @@ ONLY_AGREEMENT = (
 )
 
 
+@dataclass(slots=True)
 class DataChecks:
-    """What would mislead calibration or the gate, as errors and notes."""
+    """Reports data that would mislead calibration or the gate, as errors and notes."""
 
-    def __init__(self, run: RunContext, source: AnswerSource, gate: AccuracyGate) -> None:
-        self._run = run
-        self._source = source
-        self._gate = gate
+    run: RunContext
+    source: AnswerSource
+    gate: AccuracyGate
 
     def check(self) -> None:
         """Raise ConfigError if the data would mislead calibration or the gate."""
-        run, gate = self._run, self._gate
+        run, gate = self.run, self.gate
         self._check_output_names()
         if run.examples is None:
             run.unchecked.append(NO_DATA)
@@ -64,8 +65,8 @@ class DataChecks:
 
     def _check_output_names(self) -> None:
         """Raise ConfigError if --outputs names an output that the model does not have."""
-        outputs = self._run.plan.outputs
-        known = [spec.name for spec in self._run.original.config.outputs]
+        outputs = self.run.plan.outputs
+        known = [spec.name for spec in self.run.original.config.outputs]
         unknown = [name for name in outputs if name not in known]
         if unknown:
             listed, there = (", ".join(f"'{name}'" for name in names) for names in (unknown, known))
@@ -73,17 +74,17 @@ class DataChecks:
         left = [name for name in known if outputs and name not in outputs]
         if left:
             listed = ", ".join(f"'{name}'" for name in left)
-            self._run.unchecked.append(
+            self.run.unchecked.append(
                 f"outputs {listed} were not checked: --outputs leaves them out"
             )
 
     def _note_judged(self, names: Sequence[str]) -> None:
         """Note what is not checked in outputs that an evaluator reads: only its score judges
         them."""
-        evaluator = self._run.plan.evaluator
+        evaluator = self.run.plan.evaluator
         if evaluator and names:
             listed = ", ".join(f"'{name}'" for name in names)
-            self._run.unchecked.append(
+            self.run.unchecked.append(
                 f"parts of {listed} that {evaluator} does not use were not checked "
                 "beyond their scale"
             )
@@ -94,11 +95,11 @@ class DataChecks:
         values."""
         if not found:
             return
-        run = self._run
+        run = self.run
         run.tell("rows that are not finite")
         indices = tuple(dict.fromkeys(each.index for each in found))[:MAX_NON_FINITE]
         try:
-            answers = self._source.answers(run.original, indices)
+            answers = self.source.answers(run.original, indices)
         except ConfigError as error:
             raise ConfigError([*describe(found), *error.problems]) from None
         unusable = {
@@ -118,16 +119,16 @@ class DataChecks:
 
     def _evaluate_original(self) -> None:
         """On a GPU, compute everything needed of the original while it is loaded."""
-        if not self._run.original.config.uses_gpu:
+        if not self.run.original.config.uses_gpu:
             return
-        if self._run.examples is None:
-            self._source.original_answers(COMPARED)
+        if self.run.examples is None:
+            self.source.original_answers(COMPARED)
         else:
-            self._gate.evaluate(self._run.original, HELD_OUT)
+            self.gate.evaluate(self.run.original, HELD_OUT)
 
     def _audit(self) -> audit.Audit:
-        run, predict = self._run, self._gate.scorer.predict
-        said = None if predict is None else predict(self._source.original_answers(CHOICE))
+        run, predict = self.run, self.gate.scorer.predict
+        said = None if predict is None else predict(self.source.original_answers(CHOICE))
         is_separate = bool(run.plan.calibration)
         parts = audit.audit_examples(run.samples, said, is_separate=is_separate)
         return audit.Audit(
@@ -146,7 +147,7 @@ class DataChecks:
             name: (each["min"], each["max"])
             for name, each in json.loads(path.read_bytes())["inputs"].items()
         }
-        rows = [self._run.rows[index] for index in self._run.samples.split.held_out]
+        rows = [self.run.rows[index] for index in self.run.samples.split.held_out]
         values = {
             name: np.concatenate([np.ravel(row[name]) for row in rows])
             for name in ranges

@@ -36,7 +36,7 @@ Passes = Callable[[tuple[str, ...]], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class WeightedLayer:
     name: str
     operator: str
     # Cost of keeping it in float: seconds, or its share of all FLOP if no times are known.
@@ -48,7 +48,7 @@ class Group:
     """Layers that are judged together."""
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[WeightedLayer, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,18 +69,20 @@ class Effect:
 
 def with_costs(
     layers: Sequence[tuple[str, str, float]], seconds: Mapping[str, float] | None = None
-) -> list[Layer]:
+) -> list[WeightedLayer]:
     """Make layers from (name, operator, FLOP), with costs in seconds where known."""
     if seconds:
-        return [Layer(name, operator, seconds.get(name, 0.0)) for name, operator, _ in layers]
+        return [
+            WeightedLayer(name, operator, seconds.get(name, 0.0)) for name, operator, _ in layers
+        ]
     total = sum(flops for _, _, flops in layers) or 1.0
-    return [Layer(name, operator, flops / total) for name, operator, flops in layers]
+    return [WeightedLayer(name, operator, flops / total) for name, operator, flops in layers]
 
 
-def blocks(layers: Sequence[Layer]) -> list[Group]:
+def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
     """Group layers by name, up to the first number in it (`encoder/layer.3/...`); if names do not
     help, group neighbours."""
-    named: dict[str, list[Layer]] = {}
+    named: dict[str, list[WeightedLayer]] = {}
     for layer in layers:
         named.setdefault(_block_name(layer.name), []).append(layer)
     if 1 < len(named) < len(layers):
@@ -97,7 +99,7 @@ def _block_name(name: str) -> str:
     return match[1] if match else name.rpartition("/")[0] or name
 
 
-def _run_name(run: Sequence[Layer]) -> str:
+def _run_name(run: Sequence[WeightedLayer]) -> str:
     return run[0].name if len(run) == 1 else f"{run[0].name} … {run[-1].name}"
 
 
@@ -126,7 +128,7 @@ def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS)
 
 
 def effects(
-    groups: Sequence[Group], layers: Sequence[Layer], evaluate: Evaluate, original: Answers
+    groups: Sequence[Group], layers: Sequence[WeightedLayer], evaluate: Evaluate, original: Answers
 ) -> list[Effect]:
     """Measure each group quantised alone, so that each shows its error even if several are
     destroyed."""
@@ -152,7 +154,9 @@ def rank(found: Sequence[Effect]) -> list[Effect]:
     return sorted(found, key=key)
 
 
-def sensitivity(layers: Sequence[Layer], evaluate: Evaluate, original: Answers) -> list[Effect]:
+def sensitivity(
+    layers: Sequence[WeightedLayer], evaluate: Evaluate, original: Answers
+) -> list[Effect]:
     """Measure blocks, then single layers of the blocks that cause nearly all of the error. Ranked:
     the single layers before the remaining blocks."""
     by_block = effects(blocks(layers), layers, evaluate, original)

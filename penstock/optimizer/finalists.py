@@ -1,4 +1,4 @@
-"""Which contenders are served and measured, and in which serving configurations. Pure."""
+"""Choice of the contenders to serve and measure, and of their serving configurations. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NUM_ARRANGEMENTS = 3
 NEAR = 0.85
 
 # Steps of the serving passes.
-Shape = tuple[Step, ...]
+ServingSteps = tuple[Step, ...]
 
 
 def nearest(
     findings: Findings, limit: int, *, is_fresh: bool = False
-) -> list[tuple[Contender, Shape]]:
+) -> list[tuple[Contender, ServingSteps]]:
     """Return what is predicted to come near the best: each contender in its best shape before any
     in its second; among equals, the simpler first. `is_fresh` skips what was served already."""
     best = findings.best.rate
@@ -48,7 +48,7 @@ def nearest(
     return [(contender, steps) for *_, contender, steps in found[:limit]]
 
 
-def leading(findings: Findings) -> list[tuple[Contender, Shape]]:
+def leading(findings: Findings) -> list[tuple[Contender, ServingSteps]]:
     """Return the contenders with the highest predicted rates, the best one in a second arrangement
     of instances and threads too."""
     ranked = sorted(findings.contenders, key=lambda one: -one.rate)
@@ -57,7 +57,7 @@ def leading(findings: Findings) -> list[tuple[Contender, Shape]]:
     return found + [(ranked[0], steps) for steps, rate in others if rate >= NEAR * ranked[0].rate]
 
 
-def overlooked(findings: Findings, plan: Plan) -> list[tuple[Contender, Shape]]:
+def overlooked(findings: Findings, plan: Plan) -> list[tuple[Contender, ServingSteps]]:
     """Return the next contenders if all finalists miss the SLO: one with a wrong prediction must
     not hide those behind it."""
     if any(one.served.is_met for one in findings.finalists):
@@ -81,11 +81,11 @@ def arrangement(steps: Sequence[Step]) -> tuple[int, int]:
     return int(settings["instances"]), int(settings["threads"])
 
 
-def _different(ranked: Sequence[tuple[Shape, float]]) -> list[tuple[Shape, float]]:
+def _different(ranked: Sequence[tuple[ServingSteps, float]]) -> list[tuple[ServingSteps, float]]:
     """Return the best shape of each of the best three arrangements of instances and threads:
     predictions are more certain about batches than about how instances affect each other and the
     server."""
-    best: dict[tuple[int, int], tuple[Shape, float]] = {}
+    best: dict[tuple[int, int], tuple[ServingSteps, float]] = {}
     for each in ranked:
         best.setdefault(arrangement(each[0]), each)
     return list(best.values())[:NUM_ARRANGEMENTS]

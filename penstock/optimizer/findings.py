@@ -1,4 +1,4 @@
-"""Results of a search as it goes on: contenders, finalists and what was tried. Pure."""
+"""Results of a search so far: contenders, finalists and attempts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.simulate import TimeTable
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import TookTooLong
-from penstock.optimizer.trials import Child, Crew, Row, TrialLimits
+from penstock.optimizer.trials import Row, TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
 
@@ -39,16 +39,16 @@ class WarmSpare:
     before measuring."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: TrialProcess | None = None
         self._is_ready = False
 
-    def take(self, config: ModelConfig) -> Child:
+    def take(self, config: ModelConfig) -> TrialProcess:
         """Return a child with nothing loaded, and start the next one."""
         self.settle()
         child, self._child = self._child, None
         if child is None or child.config.backend != config.backend:
             self._drop(child)
-            child = Child(config)
+            child = TrialProcess(config)
             child.start()
         child.config = config
         self._begin(config)
@@ -69,12 +69,12 @@ class WarmSpare:
         self._drop(child)
 
     def _begin(self, config: ModelConfig) -> None:
-        self._child, self._is_ready = Child(config), False
+        self._child, self._is_ready = TrialProcess(config), False
         self._child.start()
         with contextlib.suppress(BackendFailed):
             self._child.prepare()
 
-    def _drop(self, child: Child | None) -> None:
+    def _drop(self, child: TrialProcess | None) -> None:
         if child is not None:
             child.close()
 
@@ -89,7 +89,7 @@ class GpuSession:
         self.build = build
         self._config = with_instances(build.config, *most)
         self._spare = spare
-        self._child: Child | None = None
+        self._child: TrialProcess | None = None
         # Deadline of all requests, by the monotonic clock.
         self.ends_at = math.inf
 
@@ -101,7 +101,7 @@ class GpuSession:
     def check_rows(self, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
         """Check whether these rows influence each other."""
 
-        def check(child: Child) -> RowCheck:
+        def check(child: TrialProcess) -> RowCheck:
             child.rules = trials.NO_LIMITS
             return influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
 
@@ -113,7 +113,7 @@ class GpuSession:
         told: Callable[[int], None] | None = None,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> list[dict[str, Array]]:
-        def answer(child: Child) -> list[dict[str, Array]]:
+        def answer(child: TrialProcess) -> list[dict[str, Array]]:
             child.rules = rules
             return trials.answered(child, self.build, rows, told)
 
@@ -129,10 +129,10 @@ class GpuSession:
         """Measure T(b) with this many instances; the memory is that of everything this process has
         run."""
 
-        def measured(child: Child) -> TimeTable:
+        def measured(child: TrialProcess) -> TimeTable:
             self._spare.settle()
             child.rules = rules
-            crew = Crew(self._config, [child], longest_s, num_slots=pair[0])
+            crew = TrialCrew(self._config, [child], longest_s, num_slots=pair[0])
             table = crew.table(rows, pair)
             if crew.is_hurt:
                 self.close()
@@ -145,7 +145,7 @@ class GpuSession:
         if child is not None:
             child.close()
 
-    def _asked(self, question: Callable[[Child], T]) -> T:
+    def _asked(self, question: Callable[[TrialProcess], T]) -> T:
         is_new = self._child is None
         try:
             return question(self._loaded())
@@ -162,7 +162,7 @@ class GpuSession:
             raise
         return self._asked(question)
 
-    def _loaded(self) -> Child:
+    def _loaded(self) -> TrialProcess:
         if self._child is None:
             child = self._child = self._spare.take(self._config)
             child.ends_at = self.ends_at

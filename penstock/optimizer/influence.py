@@ -30,10 +30,10 @@ from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.simulate import fitted
 from penstock.optimizer.trials import (
-    Child,
     Row,
     ServedRows,
     TrialLimits,
+    TrialProcess,
     as_served,
     compute,
     shape_groups,
@@ -102,7 +102,7 @@ def inspect(
 ) -> Facts:
     """Run `trials.inspect` and add the check of real rows; in the same process unless the model has
     postprocessing, which the check leaves out."""
-    with Child(build.config, ends_at=ends_at) as child:
+    with TrialProcess(build.config, ends_at=ends_at) as child:
         child.load()
         facts = trials.inspected(child, build)
         is_rounded = is_lossy or bool(facts.quantised)
@@ -110,7 +110,7 @@ def inspect(
             add_check(facts, check_rows(child, build, rows, is_rounded=is_rounded))
             return facts
     model = replace(build, config=build.config.without_postprocess)
-    with Child(model.config, ends_at=ends_at) as child:
+    with TrialProcess(model.config, ends_at=ends_at) as child:
         child.load()
         add_check(facts, check_rows(child, model, rows, is_rounded=is_rounded))
     return facts
@@ -122,7 +122,9 @@ def add_check(facts: Facts, found: RowCheck) -> None:
     facts.repeat_problem = found.repeat_problem
 
 
-def check_rows(child: Child, build: Build, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
+def check_rows(
+    child: TrialProcess, build: Build, rows: Sequence[Row], *, is_rounded: bool
+) -> RowCheck:
     """Check a build that this child has loaded. `is_rounded`: it computes in less than FP32."""
     if not rows:
         return RowCheck()
@@ -135,7 +137,7 @@ def check_rows(child: Child, build: Build, rows: Sequence[Row], *, is_rounded: b
 
 class _Check:
     def __init__(
-        self, child: Child, build: Build, rows: Sequence[Row], *, is_rounded: bool
+        self, child: TrialProcess, build: Build, rows: Sequence[Row], *, is_rounded: bool
     ) -> None:
         self._child = child
         self._build = build
@@ -146,14 +148,14 @@ class _Check:
         self._rows = list(fitted(chosen, build.config))
         self._is_rounded = is_rounded
         self._ends_at = time.perf_counter() + MAX_CHECK_S
-        self._comparison = Comparison(build.config, [], is_rounded=is_rounded)
+        self._comparison = RowComparison(build.config, [], is_rounded=is_rounded)
 
     def run(self) -> RowCheck:
         config = self._build.config
         whole = ServedRows(self._rows, [0] * len(self._rows), ())
         self._reduce(whole)
         alone = [self._run(whole, [index])[0] for index in self._indices]
-        self._comparison = Comparison(config, alone, is_rounded=self._is_rounded)
+        self._comparison = RowComparison(config, alone, is_rounded=self._is_rounded)
         problem = self._repeat_problem(whole)
         if problem:
             return RowCheck(repeat_problem=problem)
@@ -298,7 +300,7 @@ def batches(group: Sequence[int], max_rows: int) -> Iterator[list[int]]:
             yield from (whole[begin : begin + size] for begin in range(0, len(whole), size))
 
 
-class Comparison:
+class RowComparison:
     """Compares answers with those of the same rows alone."""
 
     def __init__(self, config: ModelConfig, alone: Sequence[Answer], *, is_rounded: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import ConfigError
 from penstock.optimizer import influence, passes, trials
@@ -22,19 +22,19 @@ NOT_REPEATED = (
 )
 
 
+@dataclass(slots=True)
 class Inspector:
     """The facts of a run's builds."""
 
-    def __init__(self, run: RunContext, gpu: GpuProcesses, builder: Builder) -> None:
-        self._run = run
-        self._gpu = gpu
-        self._builder = builder
-        self._facts: dict[str, Facts] = {}
+    run: RunContext
+    gpu: GpuProcesses
+    builder: Builder
+    _facts: dict[str, Facts] = field(default_factory=dict)
 
     def facts(self, build: Build) -> Facts:
         """Return the facts of a build. Batching problems of its parents apply to it too, whatever
         tolerance its own rounding gets."""
-        run = self._run
+        run = self.run
         run.tell("read back")
         key = build.candidate.key
         build = self._canonical_build(build)
@@ -56,7 +56,7 @@ class Inspector:
 
     def rules(self, build: Build) -> TrialLimits:
         """Return how rows may be batched, as far as known: both serving and judging follow it."""
-        run = self._run
+        run = self.run
         known = self._lineage(build.candidate)
         is_alone = any(each.batching_problem for each in known)
         may_pad = not (known and known[0].padding_problem)
@@ -68,7 +68,7 @@ class Inspector:
     def check_rows(self) -> None:
         """Serve the original without batching or padding from the start if real rows require it.
         ConfigError if it gives different answers to the same rows."""
-        run = self._run
+        run = self.run
         facts, config = self.facts(run.original), run.original.config
         if facts.batching_problem:
             run.notes.append(f"the original is served without batching: {facts.batching_problem}")
@@ -91,12 +91,12 @@ class Inspector:
         candidate = _without_serving(build.candidate)
         if not build.config.uses_gpu or candidate == build.candidate:
             return build
-        model = self._builder.build(candidate)
+        model = self.builder.build(candidate)
         return model if build.config.padding in (None, model.config.padding) else build
 
     def _inspect(self, build: Build) -> Facts:
-        run = self._run
-        session = self._gpu.session(build)
+        run = self.run
+        session = self.gpu.session(build)
         if not self._has_own_rows(build):
             if session is None:
                 return trials.inspect(build, run.deadline(build))
@@ -111,7 +111,7 @@ class Inspector:
             )
         else:
             facts = session.inspect()
-            model = self._gpu.session(without_postprocess(build))
+            model = self.gpu.session(without_postprocess(build))
             assert model is not None, "it is on a GPU"
             is_rounded = is_lossy or bool(facts.quantised)
             influence.add_check(facts, model.check_rows(run.rows, is_rounded=is_rounded))
@@ -123,9 +123,9 @@ class Inspector:
         """Return whether to check with real rows: not without data, nor if only serving changes and
         padding does not."""
         candidate = _without_serving(build.candidate)
-        if self._run.examples is None or candidate == build.candidate:
-            return self._run.examples is not None
-        return build.config.padding not in (None, self._builder.build(candidate).config.padding)
+        if self.run.examples is None or candidate == build.candidate:
+            return self.run.examples is not None
+        return build.config.padding not in (None, self.builder.build(candidate).config.padding)
 
 
 def without_postprocess(build: Build) -> Build:

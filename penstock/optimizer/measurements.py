@@ -20,9 +20,9 @@ from penstock.optimizer.results import Served
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, Limits
-from penstock.profile.profiler import profile_build
-from penstock.profile.results import Profile
+from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits
+from penstock.profiling.profiler import profile_build
+from penstock.profiling.results import Profile
 
 # Longest batch of slow models, whatever the SLO allows.
 MAX_BATCH_S = 10.0
@@ -157,7 +157,7 @@ class Measurements:
             "served answers", build.candidate.key, str, check, passing=(PenstockError,)
         )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> MeasurementLimits:
         """Return the limits of a served measurement that begins now."""
         budget = self._run.budget
         planned = budget.planned
@@ -188,6 +188,6 @@ class Measurements:
         return [served.repriced(each, plan) for each in found]
 
 
-def _limits_of(num_rounds: int, search_s: float, left_s: float | None) -> Limits:
+def _limits_of(num_rounds: int, search_s: float, left_s: float | None) -> MeasurementLimits:
     ends_at = math.inf if left_s is None else time.monotonic() + left_s
-    return Limits(num_rounds, search_s, lambda: ends_at - time.monotonic())
+    return MeasurementLimits(num_rounds, search_s, lambda: ends_at - time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.evaluator import Evaluator
@@ -21,24 +22,18 @@ HOPELESS = 0.6
 MAX_MEMORY = 0.25
 
 
+@dataclass(slots=True)
 class Predictor:
     """Makes contenders of builds that passed their gates."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        findings: Findings,
-        budget: TimeBudget,
-        context: Callable[[Contender], PassContext],
-    ) -> None:
-        self._evaluator = evaluator
-        self._findings = findings
-        self._budget = budget
-        self._context = context
+    evaluator: Evaluator
+    findings: Findings
+    budget: TimeBudget
+    context: Callable[[Contender], PassContext]
 
     def predict(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         """Measure batch times, as far as they matter and there is time, and simulate servers."""
-        machine, budget = self._evaluator.run.machine, self._budget
+        machine, budget = self.evaluator.run.machine, self.budget
         began = budget.clock()
         times: dict[tuple[int, int], TimeTable] = {}
         contender = Contender(build, facts, times, [], is_lossy)
@@ -49,7 +44,7 @@ class Predictor:
                 break
             if times and not budget.has_search_time((budget.clock() - began) / len(times)):
                 break
-            times[pair] = self._evaluator.measurements.times(build, *pair)
+            times[pair] = self.evaluator.measurements.times(build, *pair)
             if budget.estimates.is_short and not is_on_gpu:
                 break
             if is_on_gpu and self._is_hopeless(contender):
@@ -60,20 +55,20 @@ class Predictor:
 
     def _is_hopeless(self, contender: Contender) -> bool:
         """Compare with the best at the smallest number of instances."""
-        if not self._findings.contenders or self._evaluator.run.plan.is_exhaustive:
+        if not self.findings.contenders or self.evaluator.run.plan.is_exhaustive:
             return False
-        contender.shapes = shapes(self._context(contender))
+        contender.shapes = shapes(self.context(contender))
         fewest = min(num_instances for num_instances, _ in contender.times)
-        best = self._findings.best.shapes
+        best = self.findings.best.shapes
         alone = [rate for steps, rate in best if arrangement(steps)[0] == fewest]
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
         """Return the shapes that fit the SLO's memory limit; all of them if none is known to
         fit."""
-        slo = self._evaluator.run.plan.slo
+        slo = self.evaluator.run.plan.slo
         assert slo is not None
-        found = shapes(self._context(contender))
+        found = shapes(self.context(contender))
         limits = [term.max_bytes for term in slo.terms if isinstance(term, Memory)]
         if not limits:
             return found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.optimizer import finalists
 from penstock.optimizer.candidates import STAGES, Stage
-from penstock.optimizer.finalists import Shape
+from penstock.optimizer.finalists import ServingSteps
 from penstock.optimizer.findings import Contender, Findings
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
@@ -98,7 +98,7 @@ class ProgressReporter:
         return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 
-def to_measure(findings: Findings, budget: TimeBudget) -> list[tuple[Contender, Shape]]:
+def to_measure(findings: Findings, budget: TimeBudget) -> list[tuple[Contender, ServingSteps]]:
     """Return what to serve after an interruption: the best by prediction, if it was not served yet
     and there is time."""
     if len(findings.contenders) < 2:

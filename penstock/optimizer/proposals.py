@@ -1,4 +1,4 @@
-"""Which steps a pass proposes, for which parents, and when the rest are not worth trying. Pure."""
+"""Steps that passes propose for each parent, and reasons not to try the rest. Pure."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Proposals:
     has_data: bool
 
     def propose(self, each: Pass) -> tuple[list[tuple[Contender, list[Step]]], list[Skip]]:
-        """Return the steps that the pass proposes for the best contender of each family, and the
-        reasons why not if there are none."""
+        """Return the steps that the pass proposes for the best contender of each family; if there
+        are none, the reasons."""
         if each.changes_answers and not self.has_data:
             return [], [Skip(each.name, NEEDS_DATA)]
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}

@@ -14,7 +14,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.simulate import TimeTable
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 
 # kept: became the best so far; equal: no better than the best within the noise, and not simpler;
 # slower: measured, and behind; rejected: failed a gate; failed: could not be built or run; cut off:

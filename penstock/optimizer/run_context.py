@@ -1,5 +1,5 @@
-"""What the parts of the evaluator share: the plan, the original, the data, the journal and the time
-of one run."""
+"""The state that all parts of the evaluator share: plan, original, data, journal and time of one
+run."""
 
 from __future__ import annotations
 

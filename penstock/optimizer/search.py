@@ -113,7 +113,7 @@ class Search:
             self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
     def _context(self, contender: Contender) -> PassContext:
-        """Return what passes are told about a contender."""
+        """Describe a contender to passes."""
         run = self._evaluator.run
         return PassContext(
             self._plan,

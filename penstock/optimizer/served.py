@@ -48,7 +48,7 @@ from penstock.optimizer.time_plan import (
     SEARCH_S,
     WARM_UP_S,
     CutOff,
-    Limits,
+    MeasurementLimits,
     level_cost_s,
     warm_up_s,
 )
@@ -86,7 +86,7 @@ PATIENCE_S = 3.0
 LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
 NO_RATE = Interval(math.nan, math.nan, math.nan)
-UNLIMITED = Limits()
+UNLIMITED = MeasurementLimits()
 
 
 def measure(
@@ -95,7 +95,7 @@ def measure(
     rows: Sequence[Row],
     watch: Watch,
     servers: Servers | None = None,
-    limits: Limits = UNLIMITED,
+    limits: MeasurementLimits = UNLIMITED,
 ) -> Served:
     """Measure at the SLO's load. With a price and a cost term, also search for the highest rate."""
     with _stage([build], rows, servers, limits) as endpoints:
@@ -109,7 +109,7 @@ def measure_alternately(
     rows: Sequence[Row],
     watch: Watch,
     servers: Servers | None = None,
-    limits: Limits = UNLIMITED,
+    limits: MeasurementLimits = UNLIMITED,
 ) -> list[Served]:
     """Measure several in turns (A B A B), so that changes of the machine affect all of them."""
     with _stage(builds, rows, servers, limits) as endpoints:
@@ -120,7 +120,7 @@ def answers(
     build: Build,
     rows: Sequence[Row],
     seconds: float,
-    limits: Limits = UNLIMITED,
+    limits: MeasurementLimits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[tuple[int, dict[str, Array]]]:
     """Return the answers of the build behind its server, with the index of each row."""
@@ -145,7 +145,7 @@ def with_rates(
     plan: Plan,
     rows: Sequence[Row],
     watch: Watch,
-    limits: Limits = UNLIMITED,
+    limits: MeasurementLimits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[Served]:
     """Measure once at the SLO's load, then up to the highest rate of each, in turns. A search
@@ -160,7 +160,7 @@ def prove(
     plan: Plan,
     rows: Sequence[Row],
     watch: Watch,
-    limits: Limits = UNLIMITED,
+    limits: MeasurementLimits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[Served]:
     """Measure at the SLO's load and up to the highest rate of each: with rates, costs and curves.
@@ -172,13 +172,13 @@ def prove(
         return found if search_s < shortest_s else _rated(endpoints, found, plan, watch, search_s)
 
 
-def _search_s(num_builds: int, limits: Limits) -> float:
+def _search_s(num_builds: int, limits: MeasurementLimits) -> float:
     """Return the time for each search for a highest rate; searches take turns."""
     return min(limits.search_s, limits.left_s() / num_builds - PROBE_COST_S)
 
 
 def _rated(
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[ServedEndpoint],
     found: Sequence[Served],
     plan: Plan,
     watch: Watch,
@@ -242,7 +242,7 @@ def _ends(interval: Interval) -> tuple[float, float, float]:
 # The server.
 
 
-class Endpoint:
+class ServedEndpoint:
     """`penstock serve` with one build on a free port; stopped when the block ends in any way, and
     killed when this process dies. `data` is the file with its inputs."""
 
@@ -383,12 +383,12 @@ class Servers:
         self._stack = contextlib.ExitStack()
         # Start timeout of the next server.
         self.start_timeout_s: Callable[[], float] = lambda: START_TIMEOUT_S
-        self._endpoints: dict[Path, Endpoint] = {}
+        self._endpoints: dict[Path, ServedEndpoint] = {}
         # Row files by form of the inputs, which is the same for nearly all builds.
         self._files: dict[object, str] = {}
         self._scratch: Path | None = None
 
-    def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[Endpoint]:
+    def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[ServedEndpoint]:
         """Return endpoints of these builds, started if they do not run. The rows must be the same
         each time."""
         has_others = bool(self._endpoints)
@@ -407,11 +407,11 @@ class Servers:
         self._scratch = None
         self._stack.close()
 
-    def _opened(self, build: Build, rows: Sequence[Row]) -> Endpoint:
+    def _opened(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
         known = self._endpoints.get(build.folder)
         if known is not None and known.is_running:
             return known
-        endpoint = Endpoint(build, self._written(build.config, rows))
+        endpoint = ServedEndpoint(build, self._written(build.config, rows))
         endpoint.start_timeout_s = self.start_timeout_s()
         self._stack.enter_context(endpoint)
         self._endpoints[build.folder] = endpoint
@@ -431,8 +431,8 @@ class Servers:
 
 @contextlib.contextmanager
 def _stage(
-    builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None, limits: Limits
-) -> Iterator[list[Endpoint]]:
+    builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None, limits: MeasurementLimits
+) -> Iterator[list[ServedEndpoint]]:
     """Open endpoints for a measurement. Kept servers stay up unless it fails, as their state is
     unknown then."""
     own = Servers() if servers is None else servers
@@ -510,7 +510,7 @@ def _json(spec: TensorSpec, array: Array) -> object:
     return {"content": {"b64": packed}, "shape": list(np.shape(array))}
 
 
-def bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.BenchPlan:
+def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> bench.BenchPlan:
     return bench.BenchPlan(
         endpoint.target(plan),
         endpoint.inputs(plan),
@@ -555,7 +555,7 @@ def _open(rate: float, slo: Slo | None) -> Open:
 
 
 @dataclass(slots=True)
-class Account:
+class ServedAccount:
     """All measurements of one build, over its rounds."""
 
     config: ModelConfig
@@ -585,7 +585,7 @@ class Account:
 
 
 def _measured(
-    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, limits: Limits
+    endpoints: Sequence[ServedEndpoint], plan: Plan, watch: Watch, limits: MeasurementLimits
 ) -> list[Served]:
     found = _in_turns(endpoints, plan, watch, limits)
     if _has_cost(plan):
@@ -601,11 +601,11 @@ def _has_cost(plan: Plan) -> bool:
 
 
 def _in_turns(
-    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, limits: Limits
+    endpoints: Sequence[ServedEndpoint], plan: Plan, watch: Watch, limits: MeasurementLimits
 ) -> list[Served]:
     """Measure in rounds; those after the first are left out if there is no time for all builds."""
     load = load_of(plan.slo)
-    accounts = [Account(each.build.config) for each in endpoints]
+    accounts = [ServedAccount(each.build.config) for each in endpoints]
     for number in range(limits.num_rounds):
         if number and limits.left_s() < len(endpoints) * level_cost_s(plan.duration_s):
             break
@@ -616,7 +616,7 @@ def _in_turns(
     return [served_of(account, load, plan) for account in accounts]
 
 
-def served_of(account: Account, load: Load, plan: Plan) -> Served:
+def served_of(account: ServedAccount, load: Load, plan: Plan) -> Served:
     """Combine all rounds; intervals cover the spread between them."""
     windows = account.windows
     turns = [_turn(*each, plan) for each in account.rounds]
@@ -698,7 +698,7 @@ def _streams(windows: Sequence[Window]) -> Streams | None:
     )
 
 
-def promised_bytes(account: Account) -> int:
+def promised_bytes(account: ServedAccount) -> int:
     """Return the memory that the SLO's memory term limits: GPU memory for models on GPUs."""
     if account.config.uses_gpu:
         return sum(account.gpu_memory_bytes)
@@ -785,7 +785,7 @@ def _limit(term: Term) -> tuple[float, str]:
 
 
 def _max_rates(
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[ServedEndpoint],
     plan: Plan,
     watch: Watch,
     search_s: float = SEARCH_S,
@@ -834,12 +834,12 @@ def num_clients(config: ModelConfig) -> int:
     return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
 
 
-def saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
+def saturated(endpoint: ServedEndpoint, plan: Plan, watch: Watch) -> Interval:
     """Return the throughput at saturation."""
     return stats.throughput_interval(_probe(endpoint, plan, watch))
 
 
-def _probe(endpoint: Endpoint, plan: Plan, watch: Watch) -> Sequence[Window]:
+def _probe(endpoint: ServedEndpoint, plan: Plan, watch: Watch) -> Sequence[Window]:
     """Measure a closed loop with enough clients to saturate the server."""
     wanted = bench_plan(endpoint, plan, [Closed(endpoint.num_clients)])
     short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
@@ -851,7 +851,7 @@ class RateSearch:
     Rates below `floor` are not measured."""
 
     def __init__(
-        self, endpoint: Endpoint, plan: Plan, start: float, left_s: float, floor: float = 0.0
+        self, endpoint: ServedEndpoint, plan: Plan, start: float, left_s: float, floor: float = 0.0
     ) -> None:
         assert plan.slo is not None
         self.slo = plan.slo

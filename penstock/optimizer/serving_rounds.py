@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import finalists, outcomes
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.finalists import Shape
+from penstock.optimizer.finalists import ServingSteps
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress_reporter import ProgressReporter, to_measure
@@ -21,22 +21,15 @@ RATE_S = 30.0
 NO_TIME = "out of time before it was tried"
 
 
+@dataclass(slots=True)
 class ServingRounds:
     """The served measurements of a search."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        findings: Findings,
-        budget: TimeBudget,
-        progress: ProgressReporter,
-        passes: Sequence[Pass],
-    ) -> None:
-        self._evaluator = evaluator
-        self._findings = findings
-        self._budget = budget
-        self._progress = progress
-        self._passes = passes
+    evaluator: Evaluator
+    findings: Findings
+    budget: TimeBudget
+    progress: ProgressReporter
+    passes: Sequence[Pass]
 
     def measure_finalists(
         self, limit: int, *, is_fresh: bool = False, is_final: bool = True
@@ -45,24 +38,24 @@ class ServingRounds:
         its latency: overloaded servers all look the same. Predictions are off by more than builds
         differ, so several builds are served. If no rate is predicted to keep the SLO, none is
         searched for: the lowest latency wins."""
-        findings, plan = self._findings, self._evaluator.run.plan
+        findings, plan = self.findings, self.evaluator.run.plan
         assert plan.slo is not None
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
-        if findings.is_in_reach(plan) or not (has_rates and self._budget.estimates.has_rates):
+        if findings.is_in_reach(plan) or not (has_rates and self.budget.estimates.has_rates):
             chosen = finalists.nearest(findings, limit, is_fresh=is_fresh)
             self._measure(chosen, is_final=is_final)
         else:
             self._measure(finalists.leading(findings), is_rated=True, is_final=is_final)
 
     def measure_overlooked(self) -> None:
-        self._measure(finalists.overlooked(self._findings, self._evaluator.run.plan))
+        self._measure(finalists.overlooked(self.findings, self.evaluator.run.plan))
 
     def measure_interrupted(self) -> None:
-        self._measure(to_measure(self._findings, self._budget))
+        self._measure(to_measure(self.findings, self.budget))
 
     def _measure(
         self,
-        chosen: Sequence[tuple[Contender, Shape]],
+        chosen: Sequence[tuple[Contender, ServingSteps]],
         *,
         is_rated: bool = False,
         is_final: bool = True,
@@ -70,8 +63,8 @@ class ServingRounds:
         """Serve contenders in turns, in these serving configurations. The best that already keeps
         the SLO is measured along with them, if there is time. `is_rated` searches for the highest
         rate of each, too; `is_final`: no more steps follow."""
-        budget = self._budget
-        kept = [one for one in self._findings.finalists[:1] if one.served.is_met]
+        budget = self.budget
+        kept = [one for one in self.findings.finalists[:1] if one.served.is_met]
         known = [(one.contender, one.build) for one in kept]
         search_s = RATE_S if is_rated else 0.0
         stage = budget.stage
@@ -88,14 +81,14 @@ class ServingRounds:
         if fresh and budget.num_measurable(0, search_s, is_final=is_final):
             if not budget.num_measurable(len(known), search_s, is_final=is_final):
                 known = []
-            self._progress.begin(", ".join(str(build.candidate) for _, build in fresh))
+            self.progress.begin(", ".join(str(build.candidate) for _, build in fresh))
             self._serve(
-                known + fresh, self._serve_rated if is_rated else self._evaluator.measurements.serve
+                known + fresh, self._serve_rated if is_rated else self.evaluator.measurements.serve
             )
         budget.enter(stage)
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
-        return self._evaluator.measurements.with_rates(builds, RATE_S)
+        return self.evaluator.measurements.with_rates(builds, RATE_S)
 
     def _serve(
         self,
@@ -104,7 +97,7 @@ class ServingRounds:
     ) -> None:
         """Serve in turns, and add each with its share of the time. If that fails, serve one by one,
         so that only the failing one is lost."""
-        budget, findings = self._budget, self._findings
+        budget, findings = self.budget, self.findings
         began = budget.clock()
         try:
             servings = serve([build for _, build in runners])
@@ -125,31 +118,31 @@ class ServingRounds:
         seconds = (budget.clock() - began) / len(runners)
         for (contender, build), served in zip(runners, servings, strict=True):
             findings.add_served(contender, build, served)
-            self._progress.refresh()
+            self.progress.refresh()
             findings.note_served(build, served, seconds)
 
     def _shaped(
-        self, chosen: Sequence[tuple[Contender, Shape]]
+        self, chosen: Sequence[tuple[Contender, ServingSteps]]
     ) -> Iterator[tuple[Contender, Build]]:
         """Yield those not served so far; each is built when it is needed."""
         for contender, steps in chosen:
             candidate = contender.candidate.then(*steps)
-            if candidate.key in self._findings.served:
+            if candidate.key in self.findings.served:
                 continue
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
-                self._findings.tries.append(
+                self.findings.tries.append(
                     Try(candidate, "batching", *outcomes.outcome_of_error(error))
                 )
 
     def _build_shape(
         self, contender: Contender, candidate: Candidate, steps: Sequence[Step]
     ) -> Build:
-        build = self._evaluator.builder.build(candidate)
-        facts = self._evaluator.inspector.facts(build)
+        build = self.evaluator.builder.build(candidate)
+        facts = self.evaluator.inspector.facts(build)
         for step in steps:
-            made_by = next(each for each in self._passes if each.name == step.pass_name)
+            made_by = next(each for each in self.passes if each.name == step.pass_name)
             problems = made_by.check(step, contender.facts, facts)
             if problems:
                 raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
@@ -157,38 +150,38 @@ class ServingRounds:
 
     def note_skipped(self, context: PassContext) -> None:
         """Note why serving passes have nothing to offer."""
-        for each in self._passes:
+        for each in self.passes:
             if each.is_config_only and each.stage != "memory":
                 found = each.propose(context)
-                self._findings.skipped += [one for one in found if isinstance(one, Skip)]
+                self.findings.skipped += [one for one in found if isinstance(one, Skip)]
 
     def try_memory(self, context: Callable[[Contender], PassContext]) -> None:
         """If the best misses only its memory limit, try it with less memory."""
-        best = self._findings.finalists[0]
+        best = self.findings.finalists[0]
         missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
         if missed != {"bytes"}:
             return
-        self._budget.enter("memory")
-        for each in self._passes:
+        self.budget.enter("memory")
+        for each in self.passes:
             if each.stage == "memory":
                 self._try_less(each, best, replace(context(best.contender), build=best.build))
 
     def _try_less(self, each: Pass, best: Finalist, context: PassContext) -> None:
-        contender, findings = best.contender, self._findings
+        contender, findings = best.contender, self.findings
         for step in each.propose(context):
             if isinstance(step, Skip):
                 findings.skipped.append(step)
                 continue
-            if not self._budget.has_time(self._budget.estimates.in_turns_s(2)):
+            if not self.budget.has_time(self.budget.estimates.in_turns_s(2)):
                 findings.skipped.append(Skip(each.name, NO_TIME, step))
                 continue
             candidate = best.build.candidate.then(step)
-            self._progress.begin(candidate)
+            self.progress.begin(candidate)
             try:
                 build = self._build_shape(contender, candidate, [step])
             except PenstockError as error:
                 findings.tries.append(Try(candidate, "memory", *outcomes.outcome_of_error(error)))
                 continue
             self._serve(
-                [(contender, best.build), (contender, build)], self._evaluator.measurements.serve
+                [(contender, best.build), (contender, build)], self.evaluator.measurements.serve
             )

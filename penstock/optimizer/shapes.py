@@ -247,7 +247,7 @@ def best_buckets(lengths: Sequence[int], num_buckets: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ServingShape:
     """A serving configuration and its predicted highest rate."""
 
     settings: Settings
@@ -283,7 +283,7 @@ class Ranking:
         shares = shares_of(self._lengths, self._config)
         return max_rate(table, self._config, self._slo or NO_TERMS, shares)
 
-    def batching(self, table: TimeTable) -> list[Shape]:
+    def batching(self, table: TimeTable) -> list[ServingShape]:
         """Return the shapes near the best, best first. Buckets are chosen first, with the largest
         batch; then sizes with those buckets, in rows and in tokens; then slo mode with the best
         sizes."""
@@ -317,13 +317,13 @@ class Ranking:
         return by_rows + [{**largest, "tokens": str(each)} for each in reversed(budgets)]
 
     def _near_best(
-        self, table: TimeTable, wanted: Sequence[Settings], known: Sequence[Shape] = ()
-    ) -> list[Shape]:
+        self, table: TimeTable, wanted: Sequence[Settings], known: Sequence[ServingShape] = ()
+    ) -> list[ServingShape]:
         found = list(known)
         for settings in wanted:
             best = max((shape.rate for shape in found), default=0.0)
             rate = self.rate(table, settings, above=WORTH * best)
-            found.append(Shape(settings, table.num_instances, table.num_threads, rate))
+            found.append(ServingShape(settings, table.num_instances, table.num_threads, rate))
         best = max(shape.rate for shape in found)
         near = [shape for shape in found if shape.rate and shape.rate >= WORTH * best]
         return sorted(near, key=lambda shape: -shape.rate)
@@ -360,7 +360,7 @@ def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
     """Return steps of the batching and instances passes for everything with known batch times, with
     the predicted highest rate of each; best first."""
     ranking = Ranking(context)
-    found: list[Shape] = []
+    found: list[ServingShape] = []
     tables = [*context.times.values()]
     if context.build.config.device == CPU:
         tables += derived(context.times, context.machine.num_cores)
@@ -370,7 +370,7 @@ def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
     if not found and context.times:
         # No rate keeps the SLO: use the arrangement with the lowest latency of a single request.
         table = min(context.times.values(), key=alone_s)
-        found = [Shape({"mode": "off"}, table.num_instances, table.num_threads, 0.0)]
+        found = [ServingShape({"mode": "off"}, table.num_instances, table.num_threads, 0.0)]
     return [(steps_of(shape), shape.rate) for shape in found]
 
 
@@ -379,7 +379,7 @@ def alone_s(table: TimeTable) -> float:
     return table.batch_s(max(table.seconds), 1)
 
 
-def steps_of(shape: Shape) -> tuple[Step, ...]:
+def steps_of(shape: ServingShape) -> tuple[Step, ...]:
     return (
         Step("batching", dict(shape.settings)),
         Step(

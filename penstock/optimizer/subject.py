@@ -80,7 +80,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ImportedModel:
     """Result of `_take`, which put the model's files into the version folder."""
 
     kind: str
@@ -138,7 +138,7 @@ def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.Use
     )
 
 
-def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
+def _take(plan: Plan, rows: Sequence[Row], version: Path) -> ImportedModel:
     source = resolve(plan.model)
     match source.kind:
         case ModelKind.ONNX_FILE | ModelKind.OPENVINO_FILE | ModelKind.PYTHON_FILE:
@@ -152,23 +152,23 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
             return replace(taken, kind=KINDS[source.kind], note=exported.name)
         case ModelKind.HUGGING_FACE:
             config, name = torch_source.take_hugging_face(source.path, rows, version)
-            return Taken(KINDS[source.kind], config, name)
+            return ImportedModel(KINDS[source.kind], config, name)
         case ModelKind.FACTORY:
             config, note = torch_source.take_factory(str(source.location), rows, version)
-            return Taken(KINDS[source.kind], config, note)
+            return ImportedModel(KINDS[source.kind], config, note)
         case ModelKind.MODEL_FOLDER | ModelKind.VERSION_FOLDER | ModelKind.REPOSITORY:
             return _take_served(source, version)
     raise ConfigError([f"{plan.model}: is {source.kind.value}; expected {FORMS}"])
 
 
-def _take_file(source: ModelSource, version: Path) -> Taken:
+def _take_file(source: ModelSource, version: Path) -> ImportedModel:
     folders.take_file(source, version, shutil.copyfile)
     try:
         config = folders.read_config(version.parent)
     except ConfigError as error:
         problems = [each.removeprefix(f"{folders.VERSION}/") for each in error.problems]
         raise ConfigError([f"{source.path}: {problem}" for problem in problems]) from None
-    return Taken(KINDS[source.kind], config)
+    return ImportedModel(KINDS[source.kind], config)
 
 
 def _as_exported(config: ModelConfig) -> ModelConfig:
@@ -179,7 +179,7 @@ def _as_exported(config: ModelConfig) -> ModelConfig:
     return replace(config, max_batch_size=min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU))
 
 
-def _take_served(model: ModelSource, version: Path) -> Taken:
+def _take_served(model: ModelSource, version: Path) -> ImportedModel:
     """Take a version of a repository with its own configuration, but without its SLO."""
     folder, config = _served_version(model)
     source = folder / config.version
@@ -196,7 +196,7 @@ def _take_served(model: ModelSource, version: Path) -> Taken:
     batching = replace(config.batching, slo_latency_s=None)
     limit = _author_limit(folder, config)
     config = replace(config, slo="", is_slo_from_evidence=False, unkept_slo="", batching=batching)
-    return Taken(f"{SERVED} {config.version}", config, max_rows=limit)
+    return ImportedModel(f"{SERVED} {config.version}", config, max_rows=limit)
 
 
 def _author_limit(folder: Path, config: ModelConfig) -> int | None:

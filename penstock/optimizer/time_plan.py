@@ -173,7 +173,7 @@ class TimePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MeasurementLimits:
     """Bounds of one served measurement."""
 
     num_rounds: int = NUM_ROUNDS

@@ -67,13 +67,13 @@ class Values(msgspec.Struct, array_like=True):
         return to_array(Tensor(self.name, self.datatype, self.shape, self.data))
 
 
-class Prepare(msgspec.Struct, tag="prepare"):
+class PrepareTrial(msgspec.Struct, tag="prepare"):
     """Import the backend; nothing is loaded yet."""
 
     backend: str
 
 
-class Load(msgspec.Struct, tag="load"):
+class LoadTrial(msgspec.Struct, tag="load"):
     config: ModelConfig
 
 
@@ -122,14 +122,14 @@ class Package(msgspec.Struct, tag="package"):
     path: str
 
 
-Question = Prepare | Load | Inspect | Compute | Hold | Measure | Keep | Package
+Question = PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | Keep | Package
 
 
-class Prepared(msgspec.Struct, tag="prepared"):
+class TrialPrepared(msgspec.Struct, tag="prepared"):
     pass
 
 
-class Loaded(msgspec.Struct, tag="loaded"):
+class TrialLoaded(msgspec.Struct, tag="loaded"):
     proof: Proof
     load_s: float
 
@@ -144,11 +144,11 @@ class Computed(msgspec.Struct, tag="computed"):
     rows: list[list[Values]]
 
 
-class Held(msgspec.Struct, tag="held"):
+class TrialHeld(msgspec.Struct, tag="held"):
     pass
 
 
-class Measured(msgspec.Struct, tag="measured"):
+class TrialMeasured(msgspec.Struct, tag="measured"):
     seconds: list[float]
     # Growth of the process since before the model was loaded; on a GPU, the memory used there.
     memory_bytes: int
@@ -162,12 +162,22 @@ class Packaged(msgspec.Struct, tag="packaged"):
     pass
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class TrialFailed(msgspec.Struct, tag="failed"):
     problems: list[str]
     is_config: bool = False
 
 
-Answer = Prepared | Loaded | Inspected | Computed | Held | Measured | Kept | Packaged | Failed
+Answer = (
+    TrialPrepared
+    | TrialLoaded
+    | Inspected
+    | Computed
+    | TrialHeld
+    | TrialMeasured
+    | Kept
+    | Packaged
+    | TrialFailed
+)
 
 
 class Trial:
@@ -214,7 +224,7 @@ class Trial:
         if time.perf_counter() - began < LONG_RUN_S:
             self._run(self._batch)
 
-    def measure(self, question: Measure) -> Measured:
+    def measure(self, question: Measure) -> TrialMeasured:
         assert self._batch is not None, "nothing is held"
         seconds: list[float] = []
         began = now = time.perf_counter()
@@ -230,7 +240,7 @@ class Trial:
             seconds.append(num_slots * (now - before))
         while begun:
             _only(begun.popleft())
-        return Measured(seconds, self._memory_bytes)
+        return TrialMeasured(seconds, self._memory_bytes)
 
     @property
     def _memory_bytes(self) -> int:
@@ -321,21 +331,21 @@ class Child:
             try:
                 answer = self._answer(decoder.decode(data))
             except ConfigError as error:
-                answer = Failed(list(error.problems), is_config=True)
+                answer = TrialFailed(list(error.problems), is_config=True)
             except PenstockError as error:
-                answer = Failed([str(error)[:MAX_ERROR_CHARS]])
+                answer = TrialFailed([str(error)[:MAX_ERROR_CHARS]])
             except Exception as error:  # Anything a model raises is reported.
                 log.error("the model raised %s", type(error).__name__, exc_info=error)
-                answer = Failed([f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]])
+                answer = TrialFailed([f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]])
             framing.send(self._sock, msgspec.msgpack.encode(answer))
 
     def _answer(self, question: Question) -> Answer:
-        if isinstance(question, Prepare):
+        if isinstance(question, PrepareTrial):
             backend(question.backend)
-            return Prepared()
-        if isinstance(question, Load):
+            return TrialPrepared()
+        if isinstance(question, LoadTrial):
             self._trial = Trial(question.config)
-            return Loaded(self._trial.proof, self._trial.load_s)
+            return TrialLoaded(self._trial.proof, self._trial.load_s)
         if isinstance(question, Package):
             package(question)
             return Packaged()
@@ -346,7 +356,7 @@ class Child:
             return Computed(self._trial.compute(question))
         if isinstance(question, Hold):
             self._trial.hold(question)
-            return Held()
+            return TrialHeld()
         if isinstance(question, Keep):
             return Kept(self._trial.keep(question.folder))
         return self._trial.measure(question)

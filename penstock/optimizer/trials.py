@@ -30,22 +30,22 @@ from penstock.optimizer.trial_child import (
     Answer,
     Compute,
     Computed,
-    Failed,
-    Held,
     Hold,
     Inspect,
     Inspected,
     Keep,
     Kept,
-    Load,
-    Loaded,
+    LoadTrial,
     Measure,
-    Measured,
     Package,
     Packaged,
-    Prepare,
-    Prepared,
+    PrepareTrial,
     Question,
+    TrialFailed,
+    TrialHeld,
+    TrialLoaded,
+    TrialMeasured,
+    TrialPrepared,
     Values,
 )
 from penstock.processes import framing
@@ -103,12 +103,12 @@ def inspect(build: Build, ends_at: float = math.inf) -> Facts:
     """Load a build and read back what was built: `file_facts` and what only the loaded form knows.
     BackendFailed says why it cannot be loaded. TookTooLong after `ends_at`, by the monotonic clock;
     the same holds for `answers` and `times`."""
-    with Child(build.config, ends_at=ends_at) as child:
+    with TrialProcess(build.config, ends_at=ends_at) as child:
         child.load()
         return inspected(child, build)
 
 
-def inspected(child: Child, build: Build) -> Facts:
+def inspected(child: TrialProcess, build: Build) -> Facts:
     """Inspect by a child that has loaded the build."""
     child.send(Inspect(build.candidate, str(build.folder)))
     return child.expect(Inspected).facts
@@ -117,12 +117,12 @@ def inspected(child: Child, build: Build) -> Facts:
 def keep_compiled(
     build: Build,
     timeout_s: float = LOAD_TIMEOUT_S,
-    take: Callable[[ModelConfig], Child] | None = None,
+    take: Callable[[ModelConfig], TrialProcess] | None = None,
 ) -> int:
     """Save compiled code and kernel choices in the version's folder, so that later loads on such a
     machine skip that work; return the size in bytes. TookTooLong after the timeout. `take` returns
     a child that was already started."""
-    with (take or Child)(build.config) as child:
+    with (take or TrialProcess)(build.config) as child:
         child.timeout_s = timeout_s
         child.load(timeout_s)
         child.send(Keep(str(build.version_folder)))
@@ -132,7 +132,7 @@ def keep_compiled(
 def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
     """Compile the module to an AOTInductor package in a separate process, which frees the memory of
     compiler and GPU when it ends. TookTooLong after the timeout."""
-    with Child(config, timeout_s) as child:
+    with TrialProcess(config, timeout_s) as child:
         child.send(Package(config, str(path)))
         child.expect(Packaged)
 
@@ -147,14 +147,17 @@ def answers(
     buckets and cropped if it is padded. So effects of a row's neighbours (per-batch ranges,
     padding) show. Rows with a leading 1 for the batch have it in their answers too. `told` receives
     the number done."""
-    with Child(build.config, ends_at=rules.ends_at) as child:
+    with TrialProcess(build.config, ends_at=rules.ends_at) as child:
         child.rules = rules
         child.load()
         return answered(child, build, rows, told)
 
 
 def answered(
-    child: Child, build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
+    child: TrialProcess,
+    build: Build,
+    rows: Sequence[Row],
+    told: Callable[[int], None] | None = None,
 ) -> list[dict[str, Array]]:
     """Compute answers by a child that has loaded the build. Rows that its limits leave no time for
     have an empty answer."""
@@ -188,14 +191,14 @@ class ServedRows:
     crops: Collection[Crop]
 
 
-def as_served(child: Child, config: ModelConfig, rows: Sequence[Row]) -> ServedRows:
+def as_served(child: TrialProcess, config: ModelConfig, rows: Sequence[Row]) -> ServedRows:
     sent, lengths = _padded_rows(config, child.is_padded, rows)
     # A postprocessing function receives outputs that are already cropped.
     return ServedRows(sent, lengths, () if config.postprocess else child.proof.crops)
 
 
 def compute(
-    child: Child, build: Build, served: ServedRows, indices: Sequence[int]
+    child: TrialProcess, build: Build, served: ServedRows, indices: Sequence[int]
 ) -> list[dict[str, Array]]:
     """Run these rows, which have equal shapes, as one batch; return answers in the same order, each
     with a batch dimension of 1."""
@@ -226,14 +229,14 @@ def times(
     with contextlib.ExitStack() as stack:
         # Each on its own device.
         seen = [config.of_worker(*worker) for worker in config.workers]
-        children = [stack.enter_context(Child(each, ends_at=rules.ends_at)) for each in seen]
+        children = [stack.enter_context(TrialProcess(each, ends_at=rules.ends_at)) for each in seen]
         for child in children:
             child.rules = rules
         _load_all(children)
-        return Crew(config, children, longest_s).table(rows, (num_instances, num_threads))
+        return TrialCrew(config, children, longest_s).table(rows, (num_instances, num_threads))
 
 
-class Child:
+class TrialProcess:
     """A child process with one model; killed when the block ends, however it ends."""
 
     def __init__(
@@ -300,18 +303,18 @@ class Child:
 
     def prepare(self) -> None:
         """Make it import the backend; call `expect_prepared` before any other request."""
-        self.send(Prepare(self.config.backend))
+        self.send(PrepareTrial(self.config.backend))
 
     def expect_prepared(self) -> None:
-        self.expect(Prepared)
+        self.expect(TrialPrepared)
 
-    def load(self, run_timeout_s: float | None = None) -> Loaded:
+    def load(self, run_timeout_s: float | None = None) -> TrialLoaded:
         """Load the model. Later requests have this timeout; None: the default."""
-        self.send(Load(self.config))
+        self.send(LoadTrial(self.config))
         return self.expect_loaded(run_timeout_s)
 
-    def expect_loaded(self, run_timeout_s: float | None = None) -> Loaded:
-        loaded = self.expect(Loaded)
+    def expect_loaded(self, run_timeout_s: float | None = None) -> TrialLoaded:
+        loaded = self.expect(TrialLoaded)
         self.proof, self.load_s = loaded.proof, loaded.load_s
         self.timeout_s = RUN_TIMEOUT_S if run_timeout_s is None else run_timeout_s
         return loaded
@@ -341,7 +344,7 @@ class Child:
         if data is None:
             raise self._ended()
         answer: Answer = self._decoder.decode(data)
-        if isinstance(answer, Failed):
+        if isinstance(answer, TrialFailed):
             if answer.is_config:
                 raise ConfigError(answer.problems)
             raise BackendFailed("; ".join(answer.problems))
@@ -352,20 +355,20 @@ class Child:
         return BackendFailed(f"the process of the model {self._process.describe_end()}")
 
 
-def _load_all(children: Sequence[Child]) -> None:
+def _load_all(children: Sequence[TrialProcess]) -> None:
     """Load all children in parallel, each with its own configuration."""
     for child in children:
-        child.send(Load(child.config))
+        child.send(LoadTrial(child.config))
     for child in children:
         child.expect_loaded()
 
 
 @dataclass(slots=True)
-class Crew:
+class TrialCrew:
     """Children with the same model that compute at the same time."""
 
     config: ModelConfig
-    children: Sequence[Child]
+    children: Sequence[TrialProcess]
     longest_s: float
     # Batches in flight in each child; 0: as many as it has instances.
     num_slots: int = 0
@@ -450,10 +453,10 @@ class Crew:
             taken = _taken(index, rung, len(rows))
             values = stacked(self.config, [rows[each] for each in taken])
             child.send(Hold(values, rung, [lengths[each] for each in taken]))
-        self._heard(Held)
+        self._heard(TrialHeld)
         for child in self.children:
             child.send(Measure(POINT_S, self.num_slots))
-        measured = self._heard(Measured)
+        measured = self._heard(TrialMeasured)
         self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
         return statistics.fmean(statistics.median(each.seconds) for each in measured)
 

@@ -15,7 +15,7 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.phases import ARROW, AS_SERVED
 from penstock.optimizer.results import Optimization, Verdict
-from penstock.profile.results import NextStep
+from penstock.profiling.results import NextStep
 
 # Losses from this number on mean that there is no bound.
 ANY_LOSS = 1e100

@@ -69,14 +69,14 @@ def generated(status: object, config: ModelConfig, told: Generated, error: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EmbeddedRows:
     """Size and arrival of a message that became several requests."""
 
     count: int
     received: float
 
 
-def embedded(status: object, config: ModelConfig, rows: Rows, error: str) -> None:
+def embedded(status: object, config: ModelConfig, rows: EmbeddedRows, error: str) -> None:
     fields = {
         "status": status,
         "model": config.name,

@@ -229,7 +229,7 @@ class EmbeddingsAnswer:
             status, kind = 200, ""
             if error is not None:
                 status, kind = kind_of(error)[0], type(error).__name__
-            rows = access_log.Rows(len(self._requests), self._exchange.received)
+            rows = access_log.EmbeddedRows(len(self._requests), self._exchange.received)
             access_log.embedded(status, self._model.config, rows, kind)
 
     def _reply(self) -> None:

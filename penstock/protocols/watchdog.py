@@ -47,7 +47,7 @@ ANSWER_S = 1.0
 LOG_S = 1.0
 
 
-class Listener(Protocol):
+class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
@@ -137,7 +137,7 @@ class Watchdog:
         self._theirs.close()
 
     def cover(
-        self, listeners: Sequence[Listener], tls: Callable[[], ssl.SSLContext | None] | None = None
+        self, listeners: Sequence[HasFileno], tls: Callable[[], ssl.SSLContext | None] | None = None
     ) -> None:
         """Answer connections to these listeners while the loop is stuck; `tls` returns their
         current TLS context."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock import units
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 from penstock.report import profile_figures, profile_table
 from penstock.report.page import Card, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment

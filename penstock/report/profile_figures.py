@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock import units
-from penstock.profile import roofline
-from penstock.profile.results import Bound, Bucket, GpuTime, Operator, Peaks, Profile
+from penstock.profiling import roofline
+from penstock.profiling.results import Bound, Bucket, GpuTime, Operator, Peaks, Profile
 from penstock.report import plots
 from penstock.report.plots import Axis, Bars, Plot, Series
 

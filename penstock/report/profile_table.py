@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import units
-from penstock.profile import roofline
-from penstock.profile.results import Bucket, GpuTime, Operator, Peaks, Profile
+from penstock.profiling import roofline
+from penstock.profiling.results import Bucket, GpuTime, Operator, Peaks, Profile
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from penstock.config import CPU, BatchPolicy, ModelConfig
-from penstock.serving.history import Record, Shapes
+from penstock.serving.history import BatchRecord, Shapes
 from penstock.serving.lanes import Lane
 from penstock.serving.plan import Geometry
 from penstock.serving.slo_batcher import SloBatcher
@@ -64,7 +64,7 @@ class LaneState:
 
 @dataclass(frozen=True, slots=True)
 class PastBatch:
-    """One batch; see `history.Record`."""
+    """One batch; see `history.BatchRecord`."""
 
     age_s: float
     num_rows: int
@@ -255,7 +255,7 @@ def _max_wait(policy: BatchPolicy) -> str:
 
 
 def why_small(
-    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_size: int | None
+    policy: BatchPolicy, recent: Sequence[BatchRecord], num_shapes: int, target_size: int | None
 ) -> list[str]:
     """Return sentences, the most important first. `target_size` is b* in slo mode."""
     if not recent:
@@ -286,7 +286,7 @@ def why_small(
     return [summary, *(sentence for _, sentence in found)]
 
 
-def _by_load(recent: Sequence[Record]) -> list[tuple[float, str]]:
+def _by_load(recent: Sequence[BatchRecord]) -> list[tuple[float, str]]:
     """Return sentences about batches that emptied the queue, with their shares."""
     took_all = [r for r in recent if r.closed_by == "queue empty"]
     at_once = [r for r in took_all if r.instance_wait_s < AT_ONCE_S]
@@ -311,7 +311,7 @@ def _by_load(recent: Sequence[Record]) -> list[tuple[float, str]]:
 
 
 def _by_close(
-    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_size: int | None
+    policy: BatchPolicy, recent: Sequence[BatchRecord], num_shapes: int, target_size: int | None
 ) -> list[tuple[float, str]]:
     """Return sentences about what closed the batches, with their shares."""
     preferred = ", ".join(map(str, policy.preferred_batch_sizes))
@@ -340,7 +340,7 @@ def _by_close(
     return found
 
 
-def _by_delay(policy: BatchPolicy, recent: Sequence[Record]) -> str:
+def _by_delay(policy: BatchPolicy, recent: Sequence[BatchRecord]) -> str:
     """Explain expired delays; with many shapes, requests of the same shape are rare."""
     delay = f"max_queue_delay ({_ms(policy.max_queue_delay_s)})"
     num_shapes = len({record.shapes for record in recent})
@@ -406,7 +406,7 @@ def _paces(model: Model) -> list[PaceState]:
     return sorted(paces, key=lambda pace: -pace.arrivals_per_s)[:MAX_SHAPES_SHOWN]
 
 
-def _past(record: Record, now: float) -> PastBatch:
+def _past(record: BatchRecord, now: float) -> PastBatch:
     return PastBatch(
         now - record.ended,
         record.num_rows,
@@ -451,11 +451,11 @@ def _state(is_ready: bool, is_idle: bool) -> Literal["idle", "busy", "not ready"
     return "busy" if is_ready else "not ready"
 
 
-def _mean_rows(records: Sequence[Record]) -> float:
+def _mean_rows(records: Sequence[BatchRecord]) -> float:
     return sum(record.num_rows for record in records) / len(records)
 
 
-def _mean_requests(records: Sequence[Record]) -> float:
+def _mean_requests(records: Sequence[BatchRecord]) -> float:
     return sum(record.num_requests for record in records) / len(records)
 
 

@@ -15,7 +15,7 @@ MAX_SHAPES = 1024
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Record(NamedTuple):
+class BatchRecord(NamedTuple):
     """One batch. The waits are means over its requests; `duration_s` is from dispatch to answer, of
     which the worker computed for `compute_s`."""
 
@@ -47,12 +47,12 @@ class Seen:
 
 class History:
     def __init__(self) -> None:
-        self.recent: deque[Record] = deque(maxlen=NUM_RECENT)
+        self.recent: deque[BatchRecord] = deque(maxlen=NUM_RECENT)
         self.shapes: dict[Shapes, Seen] = {}
         # Shapes that came when `shapes` was full.
         self.others = Seen()
 
-    def note(self, record: Record) -> None:
+    def note(self, record: BatchRecord) -> None:
         self.recent.append(record)
         seen = self.shapes.get(record.shapes)
         if seen is None:

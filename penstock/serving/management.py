@@ -24,7 +24,7 @@ from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.metrics import FrontUse, expose
 from penstock.serving.served import Served
-from penstock.serving.usage import Member, Usage, cpu_s
+from penstock.serving.usage import Member, ProcessUsage, cpu_s
 from penstock.types import Parameter
 from penstock.wire.v2 import encode_metadata
 
@@ -72,7 +72,7 @@ class ManagementApi:
         self.control = control
         self.lifecycle = lifecycle or Lifecycle()
         self.server_id = server_id
-        self.usage = Usage()
+        self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
         self._fronts = fronts
         self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {

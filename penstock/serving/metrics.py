@@ -48,7 +48,7 @@ BUCKETS = (
 EDGES = (-math.inf, *BUCKETS, math.inf)
 
 
-class Histogram:
+class PhaseHistogram:
     """Counts per bucket and the sum, in seconds."""
 
     __slots__ = ("counts", "sum_s")
@@ -99,7 +99,7 @@ class BatchStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """One metric of one model, as lines of a scrape."""
 
     name: str
@@ -109,7 +109,7 @@ class Family:
 
 
 class Exposed(Protocol):
-    def families(self) -> Sequence[Family]: ...
+    def families(self) -> Sequence[MetricFamily]: ...
 
 
 class ModelMetrics:
@@ -126,7 +126,7 @@ class ModelMetrics:
         self.num_failures = dict.fromkeys(REASONS, 0)
         self.num_refused = dict.fromkeys((*REFUSED_AT_ARRIVAL, *REFUSED_LATER), 0)
         self.num_deaths = dict.fromkeys(DEATHS, 0)
-        self.phases = {phase: Histogram() for phase in (*PHASES, *WAITS)}
+        self.phases = {phase: PhaseHistogram() for phase in (*PHASES, *WAITS)}
         # Phases measured per request, and phases measured per batch.
         self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
         self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
@@ -454,7 +454,7 @@ def histogram_lines(
 
 def _others(items: Sequence[Pending]) -> list[str]:
     """Render the models' own families; one shared by several models is written once."""
-    found: dict[str, list[Family]] = {}
+    found: dict[str, list[MetricFamily]] = {}
     for item in items:
         if item.metrics.others is not None:
             for family in item.metrics.others.families():

@@ -37,7 +37,7 @@ ARRIVALS_S = 0.1
 MAX_PACES = 512
 
 
-class Pace:
+class GeometryPace:
     """Statistics of one geometry: T(b), target size, arrival rate in rows (or tokens)."""
 
     __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
@@ -91,7 +91,7 @@ class Paces:
         self._has_budget = policy.max_tokens is not None
         self._max_size = policy.max_tokens or self._max_rows
         self._prior = BatchTimes(policy.max_tokens or policy.max_batch_size)
-        self.by_geometry: dict[object, Pace] = {}
+        self.by_geometry: dict[object, GeometryPace] = {}
         self._spread = Spread()
         # The slowest 1 % of batches take at least this many times the mean.
         self._inflation = 1.0
@@ -99,12 +99,12 @@ class Paces:
         self.refresh_at = -math.inf
         self.num_executors = num_executors
 
-    def get(self, geometry: object) -> Pace:
+    def get(self, geometry: object) -> GeometryPace:
         pace = self.by_geometry.get(geometry)
         if pace is None:
             if len(self.by_geometry) >= MAX_PACES:
                 del self.by_geometry[next(iter(self.by_geometry))]
-            pace = self.by_geometry[geometry] = Pace(self._prior.copy())
+            pace = self.by_geometry[geometry] = GeometryPace(self._prior.copy())
             self._aim(pace)
         return pace
 
@@ -116,7 +116,7 @@ class Paces:
         for pace in self.by_geometry.values():
             self._aim(pace)
 
-    def _aim(self, pace: Pace) -> None:
+    def _aim(self, pace: GeometryPace) -> None:
         """Fit T(b)(1 + 1/N) and the spread into the SLO: a request waits for the first of N
         executors to be free, then runs, and may be among the slowest."""
         num_batches = 1 + 1 / self.num_executors
@@ -178,7 +178,7 @@ class Paces:
         """Return the queued sizes by level."""
         return lane.tokens if self._has_budget else lane.rows
 
-    def full_batch(self, lane: Lane | None, pace: Pace) -> tuple[int, float]:
+    def full_batch(self, lane: Lane | None, pace: GeometryPace) -> tuple[int, float]:
         """Return size and time of the batches that the lane forms: the target size, or less if the
         row limit is reached first, but never less than a request."""
         if lane is None:

@@ -26,17 +26,15 @@ from penstock.errors import (
     Cancelled,
     ConfigError,
     NotReady,
-    Overloaded,
     PenstockError,
-    QuotaExceeded,
 )
 from penstock.processes.life import ProcessLife
-from penstock.serving.batcher import Sequencer
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
@@ -233,9 +231,9 @@ class StagePipeline:
         self._shares = QueueShares(self._quotas, policy.max_pending, num_levels)
         # Checks requests before any stage runs; lengths are known only to the stages.
         self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
-        self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
+        self._sequencer: AnswerSequencer | None = None
         if policy.preserve_ordering:
-            self._sequencer = Sequencer()
+            self._sequencer = AnswerSequencer()
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -404,12 +402,8 @@ class StagePipeline:
             answer = Response(self.config.name, self.config.version, answer.outputs)
         if self._sequencer is None:
             request.respond(answer)
-            return
-        if isinstance(answer, Response):
-            for output in answer.outputs:
-                output.data = bytes(output.data)  # It may have to wait for an earlier answer.
-        for earlier, its_answer in self._sequencer.finish(request.turn, (request, answer)):
-            earlier.respond(its_answer)
+        else:
+            respond_in_turn(self._sequencer, request, answer)
 
     def _count_failure(self, request: Request, error: PenstockError, now: float) -> None:
         self._metrics.fail_s += now - request.timings.received
@@ -419,7 +413,7 @@ class StagePipeline:
             self._metrics.failed("BACKEND")
         else:
             self._metrics.refused(error)
-        if isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded):
+        if is_overload(error):
             level = self.config.batching.level(request.priority)
             self._shares.refused(len(self._journeys), now, level)
 

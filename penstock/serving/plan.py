@@ -48,7 +48,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """The layout of requests of one signature. `order` lists, per input of the model, the index of
     the request's tensor; `sizes` are the expected bytes (None: BYTES)."""
 
@@ -69,14 +69,16 @@ class Fit:
 
     __slots__ = ("has_fixed_outputs", "plan", "selection")
 
-    def __init__(self, plan: Plan, selection: tuple[int, ...], has_fixed_outputs: bool) -> None:
+    def __init__(
+        self, plan: RequestPlan, selection: tuple[int, ...], has_fixed_outputs: bool
+    ) -> None:
         self.plan = plan
         self.selection = selection
         self.has_fixed_outputs = has_fixed_outputs
 
 
 # Fit of requests that are only queued and never run, as in a simulation.
-UNPLANNED = Fit(Plan(Geometry((), None), 1, (), ()), (), has_fixed_outputs=False)
+UNPLANNED = Fit(RequestPlan(Geometry((), None), 1, (), ()), (), has_fixed_outputs=False)
 
 
 def fixed_outputs(config: ModelConfig) -> tuple[TensorSpec, ...]:
@@ -104,7 +106,7 @@ class Planner:
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
         self._outputs = {spec.name: index for index, spec in enumerate(config.outputs)}
         self._num_required = sum(not spec.is_optional for spec in config.inputs)
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, RequestPlan] = {}
         self._geometries: dict[object, Geometry] = {}
         self._fits: dict[object, Fit] = {}
         self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -132,7 +134,7 @@ class Planner:
             self._fits[form] = fit
         return fit
 
-    def plan(self, request: Request) -> Plan:
+    def plan(self, request: Request) -> RequestPlan:
         """Return the plan of a request; InvalidRequest if it or its buffer sizes do not fit."""
         inputs = request.inputs
         if len(inputs) == 1:
@@ -178,7 +180,7 @@ class Planner:
             selection.append(index)
         return tuple(selection)
 
-    def _resolve(self, tensors: Sequence[Tensor]) -> Plan:
+    def _resolve(self, tensors: Sequence[Tensor]) -> RequestPlan:
         by_input = self._match(tensors)
         num_rows = 1
         row_shapes: list[tuple[int, ...]] = []
@@ -208,9 +210,11 @@ class Planner:
         num_tokens = num_rows * self._row_tokens(present, own_shapes, is_padded=is_padded)
         if padded is not None:
             geometry, length = padded
-            return Plan(geometry, num_rows, order, tuple(sizes), own_shapes, length, num_tokens)
+            return RequestPlan(
+                geometry, num_rows, order, tuple(sizes), own_shapes, length, num_tokens
+            )
         geometry = self._geometry(present, own_shapes, num_rows)
-        return Plan(geometry, num_rows, order, tuple(sizes), num_tokens=num_tokens)
+        return RequestPlan(geometry, num_rows, order, tuple(sizes), num_tokens=num_tokens)
 
     def _row_tokens(self, present: tuple[int, ...], shapes: Shapes, *, is_padded: bool) -> int:
         """Return the tokens of a row, by its longest axis; 0 without a token budget."""

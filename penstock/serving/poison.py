@@ -6,7 +6,7 @@ import logging
 
 from penstock.errors import Quarantined
 from penstock.serving.context import ModelContext
-from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, Quarantine, Verdict
+from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, DeathVerdict, Quarantine
 from penstock.serving.request_memory import RequestMemory
 from penstock.types import Request
 
@@ -42,7 +42,7 @@ class PoisonGuard:
                 f"model refuses it for {left_s:.0f} s more"
             )
 
-    def pin(self, request: Request, was_killed_outside: bool) -> Verdict:
+    def pin(self, request: Request, was_killed_outside: bool) -> DeathVerdict:
         """Note that a worker died while it ran only this request. A kill from outside counts
         towards the quarantine of the request but not of its API key: an operator's kill hits
         whatever is running."""

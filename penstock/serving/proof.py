@@ -57,7 +57,7 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
     if config.max_batch_size == 0 or not config.batching.is_dynamic:
         reason = "the model is not batched dynamically" if config.padding else ""
         return Proof(unpadded=reason)
-    trial = Trial(config, runner)
+    trial = ProofTrial(config, runner)
     unbatched, notes = "", list[str]()
     if config.max_batch_size > 1 and not runner.keeps_rows_apart:
         try:
@@ -112,7 +112,7 @@ def agreed(proofs: Sequence[Proof]) -> Proof:
     )
 
 
-class Trial:
+class ProofTrial:
     """One model, run on random rows."""
 
     def __init__(self, config: ModelConfig, runner: Runner) -> None:

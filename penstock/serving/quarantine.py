@@ -149,16 +149,16 @@ class Quarantine:
             self._suspects.clear()
             self._num_batches = 0
 
-    def died(self, body: bytes, key: bytes, now: float) -> Verdict:
+    def died(self, body: bytes, key: bytes, now: float) -> DeathVerdict:
         """Pin a death on this request; no key is counted if `key` is empty."""
         self._suspects.add(body)
         is_key = bool(key) and self._keys.died(key, now)
         if self._is_model_at_fault:
             for suspect in self._suspects:
                 self._bodies.forget(suspect)
-            return Verdict(is_excused=False, quarantines_key=is_key)
+            return DeathVerdict(is_excused=False, quarantines_key=is_key)
         is_body = self._bodies.died(body, now)
-        return Verdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
+        return DeathVerdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
 
     def died_in_company(self) -> bool:
         """Note that a worker died while it ran several requests. True if one of them is probably at
@@ -182,7 +182,7 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DeathVerdict:
     """Consequences of a pinned death. `is_excused`: the request is at fault, not the model."""
 
     is_excused: bool

@@ -33,7 +33,7 @@ LOAD_FACTOR = 2
 
 
 class Readiness:
-    """Implements the supervisor's `Listener`."""
+    """Implements the supervisor's `InstanceListener`."""
 
     def __init__(
         self,

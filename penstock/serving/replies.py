@@ -18,7 +18,7 @@ from penstock.errors import (
 )
 from penstock.serving.batcher import Sequencer
 from penstock.serving.context import ModelContext
-from penstock.serving.history import History, Record
+from penstock.serving.history import BatchRecord, History
 from penstock.serving.metrics import Waits
 from penstock.serving.refusals import Refusals
 from penstock.serving.request_memory import RequestMemory
@@ -28,6 +28,9 @@ from penstock.types import Request, Response
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
+
+
+AnswerSequencer = Sequencer[tuple[Request, Response | PenstockError]]
 
 
 class Replies:
@@ -42,9 +45,9 @@ class Replies:
         self.history = History()
         self._refusals = Refusals()
         # None if answers need no order.
-        self.sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
+        self.sequencer: AnswerSequencer | None = None
         if context.config.batching.preserve_ordering:
-            self.sequencer = Sequencer()
+            self.sequencer = AnswerSequencer()
 
     def finish(self, request: Request, answer: Response | PenstockError) -> None:
         """End an admitted request."""
@@ -55,12 +58,8 @@ class Replies:
             self._metrics.fail_s += now - request.timings.received
         if self.sequencer is None:
             request.respond(answer)
-            return
-        if isinstance(answer, Response):
-            for output in answer.outputs:
-                output.data = bytes(output.data)  # The answer may outlive its slab row.
-        for earlier, its_answer in self.sequencer.finish(request.turn, (request, answer)):
-            earlier.respond(its_answer)
+        else:
+            respond_in_turn(self.sequencer, request, answer)
 
     def fail(self, request: Request, error: PenstockError, reason: str) -> None:
         """End an admitted request with an error, unless it has ended."""
@@ -123,7 +122,7 @@ class Replies:
         self, batch: RunningBatch, ended: float, waits: Waits, compute_s: float, outcome: str
     ) -> None:
         batch_wait_s, instance_wait_s = waits
-        record = Record(
+        record = BatchRecord(
             ended,
             batch.num_rows,
             len(batch.requests),
@@ -161,6 +160,17 @@ class Replies:
                 over.duration_s,
                 extra={**self._config.labels, "num_refused": over.num_refused},
             )
+
+
+def respond_in_turn(
+    sequencer: AnswerSequencer, request: Request, answer: Response | PenstockError
+) -> None:
+    """Answer the request once all earlier ones have been answered."""
+    if isinstance(answer, Response):
+        for output in answer.outputs:
+            output.data = bytes(output.data)  # The answer may outlive its slab row.
+    for earlier, its_answer in sequencer.finish(request.turn, (request, answer)):
+        earlier.respond(its_answer)
 
 
 def is_overload(error: PenstockError) -> bool:

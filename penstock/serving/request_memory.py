@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from penstock.config import MIB, ModelConfig
 from penstock.errors import TooLarge
 from penstock.serving.context import ModelContext
-from penstock.serving.plan import Plan, column_bytes
+from penstock.serving.plan import RequestPlan, column_bytes
 from penstock.serving.quarantine import Part, fingerprint
 from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Extents, Layout, Segment, Slab, SlabPool, aligned
@@ -87,7 +87,7 @@ class RequestMemory:
         request.inputs = ()
         return True
 
-    def _fill_padded(self, request: Request, plan: Plan, slab: Slab) -> None:
+    def _fill_padded(self, request: Request, plan: RequestPlan, slab: Slab) -> None:
         pads, geometry = self._planner.pads, plan.geometry
         assert pads is not None and plan.own_shapes is not None
         for index, (offset, row_bytes) in enumerate(geometry.input_columns):

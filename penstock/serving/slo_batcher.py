@@ -18,7 +18,7 @@ from penstock.config import BatchPolicy
 from penstock.errors import Overloaded
 from penstock.serving.deadlines import Deadlines
 from penstock.serving.lanes import Closed, Lane, Lanes
-from penstock.serving.paces import Pace, Paces
+from penstock.serving.paces import GeometryPace, Paces
 from penstock.types import Request
 
 # One batch in EXPLORE_EVERY may explore a size to learn its time, only below this load.
@@ -168,13 +168,13 @@ class SloBatcher:
         return self._lanes.num_alone
 
     @property
-    def paces(self) -> Mapping[object, Pace]:
+    def paces(self) -> Mapping[object, GeometryPace]:
         """Statistics of each geometry seen recently."""
         return self._paces.by_geometry
 
     # Admission.
 
-    def _check(self, request: Request, geometry: object, pace: Pace, now: float) -> None:
+    def _check(self, request: Request, geometry: object, pace: GeometryPace, now: float) -> None:
         """Refuse a request that is predicted to be late."""
         paces = self._paces
         lane, size = self._lanes.get(geometry), self._size(request)
@@ -239,7 +239,7 @@ class SloBatcher:
             return self._full
         return "token budget" if size >= self._max_size else self._limit
 
-    def _is_backlogged(self, lane: Lane, pace: Pace) -> bool:
+    def _is_backlogged(self, lane: Lane, pace: GeometryPace) -> bool:
         """Whether more than a target batch is queued and the backlog will not clear by itself.
         Several executors that are fast enough together serve it without drops, in batches as large
         as the head allows."""
@@ -249,7 +249,7 @@ class SloBatcher:
         load = pace.arrivals_per_s * batch_s / size
         return self._paces.num_executors == 1 or load > self._paces.num_executors
 
-    def _form_from_backlog(self, lane: Lane, pace: Pace, now: float) -> list[Request]:
+    def _form_from_backlog(self, lane: Lane, pace: GeometryPace, now: float) -> list[Request]:
         """Form a batch of the target size and drop requests that would be late in it."""
         batch: list[Request] = []
         late: list[Request] = []
@@ -274,7 +274,7 @@ class SloBatcher:
         self._drop(late)
         return batch
 
-    def _form_from_all(self, lane: Lane, pace: Pace, now: float) -> list[Request]:
+    def _form_from_all(self, lane: Lane, pace: GeometryPace, now: float) -> list[Request]:
         """Take as many requests as can run without making the most urgent one late."""
         batch: list[Request] = []
         late: list[Request] = []
@@ -307,7 +307,7 @@ class SloBatcher:
         self._drop(late)
         return batch
 
-    def _explored(self, lane: Lane, pace: Pace, now: float) -> int:
+    def _explored(self, lane: Lane, pace: GeometryPace, now: float) -> int:
         """Return the largest size or, rarely and at low load, one whose time is poorly known."""
         if (self._num_batches + 1) % EXPLORE_EVERY or pace.target_s <= 0:
             return self._max_size

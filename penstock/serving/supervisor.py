@@ -1,7 +1,7 @@
 """Supervises the workers of one model: starts them, detects crashes and hangs, restarts them.
 
-Knows processes, sockets and back-off but no requests: the model (`Listener`) decides what a death
-means for a batch and whether a request caused it. Everything runs on the core's event loop.
+Knows processes, sockets and back-off but no requests: the model (`InstanceListener`) decides what a
+death means for a batch and whether a request caused it. Everything runs on the core's event loop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
     return start
 
 
-class Listener(Protocol):
+class InstanceListener(Protocol):
     """The supervisor's callbacks into the model."""
 
     def instance_ready(self, instance: Instance) -> None: ...
@@ -183,7 +183,7 @@ class Supervisor:
     def _all(self) -> list[Instance]:
         return [*self.instances, *self.spares.workers]
 
-    def start(self, listener: Listener) -> None:
+    def start(self, listener: InstanceListener) -> None:
         """Start all workers; the listener hears of them until `stop`."""
         self._listener = listener
         for instance in self.instances:

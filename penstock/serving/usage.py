@@ -24,7 +24,7 @@ class Member:
     instance: str = ""
 
 
-class Usage:
+class ProcessUsage:
     """Reads resource use. Utilisation is since the last `read`, so use one per server."""
 
     def __init__(self, gpus: Watch | None = None) -> None:

@@ -117,7 +117,7 @@ def _read_enclosed(frame: frames.Enclosed, fd: int) -> bytes:
     return data
 
 
-class Memory:
+class WorkerMemory:
     """The worker's view of shared memory: slab columns, and the input and output spills."""
 
     def __init__(self, config: ModelConfig, spill_bytes: int, fds: Sequence[int]) -> None:
@@ -227,7 +227,7 @@ class Worker:
         self._die = die
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
-        self._memory: Memory | None = None
+        self._memory: WorkerMemory | None = None
         self._proof = frames.Proof()
         # The runner, if it monitors its device's memory.
         self._watched: WatchesMemory | None = None
@@ -280,7 +280,7 @@ class Worker:
             self._config = config = frame.model
             if self._on_load is not None:
                 self._on_load(frame)
-            self._memory = Memory(config, frame.spill_bytes, fds)
+            self._memory = WorkerMemory(config, frame.spill_bytes, fds)
             self._runner = runner = _checked_backend(config)(config)
             self._proof = proof = frame.proof or prove(config, runner)
             apply_proof(runner, proof)

@@ -27,7 +27,7 @@ from penstock.optimizer.passes import BuildContext, PassContext
 from penstock.optimizer.passes.int8_dynamic import Int8Dynamic
 from penstock.optimizer.passes.int8_static import Int8Static, with_kept
 from penstock.optimizer.results import Optimization
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 from penstock.repository import layout, manifest
 
 SERVING = ("batching", "instances")

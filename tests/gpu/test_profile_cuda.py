@@ -1,4 +1,4 @@
-"""The profiler on a real GPU; `make test-gpu`. The reading of traces: tests/profile."""
+"""The profiler on a real GPU; `make test-gpu`. The reading of traces: tests/profiling."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.profile.peaks import peaks_of
-from penstock.profile.profiler import Settings, profile_build
-from penstock.profile.results import Profile
+from penstock.profiling.peaks import peaks_of
+from penstock.profiling.profiler import Settings, profile_build
+from penstock.profiling.results import Profile
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.optimizer import run, served
-from penstock.optimizer.llm import text_run
 from penstock.optimizer.results import Conditions
 
 SPEED_S = 1e-3
@@ -21,6 +20,5 @@ class QuietMachine:
 def _quiet_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served, "CpuMeter", QuietMachine)
-        for module in (run, text_run):
-            patch.setattr(module, "machine_speed_s", lambda: SPEED_S)
+        patch.setattr(run, "machine_speed_s", lambda: SPEED_S)
         yield

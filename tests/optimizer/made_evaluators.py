@@ -1,16 +1,26 @@
 """Evaluators of candidates, with all the time there is unless a budget says otherwise."""
 
 import time
+from typing import Any
 
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
+from penstock.optimizer.optimize_call import OptimizeCall, SearchResults
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.subject import Subject
 from penstock.optimizer.time_budget import TimeBudget
+
+
+def made_record(evaluator: Any, findings: SearchResults) -> Optimization:
+    """Of a run whose search is over."""
+    run = evaluator.run
+    call = OptimizeCall(run.plan, lambda progress: None, "command", 0.0, "today", run.machine)
+    return call.record(run.subject, run.samples, findings)
 
 
 def made_evaluator(

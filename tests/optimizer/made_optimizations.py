@@ -21,7 +21,7 @@ from penstock.optimizer.results import (
     Verdict,
 )
 from penstock.optimizer.simulate import TimeTable
-from penstock.profile.results import (
+from penstock.profiling.results import (
     Bound,
     Bucket,
     NextStep,

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from made_evaluators import made_record
 from made_optimizations import machine as made_machine
 from served_builds import a_config
 
@@ -321,6 +322,7 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
         progress=SimpleNamespace(begin_proof=lambda *told: None),
         budget=SimpleNamespace(left_s=None, has_time_to_prove=lambda num: True),
     )
-    found = conclude(lab, search, "command", "today")
+    found = made_record(lab, findings)
+    conclude(lab, search, found)
     assert found.chosen is not None
     return Ended(found, situation.is_kept(found.chosen), lab.num_proofs)

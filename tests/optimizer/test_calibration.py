@@ -12,14 +12,14 @@ from suites.onnx_models import build_of, drawn_rows, stack, transformer
 
 from penstock.errors import ConfigError
 from penstock.optimizer import calibration, onnx_model
-from penstock.optimizer.calibration import NUM_BINS, Calibration, Histogram
+from penstock.optimizer.calibration import NUM_BINS, Calibration, ValueHistogram
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.time_plan import OutOfTime
 from penstock.types import Array
 
 
-def histogram(*parts: Array) -> Histogram:
-    made = Histogram()
+def histogram(*parts: Array) -> ValueHistogram:
+    made = ValueHistogram()
     for part in parts:
         made.add(part)
     return made

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from made_evaluators import made_record
 from made_optimizations import machine
 from served_builds import a_config
 
@@ -149,7 +150,9 @@ def concluded(
     ]
     search = MadeSearch(lab, findings, left_s)
     search.to_save = [] if said is None else said
-    return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
+    found = made_record(lab, findings)
+    conclude(lab, search, found)  # type: ignore[arg-type]
+    return found
 
 
 def chosen(found: Optimization) -> str:

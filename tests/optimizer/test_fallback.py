@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.optimizer import fallback
-from penstock.optimizer.fallback import Effect, Group, Layer
+from penstock.optimizer.fallback import Effect, Group, WeightedLayer
 from penstock.optimizer.numerics import Answers
 
 
-def layer(name: str, cost: float = 1.0) -> Layer:
-    return Layer(name, "MatMul", cost)
+def layer(name: str, cost: float = 1.0) -> WeightedLayer:
+    return WeightedLayer(name, "MatMul", cost)
 
 
 def effect(name: str, error: float, cost: float = 1.0) -> Effect:

@@ -47,13 +47,13 @@ def numbers(*values: int) -> list[dict[str, np.ndarray]]:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The configurations that children were told to load, by their batches and slots."""
     seen: list[str] = []
-    load = trials.Child.load
+    load = trials.TrialProcess.load
 
-    def counted(self: trials.Child, run_timeout_s: float | None = None):
+    def counted(self: trials.TrialProcess, run_timeout_s: float | None = None):
         seen.append(f"{self.config.num_instances} slots")
         return load(self, run_timeout_s)
 
-    monkeypatch.setattr(trials.Child, "load", counted)
+    monkeypatch.setattr(trials.TrialProcess, "load", counted)
     monkeypatch.setattr(trials, "POINT_S", 0.02)
     return seen
 

@@ -13,7 +13,7 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.influence import RowCheck, batches
-from penstock.optimizer.trials import Child, Row
+from penstock.optimizer.trials import Row, TrialProcess
 from penstock.types import TensorSpec
 
 PADDED = """
@@ -76,7 +76,7 @@ def data(num: int = 120, *, outlier: float = 900.0) -> list[Row]:
 
 
 def check(build: Build, rows: list[Row], *, is_rounded: bool = False) -> RowCheck:
-    with Child(build.config) as child:
+    with TrialProcess(build.config) as child:
         assert not child.load().proof.unbatched
         return influence.check_rows(child, build, rows, is_rounded=is_rounded)
 
@@ -302,7 +302,7 @@ def test_no_rows_say_nothing(tmp_path: Path, write_onnx):
 
 def test_the_childs_rules_are_as_before(tmp_path: Path, write_onnx):
     build = TestPadding().build(tmp_path, write_onnx)
-    with Child(build.config) as child:
+    with TrialProcess(build.config) as child:
         child.load()
         influence.check_rows(child, build, TestPadding().rows(), is_rounded=False)
         assert child.rules == trials.NO_LIMITS
@@ -315,7 +315,7 @@ def test_kernels_of_a_gpu_round_otherwise_for_other_batches(device: str, is_move
     config = ModelConfig("m", "1", "null", "", (), outputs, 8, BatchPolicy(8), device=device)
     random = np.random.default_rng(0)
     alone = [{"y": (100 + random.uniform(0, 1, (1, 4))).astype(np.float32)} for _ in range(8)]
-    compared = influence.Comparison(config, alone, is_rounded=False)
+    compared = influence.RowComparison(config, alone, is_rounded=False)
     found = compared.moved(0, {"y": alone[0]["y"] * np.float32(1.008)})
     assert (found is not None) is is_moved
     assert compared.moved(0, {"y": alone[0]["y"] * np.float32(1.2)}) is not None

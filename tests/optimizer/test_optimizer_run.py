@@ -23,12 +23,13 @@ import penstock
 from penstock import slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import evidence, run, served, shapes, trials
+from penstock.optimizer import evidence, run, served, shapes, tensor_run, trials, workspace
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
+from penstock.optimizer.optimize_call import OptimizeCall
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
@@ -83,7 +84,7 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     # Also where a figure is not known, and NaN is not even equal to itself.
     assert repr(again.after) == repr(found.after)
     assert layout.version_folders(Path(plan.out) / "small") == ["1"]
-    [journal] = (Path(plan.out) / run.WORK / "small").glob("*/journal.jsonl")
+    [journal] = (Path(plan.out) / workspace.WORK / "small").glob("*/journal.jsonl")
     records = [json.loads(line) for line in journal.read_text().splitlines()]
     keys = [(each["kind"], each["key"]) for each in records]
     assert len(keys) == len(set(keys))
@@ -114,7 +115,8 @@ def key_of(plan: Plan, machine: Machine = MACHINE, model: str = "m", data: str =
     config = ModelConfig("m", "1", "null", "", (), (), 0, BatchPolicy(0))
     subject = Subject(Build(Candidate(), Path("m"), config), "ONNX", model, "ONNX")
     examples = Examples([], None, Split((), (), ()), data, "")
-    return run.run_key(plan, machine, subject, examples)
+    call = OptimizeCall(plan, lambda progress: None, "", 0.0, "today", machine)
+    return tensor_run.TensorRun(call).key(subject, examples)
 
 
 def test_a_journal_is_of_one_model_data_machine_and_wish(
@@ -349,7 +351,7 @@ def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Op
     config = shapes.with_batching(subject.build.config, settings, WISH)
     found = made_optimizations.missed()
     found.outcome, found.out, found.name, found.slo = outcome, plan.out, "small", str(WISH)
-    build = run.without_promise(replace(subject.build, config=config), found)
+    build = tensor_run.without_promise(replace(subject.build, config=config), found)
     evidence.commit(build, found, "a run")
     (config,) = layout.read(Path(plan.out) / "small").configs
     return config, found
@@ -358,7 +360,7 @@ def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Op
 def test_a_version_that_keeps_its_slo_is_served_in_slo_mode(plan: Plan, tmp_path: Path) -> None:
     config, found = committed(plan, tmp_path, "kept")
     assert config.batching.slo_latency_s == 2.0
-    assert run.UNPROMISED not in found.notes
+    assert tensor_run.UNPROMISED not in found.notes
 
 
 @pytest.mark.parametrize("outcome", ["missed", "refused", "disturbed"])
@@ -369,7 +371,7 @@ def test_a_version_that_misses_its_slo_does_not_refuse_requests_for_it(
     assert config.batching.slo_latency_s is None
     assert config.batching.is_dynamic and config.max_batch_size == 8
     assert f"not kept: {WISH} ({outcome})" in config.unkept_note
-    assert run.UNPROMISED in found.notes
+    assert tensor_run.UNPROMISED in found.notes
 
 
 def test_a_repository_that_cannot_be_written(plan: Plan) -> None:
@@ -392,18 +394,18 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
         file.write("\ninstance_group { kind: KIND_GPU }\n")
     loads: list[str] = []
     servers: list[Path] = []
-    load, enter = trials.Child.load, served.Endpoint.__enter__
+    load, enter = trials.TrialProcess.load, served.ServedEndpoint.__enter__
 
-    def loaded(self: trials.Child, run_timeout_s: float | None = None):
+    def loaded(self: trials.TrialProcess, run_timeout_s: float | None = None):
         loads.append(self.config.device)
         return load(self, run_timeout_s)
 
-    def entered(self: served.Endpoint) -> served.Endpoint:
+    def entered(self: served.ServedEndpoint) -> served.ServedEndpoint:
         servers.append(self.build.folder)
         return enter(self)
 
-    monkeypatch.setattr(trials.Child, "load", loaded)
-    monkeypatch.setattr(served.Endpoint, "__enter__", entered)
+    monkeypatch.setattr(trials.TrialProcess, "load", loaded)
+    monkeypatch.setattr(served.ServedEndpoint, "__enter__", entered)
     before = psutil.Process().children()
     # Less memory than it takes, so that nothing ends the sequence but its end.
     wish = slo.parse("p99 < 1s, memory <= 1KiB at 20/s")

@@ -22,7 +22,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Conditions, Served, Verdict
-from penstock.optimizer.time_plan import CutOff, Limits
+from penstock.optimizer.time_plan import CutOff, MeasurementLimits
 from penstock.slo import parse
 from penstock.types import TensorSpec
 
@@ -63,10 +63,10 @@ class TestLoad:
 class TestMemory:
     def test_of_a_model_on_gpus_is_theirs(self):
         on_gpus = replace(a_config(), backend="pytorch", device="cuda")
-        assert served.promised_bytes(served.Account(on_gpus, [], [], 500, [70, 30])) == 100
+        assert served.promised_bytes(served.ServedAccount(on_gpus, [], [], 500, [70, 30])) == 100
 
     def test_of_others_is_the_host_s(self):
-        assert served.promised_bytes(served.Account(a_config(), [], [], 500)) == 500
+        assert served.promised_bytes(served.ServedAccount(a_config(), [], [], 500)) == 500
 
 
 class TestClients:
@@ -259,7 +259,7 @@ class TestEndpoint:
             return wait(process, timeout)
 
         monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt), served.Endpoint(null_build(tmp_path), ""):
+        with pytest.raises(KeyboardInterrupt), served.ServedEndpoint(null_build(tmp_path), ""):
             pass
         assert set(psutil.Process().children(recursive=True)) <= before
 
@@ -303,14 +303,14 @@ class TestServers:
         first, second = null_build(tmp_path / "a"), null_build(tmp_path / "b")
         before = self.children()
         servers = served.Servers()
-        enter = served.Endpoint.__enter__
+        enter = served.ServedEndpoint.__enter__
 
-        def crowded(self: served.Endpoint) -> served.Endpoint:
+        def crowded(self: served.ServedEndpoint) -> served.ServedEndpoint:
             if len(set(psutil.Process().children()) - before) > 0:
                 raise BackendFailed("no memory")
             return enter(self)
 
-        monkeypatch.setattr(served.Endpoint, "__enter__", crowded)
+        monkeypatch.setattr(served.ServedEndpoint, "__enter__", crowded)
         servers.opened([first], numbers(3))
         (endpoint,) = servers.opened([second], numbers(3))
         assert endpoint.build is second and endpoint.is_running
@@ -345,7 +345,7 @@ def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_a_round_that_has_no_time_is_left_out(tmp_path: Path):
     plan = a_plan("p99 < 1s", duration_s=0.5)
-    limits = Limits(num_rounds=3, left_s=lambda: 0.5)
+    limits = MeasurementLimits(num_rounds=3, left_s=lambda: 0.5)
     builds = [null_build(tmp_path / name) for name in "ab"]
     found = served.prove(builds, plan, numbers(3), silent, limits)
     # Neither is there time to search for rates.
@@ -358,7 +358,9 @@ def test_a_server_that_takes_longer_to_start_than_is_left_is_not_waited_for(
     monkeypatch.setattr(served, "MIN_START_S", 0.2)
     build = null_build(tmp_path, load_ms=60_000)
     with pytest.raises(CutOff, match=r"not ready after 0\.2 s"):
-        served.measure(build, a_plan(), numbers(3), silent, limits=Limits(left_s=lambda: 0.0))
+        served.measure(
+            build, a_plan(), numbers(3), silent, limits=MeasurementLimits(left_s=lambda: 0.0)
+        )
 
 
 def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypatch):
@@ -378,7 +380,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
 def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("throughput >= 5/s", duration_s=0.5)
-    limits = Limits(search_s=10.0)
+    limits = MeasurementLimits(search_s=10.0)
     (found,) = served.with_rates([build], plan, numbers(5), silent, limits)
     # One after the other, 10 ms each.
     assert found.max_rate is not None
@@ -407,7 +409,7 @@ def test_waiting_for_a_busy_server_is_no_pause_of_the_machine(num_waited, late_s
     ]
     generator = SimpleNamespace(num_waited=num_waited)
     level = SimpleNamespace(windows=windows, server=None, generator=generator)
-    account = served.Account(a_config())
+    account = served.ServedAccount(a_config())
     account.add(level, 1, Conditions(own_cpu=0.1))
     plan = a_plan("p99 < 50 ms at 80/s")
     (turn,) = served.served_of(account, served.load_of(plan.slo), plan).turns

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_evaluators import made_record
 from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadeLayers, MadePass, made_search
 
 from penstock import slo
@@ -286,7 +287,8 @@ def simulated(budget_s: float, profile: Profile) -> tuple[SlowLab, Optimization,
     lab.spend(judge_s)
     run.budget.learn_judging(judge_s)
     run.run()
-    found = conclude(lab, run, "", "")  # type: ignore[arg-type]
+    found = made_record(lab, run.findings)
+    conclude(lab, run, found)  # type: ignore[arg-type]
     lab.spend(0.5)
     return lab, found, lab.clock.now
 
@@ -357,7 +359,8 @@ def test_a_step_whose_process_is_cut_off_has_not_failed() -> None:
     passes = [MadePass("other", "compile"), *(MadePass(each, each) for each in ON_SERVING)]
     run = made_search(lab, lambda progress: None, passes)
     run.run()
-    found = conclude(lab, run, "", "")  # type: ignore[arg-type]
+    found = made_record(lab, run.findings)
+    conclude(lab, run, found)  # type: ignore[arg-type]
     (step,) = [each for each in found.tries if each.stage == "compile"]
     assert step.outcome == "cut off"
     assert step.reason == "cut off by the time budget: compiling it takes too long"

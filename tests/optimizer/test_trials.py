@@ -17,7 +17,7 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.time_plan import CutOff, TookTooLong
-from penstock.optimizer.trial_child import Compute, Computed, Load, Loaded, Values
+from penstock.optimizer.trial_child import Compute, Computed, LoadTrial, TrialLoaded, Values
 
 PADDED = """
 parameters { key: "penstock.pad" value { string_value: "x[0]=0" } }
@@ -281,9 +281,9 @@ class TestChild:
     def test_is_gone_after_the_block_also_when_it_was_busy(self, tmp_path: Path):
         build = null_build(tmp_path, a_ms=60_000)
         before = set(psutil.Process().children())
-        with pytest.raises(KeyboardInterrupt), trials.Child(build.config) as child:
-            child.send(Load(build.config))
-            child.expect(Loaded)
+        with pytest.raises(KeyboardInterrupt), trials.TrialProcess(build.config) as child:
+            child.send(LoadTrial(build.config))
+            child.expect(TrialLoaded)
             child.send(Compute([Values.of("x", "INT32", np.zeros((1, 1), np.int32))], 1))
             raise KeyboardInterrupt
         assert set(psutil.Process().children()) <= before
@@ -292,14 +292,14 @@ class TestChild:
         """A Ctrl-C in the terminal is for whoever decides, not for it."""
         build = null_build(tmp_path)
         before = set(psutil.Process().children())
-        with trials.Child(build.config) as child:
+        with trials.TrialProcess(build.config) as child:
             child.load()
             (process,) = set(psutil.Process().children()) - before
             assert os.getsid(process.pid) == process.pid
 
     def test_answers_one_question_after_the_other(self, tmp_path: Path):
         build = null_build(tmp_path)
-        with trials.Child(build.config) as child:
+        with trials.TrialProcess(build.config) as child:
             child.load()
             for value in (1, 2, 3):
                 child.send(Compute([Values.of("x", "INT32", np.array([[value]]))], 1))
@@ -365,7 +365,7 @@ class TestTimes:
     def test_all_instances_compute_at_once(self, tmp_path: Path, monkeypatch):
         """All are told to begin before anybody is asked for what it measured."""
         events: list[str] = []
-        send, expect = trials.Child.send, trials.Child.expect
+        send, expect = trials.TrialProcess.send, trials.TrialProcess.expect
 
         def sent(self, question):
             events.append(type(question).__name__)
@@ -375,12 +375,12 @@ class TestTimes:
             events.append(kind.__name__)
             return expect(self, kind)
 
-        monkeypatch.setattr(trials.Child, "send", sent)
-        monkeypatch.setattr(trials.Child, "expect", expected)
+        monkeypatch.setattr(trials.TrialProcess, "send", sent)
+        monkeypatch.setattr(trials.TrialProcess, "expect", expected)
         build = null_build(tmp_path, max_batch=1, a_ms=1)
         assert trials.times(build, numbers(1), 3, 1).num_instances == 3
-        point = ["Hold"] * 3 + ["Held"] * 3 + ["Measure"] * 3 + ["Measured"] * 3
-        assert events == ["Load"] * 3 + ["Loaded"] * 3 + point
+        point = ["Hold"] * 3 + ["TrialHeld"] * 3 + ["Measure"] * 3 + ["TrialMeasured"] * 3
+        assert events == ["LoadTrial"] * 3 + ["TrialLoaded"] * 3 + point
 
     def test_lengths_without_padding_are_a_few_that_the_rows_have(self, tmp_path: Path, write_onnx):
         lengths = [*range(1, 21), 20, 20]

@@ -11,7 +11,7 @@ from penstock.optimizer import wording
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Optimization, Try, Verdict
-from penstock.profile.results import NextStep
+from penstock.profiling.results import NextStep
 
 
 def test_shares_of_examples_are_percent_and_other_scores_are_numbers() -> None:

@@ -24,7 +24,7 @@ from penstock.protocols.http import HttpServer  # noqa: E402
 from penstock.protocols.openai_http import OpenAiHttp  # noqa: E402
 from penstock.protocols.v2_http import Models, V2Http  # noqa: E402
 from penstock.repository import layout  # noqa: E402
-from penstock.server import TextModels  # noqa: E402
+from penstock.server import CatalogTextModels  # noqa: E402
 from penstock.serving.catalog import Catalog  # noqa: E402
 from penstock.serving.control import Control  # noqa: E402
 from penstock.serving.management import ManagementApi  # noqa: E402
@@ -120,7 +120,7 @@ async def served(root, gate):
     assert catalog.failures == []
     management = ManagementApi(catalog, Control(catalog, "", is_explicit=False))
     embeddings = EmbeddingsHttp(catalog, logs_requests=True)
-    api = OpenAiHttp(TextModels(catalog), logs_requests=True, embeddings=embeddings)
+    api = OpenAiHttp(CatalogTextModels(catalog), logs_requests=True, embeddings=embeddings)
     models = Models(management, handle_openai=api.handle, gate=gate)
     v2 = V2Http(models, HttpLimits(), gate)
     http = HttpServer(v2.handle, HttpLimits())

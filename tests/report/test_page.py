@@ -19,7 +19,7 @@ from penstock.benchmark.pacer import Closed
 from penstock.benchmark.results import BenchRun
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.results import Optimization
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 from penstock.report import bench, compare, figures, optimize, page, plots
 from penstock.report import profile as profiles
 from penstock.report.plots import Axis, Plot, Series

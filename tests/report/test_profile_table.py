@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 from penstock.report import profile_table
 
 

@@ -19,7 +19,7 @@ from penstock.serving.explain import (
     who_is_busy,
     why_small,
 )
-from penstock.serving.history import Record
+from penstock.serving.history import BatchRecord
 from penstock.serving.model import Model
 from penstock.serving.proof import Proof
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
@@ -48,14 +48,16 @@ def batch(
     instance_wait_s: float = 0.0,
     length: int = 4,
     tokens: int = 0,
-) -> Record:
+) -> BatchRecord:
     num_requests = rows if requests is None else requests
     took = (0.0, instance_wait_s, 0.01, 0.01)
-    return Record(0.0, rows, num_requests, ((length,),), *took, 0, closed_by, "answered", tokens)
+    return BatchRecord(
+        0.0, rows, num_requests, ((length,),), *took, 0, closed_by, "answered", tokens
+    )
 
 
 def verdict(
-    records: list[Record],
+    records: list[BatchRecord],
     policy: BatchPolicy = POLICY,
     num_shapes: int = 1,
     target_size: int | None = None,

@@ -1,10 +1,10 @@
 """Bounded memory of what ran."""
 
-from penstock.serving.history import MAX_SHAPES, NUM_RECENT, History, Record
+from penstock.serving.history import MAX_SHAPES, NUM_RECENT, BatchRecord, History
 
 
-def record(number: int, shapes: tuple[tuple[int, ...], ...] = ((4,),)) -> Record:
-    return Record(
+def record(number: int, shapes: tuple[tuple[int, ...], ...] = ((4,),)) -> BatchRecord:
+    return BatchRecord(
         float(number), 3, 2, shapes, 0.001, 0.002, 0.01, 0.011, 0, "queue empty", "answered"
     )
 

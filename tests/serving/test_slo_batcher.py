@@ -12,7 +12,7 @@ from penstock.config import BatchPolicy, QueuePolicy, ladder
 from penstock.errors import Overloaded
 from penstock.serving.batch_times import BatchTimes
 from penstock.serving.batcher import Batcher
-from penstock.serving.paces import MAX_COST, Pace
+from penstock.serving.paces import MAX_COST, GeometryPace
 from penstock.serving.plan import UNPLANNED
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.ticket import Ticket
@@ -513,7 +513,7 @@ class TestUnsteadyBatches:
         times = BatchTimes(32)
         for rows in ladder(32):
             times.seed(rows, self.mean_s(rows))
-        pace = Pace(times)
+        pace = GeometryPace(times)
         pace.aim(1.0, 32)
         whole_per_s = pace.target_size / pace.target_s
         for limit_s in (0.2, 0.1, 0.05, 0.001):

@@ -6,13 +6,13 @@ import sys
 
 import psutil
 
-from penstock.serving.usage import Member, Usage, cpu_s
+from penstock.serving.usage import Member, ProcessUsage, cpu_s
 from penstock.system.devices import GpuUse, Watch
 from penstock.testing import FakeClock
 
 
 def test_this_process_is_the_core_and_uses_something():
-    [core] = Usage().read([]).processes
+    [core] = ProcessUsage().read([]).processes
     assert (core.role, core.model) == ("core", "")
     assert core.resident_bytes > 1 << 20
     assert core.cpu_s > 0
@@ -22,7 +22,7 @@ def test_members_are_named_as_given_and_one_that_has_gone_is_left_out():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     members = [Member(gone.pid, "grpc_front"), Member(os.getppid(), "worker", "digits", "2", "1")]
-    _, worker = Usage().read(members).processes
+    _, worker = ProcessUsage().read(members).processes
     assert (worker.role, worker.model, worker.version, worker.instance) == (
         "worker",
         "digits",
@@ -33,7 +33,7 @@ def test_members_are_named_as_given_and_one_that_has_gone_is_left_out():
 
 
 def test_the_machine_has_memory_and_uses_part_of_it():
-    host = Usage().read([])
+    host = ProcessUsage().read([])
     assert host.memory_total_bytes == psutil.virtual_memory().total
     assert 0 < host.memory_used_bytes < host.memory_total_bytes
     assert 0.0 <= host.cpu_utilization <= 1.0
@@ -42,7 +42,7 @@ def test_the_machine_has_memory_and_uses_part_of_it():
 def test_gpus_are_part_of_the_machine_and_their_energy_counts_from_the_beginning():
     joules = iter([70.0, 95.0])
     clock = FakeClock()
-    usage = Usage(Watch(lambda: [GpuUse("GPU-a", 0.5, energy_joules=next(joules))], clock))
+    usage = ProcessUsage(Watch(lambda: [GpuUse("GPU-a", 0.5, energy_joules=next(joules))], clock))
     usage.begin()
     clock.advance(1.0)
     [gpu] = usage.read([]).gpus

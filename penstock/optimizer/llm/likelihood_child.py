@@ -19,7 +19,7 @@ from penstock.llm.messages import EngineSettings, GenerateRequest, Logprobs, pac
 from penstock.sampling_params import SamplingParams
 
 
-class Job(msgspec.Struct):
+class LikelihoodJob(msgspec.Struct):
     settings: EngineSettings
     # Tokens of each text.
     texts: list[list[int]]
@@ -30,7 +30,7 @@ class Job(msgspec.Struct):
 
 
 def main(job_path: str, answer_path: str) -> None:
-    job = msgspec.json.decode(Path(job_path).read_bytes(), type=Job)
+    job = msgspec.json.decode(Path(job_path).read_bytes(), type=LikelihoodJob)
     engine, _ = load(job.settings)
     texts = continued(engine, job.texts, job.num_new) if job.num_new else job.texts
     told = likelihoods(engine, texts, job.num_told)

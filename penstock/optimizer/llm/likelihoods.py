@@ -24,7 +24,7 @@ LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PromptLogprobs:
     """Logprobs of one text's tokens after the first."""
 
     # Logprob of each token.
@@ -50,7 +50,7 @@ def check_budget(budget: Budget) -> None:
         )
 
 
-def scores(original: Told, candidate: Told) -> dict[str, float]:
+def scores(original: PromptLogprobs, candidate: PromptLogprobs) -> dict[str, float]:
     """Return the scores of one text by metric; the baseline's are the original against itself."""
     return {
         "kl": divergence(original, candidate),
@@ -59,7 +59,7 @@ def scores(original: Told, candidate: Told) -> dict[str, float]:
     }
 
 
-def divergence(original: Told, candidate: Told) -> float:
+def divergence(original: PromptLogprobs, candidate: PromptLogprobs) -> float:
     """Return the mean KL divergence over positions. A token missing from the candidate's list gets
     the probability of the last one listed, which is an upper bound."""
     tokens = original.tokens[:, :NUM_COMPARED]

@@ -1,5 +1,5 @@
 """Search over a language model's candidates: datatypes first, then batching, each on top of the
-best so far. Decides by what the lab measures; knows no process and no clock."""
+best so far. Decides by what the evaluator measures; knows no process and no clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
 NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 
-class Lab(Protocol):
+class Evaluates(Protocol):
+    """Evaluates candidates for the search."""
+
     def rated(self, candidate: Candidate, start: float | None) -> Served:
         """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
 
@@ -34,7 +36,7 @@ class Lab(Protocol):
 
 
 @dataclass(slots=True)
-class Finalist:
+class TextFinalist:
     candidate: Candidate
     served: Served
     rate: float
@@ -50,37 +52,38 @@ def is_lossy(candidate: Candidate) -> bool:
 
 
 @dataclass(slots=True)
-class Findings:
+class TextFindings:
     tries: list[Try] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
     # The original, then each candidate that became the best, in that order.
-    kept: list[Finalist] = field(default_factory=list)
+    kept: list[TextFinalist] = field(default_factory=list)
     is_out_of_time: bool = False
     is_interrupted: bool = False
 
     @property
-    def best(self) -> Finalist:
+    def best(self) -> TextFinalist:
         return self.kept[-1]
 
 
 class TextSearch:
-    """One search. `has_time` returns whether another candidate may start; `told` is called with
+    """One search. `has_time` returns whether another candidate may start; `begin` is called with
     each one that starts."""
 
     def __init__(
         self,
-        lab: Lab,
+        evaluator: Evaluates,
         plan: Plan,
+        findings: TextFindings,
         has_time: Callable[[], bool],
-        told: Callable[[Stage, Candidate, Findings], None],
+        begin: Callable[[Stage, Candidate], None],
         clock: Callable[[], float],
     ) -> None:
-        self._lab = lab
+        self._evaluator = evaluator
         self._plan = plan
         self._has_time = has_time
-        self._told = told
+        self._begin = begin
         self._clock = clock
-        self.findings = Findings()
+        self.findings = findings
 
     def run(self, dtypes: Sequence[Offer], others: Callable[[Candidate], Sequence[Knob]]) -> None:
         """Try the datatypes, then the knobs that `others` returns for the best one. Raise
@@ -116,15 +119,15 @@ class TextSearch:
     def _measure_original(self) -> None:
         began = self._clock()
         original = Candidate()
-        self._told("baseline", original, self.findings)
-        served = self._lab.rated(original, None)
+        self._begin("baseline", original)
+        served = self._evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
         seconds = self._clock() - began
         self.findings.tries.append(
             Try(original, "baseline", "kept", reason, served=served, seconds=seconds)
         )
-        self.findings.kept.append(Finalist(original, served, rate))
+        self.findings.kept.append(TextFinalist(original, served, rate))
 
     def _try_dtypes(self, dtypes: Sequence[Offer]) -> None:
         """Try each datatype on the original alone: a model has one datatype."""
@@ -159,7 +162,7 @@ class TextSearch:
     def _try(self, stage: Stage, candidate: Candidate) -> bool:
         """Measure a candidate; return whether it is the best now."""
         began = self._clock()
-        self._told(stage, candidate, self.findings)
+        self._begin(stage, candidate)
         attempt = Try(candidate, stage, "failed", "")
         try:
             is_better = self._measured(attempt)
@@ -173,12 +176,12 @@ class TextSearch:
     def _measured(self, attempt: Try) -> bool:
         candidate, best = attempt.candidate, self.findings.best
         if is_lossy(candidate) and candidate.steps[-1].pass_name == DTYPE:
-            attempt.accuracy = self._lab.judge(candidate)
+            attempt.accuracy = self._evaluator.judge(candidate)
             if not attempt.accuracy.is_passed:
                 attempt.outcome, attempt.reason = "rejected", attempt.accuracy.text
                 return False
         start = AHEAD * best.rate if best.rate else None
-        attempt.served = served = self._lab.rated(candidate, start)
+        attempt.served = served = self._evaluator.rated(candidate, start)
         rate = rate_of(served)
         if not rate:
             attempt.outcome = "slower"
@@ -192,7 +195,7 @@ class TextSearch:
         attempt.reason = f"{units.number(rate)}/s keep the SLO" + (
             f", {rate / best.rate:.2f} times {units.number(best.rate)}/s" if best.rate else ""
         )
-        self.findings.kept.append(Finalist(candidate, served, rate))
+        self.findings.kept.append(TextFinalist(candidate, served, rate))
         return True
 
 

@@ -24,15 +24,16 @@ from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.llm.text_prompts import Prompts, write_load
+from penstock.optimizer.llm.text_time import SEARCH_S
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import (
     LONG_PATIENCE_S,
     PATIENCE,
     PATIENCE_S,
-    Account,
-    Endpoint,
     RateSearch,
+    ServedAccount,
+    ServedEndpoint,
     Watch,
     bench_plan,
     curve_of,
@@ -54,14 +55,12 @@ ALONE_S = 5.0
 NUM_ROUNDS = 2
 # Share of the remaining time for searches: the last level of each overruns its time.
 IN_TIME = 0.7
-# Time limit of the rate search of one build.
-SEARCH_S = 90.0
 LOWEST_RATE = 0.01
 # Requests that a level should have, and the longest time to wait for them.
 MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
 
 
-class TextEndpoint(Endpoint):
+class TextEndpoint(ServedEndpoint):
     """Endpoint of the OpenAI API. Each level sends new prompts to the server, written to `file`."""
 
     probe_s = PROBE_S
@@ -170,7 +169,7 @@ def rated(
         search.step(watch)
     is_through = search_s >= SEARCH_S or time.monotonic() - began < search_s
     level = shown_level(search.levels, search.rate)
-    account = Account(build.config)
+    account = ServedAccount(build.config)
     account.add(level, endpoint.memory_bytes, endpoint.conditions)
     account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = served_of(account, level.load, plan)
@@ -210,7 +209,7 @@ def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
     (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels
-    account = Account(endpoint.build.config)
+    account = ServedAccount(endpoint.build.config)
     account.add(level, endpoint.memory_bytes, endpoint.conditions)
     return msgspec.structs.replace(served_of(account, load, plan), max_rate=rate)
 
@@ -227,7 +226,7 @@ def prove(
     each, in turns too if all servers may run at once. Rates are left out if time is short. Also
     return whether there was time for them."""
     load = load_of(plan.slo)
-    accounts = [Account(build.config) for build in builds]
+    accounts = [ServedAccount(build.config) for build in builds]
     for number in range(NUM_ROUNDS):
         for build, account in zip(builds, accounts, strict=True):
             left_s = left()

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.llm.settings import PREFIX, settings_of
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.subject import SERVED, digest_of
+from penstock.optimizer.subject import SERVED, Subject, digest_of
 from penstock.repository import layout
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
@@ -31,16 +31,12 @@ WHOLE, INDEX = layout.WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
-class TextSubject:
-    build: Build
-    # "Hugging Face", "GGUF", "served version 3"
-    kind: str
-    digest: str
-    # "Hugging Face, 135 M parameters, float32"
-    text: str
-    num_parameters: int
+class TextSubject(Subject):
+    """A language model: "Hugging Face, 135 M parameters, float32"."""
+
+    num_parameters: int = 0
     # Context length that it is served with: prompt and answer, in tokens.
-    max_length: int
+    max_length: int = 0
 
 
 def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
@@ -59,8 +55,8 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
         kind,
         digest_of(target),
         f"{kind}, {size}, {settings.dtype}",
-        shape.num_parameters,
-        min(settings.max_length, shape.max_length),
+        num_parameters=shape.num_parameters,
+        max_length=min(settings.max_length, shape.max_length),
     )
 
 

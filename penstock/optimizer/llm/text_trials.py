@@ -15,14 +15,14 @@ import numpy as np
 from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.llm.likelihood_child import Job
-from penstock.optimizer.llm.likelihoods import NUM_TOLD, Told
+from penstock.optimizer.llm.likelihood_child import LikelihoodJob
+from penstock.optimizer.llm.likelihoods import NUM_TOLD, PromptLogprobs
+from penstock.optimizer.llm.text_time import JUDGE_S
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.processes.tool import ToolProcess
 from penstock.system import devices
 
 POLL_S = 0.1
-TIMEOUT_S = 1800.0
 MODULE = "penstock.optimizer.llm.likelihood_child"
 Watch = Callable[[str], None]
 
@@ -32,7 +32,7 @@ class Texts:
     """Texts as tokens, and a model's logprobs of each."""
 
     texts: list[list[int]]
-    told: list[Told]
+    told: list[PromptLogprobs]
 
 
 def likelihoods(
@@ -41,7 +41,7 @@ def likelihoods(
     num_new: int,
     watch: Watch,
     keep: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = JUDGE_S,
 ) -> Texts:
     """Return the logprobs of each text, after the model appended `num_new` tokens. `keep`: also
     write the result to this file, for `read`. BackendFailed has the output of a failed process."""
@@ -50,7 +50,7 @@ def likelihoods(
     settings = msgspec.structs.replace(
         settings, max_length=longest, max_waiting=len(texts) + 1, ttft_s=None, tpot_s=None
     )
-    job = Job(settings, [list(text) for text in texts], num_new, NUM_TOLD)
+    job = LikelihoodJob(settings, [list(text) for text in texts], num_new, NUM_TOLD)
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         asked, answer = Path(scratch, "job.json"), Path(scratch, "answer.npz")
         asked.write_bytes(msgspec.json.encode(job))
@@ -70,7 +70,7 @@ def read(path: Path) -> Texts:
         parts = [np.split(found[name], told_ends) for name in ("own", "tokens", "logprobs")]
         return Texts(
             [each.tolist() for each in np.split(found["texts"], ends)],
-            [Told(*each) for each in zip(*parts, strict=True)],
+            [PromptLogprobs(*each) for each in zip(*parts, strict=True)],
         )
 
 
@@ -80,7 +80,7 @@ def _run(arguments: Sequence[str], watch: Watch, timeout_s: float) -> None:
         while process.is_running:
             took_s = time.monotonic() - began
             if took_s > timeout_s:
-                kind = CutOff if timeout_s < TIMEOUT_S else TookTooLong
+                kind = CutOff if timeout_s < JUDGE_S else TookTooLong
                 raise kind(f"not judged within {timeout_s:.0f} s{process.tail()}")
             watch(f"accuracy, {took_s:.0f} s")
             time.sleep(POLL_S)

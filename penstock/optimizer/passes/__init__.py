@@ -32,7 +32,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "shape-folding": ("penstock.optimizer.passes.shape_folding", "ShapeFolding"),
     "openvino": ("penstock.optimizer.passes.to_openvino", "ToOpenVino"),
     "conv-fusion": ("penstock.optimizer.passes.conv_fusion", "ConvFusion"),
-    "packing": ("penstock.optimizer.passes.packing", "Packing"),
+    "packing": ("penstock.optimizer.passes.packing", "SequencePacking"),
     "cuda-graphs": ("penstock.optimizer.passes.cuda_graphs", "CudaGraphs"),
     "torch-compile": ("penstock.optimizer.passes.torch_compile", "TorchCompile"),
     "half": ("penstock.optimizer.passes.half", "Half"),
@@ -41,7 +41,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "fp8": ("penstock.optimizer.passes.fp8", "Fp8"),
     "batching": ("penstock.optimizer.passes.batching", "Batching"),
     "instances": ("penstock.optimizer.passes.instances", "Instances"),
-    "memory": ("penstock.optimizer.passes.memory", "Memory"),
+    "memory": ("penstock.optimizer.passes.memory", "LessMemory"),
 }
 
 
@@ -81,9 +81,9 @@ class Pass(Protocol):
     stage: Stage
     # True: answers may change, so the accuracy gate must pass. False: only by rounding, which the
     # numerics check covers.
-    changes_answers: bool
+    changes_answers: bool = False
     # True: writes only config.pbtxt; the model's files are unchanged.
-    is_config_only: bool
+    is_config_only: bool = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]: ...
 

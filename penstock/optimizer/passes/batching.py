@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.shapes import Ranking, Settings
 from penstock.optimizer.simulate import TimeTable
 
@@ -20,10 +20,9 @@ MIN_GAIN = 0.02
 USUAL_BATCHES = (8, 32)
 
 
-class Batching:
+class Batching(Pass):
     name = "batching"
     stage: Stage = "batching"
-    changes_answers = False
     is_config_only = True
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:

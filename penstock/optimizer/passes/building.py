@@ -1,4 +1,4 @@
-"""What several passes share: checks of a model and of a build, and how ONNX files are written."""
+"""Helpers shared by passes: checks of models and builds, and writing of ONNX files."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs
 
 OPTION = "penstock.fuse"
@@ -23,11 +23,9 @@ OPTION = "penstock.fuse"
 IMAGE_RANK = 4
 
 
-class ConvFusion:
+class ConvFusion(Pass):
     name = "conv-fusion"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config = context.build.config

@@ -10,17 +10,16 @@ from pathlib import Path
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs
 
 # Modes of torch.compile for which the backend captures graphs anyway.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
-class CudaGraphs:
+class CudaGraphs(Pass):
     name = "cuda-graphs"
     stage: Stage = "compile"
-    changes_answers = False
     is_config_only = True
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:

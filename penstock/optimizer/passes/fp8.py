@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer import calibration, folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
@@ -33,11 +33,10 @@ TOLERANCE = 0.1
 NUM_ROWS = 16
 
 
-class Fp8:
+class Fp8(Pass):
     name = "fp8"
     stage: Stage = "quantise"
     changes_answers = True
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config = context.build.config

@@ -12,7 +12,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
 
 # The backend's option for its compute datatype, and its name when read back.
@@ -26,11 +26,10 @@ ROUNDED_TO_TF32 = "matrices,convolutions"
 TOLERANCE = 0.05
 
 
-class Half:
+class Half(Pass):
     name = "half"
     stage: Stage = "precision"
     changes_answers = True
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config, facts = context.build.config, context.facts

@@ -9,16 +9,15 @@ from penstock.config import CPU
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.shapes import WORTH, Ranking
 
 MAX_STEPS = 3
 
 
-class Instances:
+class Instances(Pass):
     name = "instances"
     stage: Stage = "instances"
-    changes_answers = False
     is_config_only = True
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:

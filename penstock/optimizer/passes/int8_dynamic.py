@@ -11,7 +11,7 @@ from typing import Any
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import (
     check_quantised,
     quiet_quantizer,
@@ -27,11 +27,10 @@ OPERATORS = ("MatMul", "Gemm", "Attention")
 TOLERANCE = 0.25
 
 
-class Int8Dynamic:
+class Int8Dynamic(Pass):
     name = "int8-dynamic"
     stage: Stage = "quantise"
     changes_answers = True
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         facts = context.facts

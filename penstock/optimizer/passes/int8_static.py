@@ -18,7 +18,7 @@ from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, LayeredPass, PassContext
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
@@ -74,11 +74,10 @@ class Scheme:
         return TRANSFORMER_OPERATORS if self.is_transformer else CNN_OPERATORS
 
 
-class Int8Static:
+class Int8Static(LayeredPass):
     name = "int8-static"
     stage: Stage = "quantise"
     changes_answers = True
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         is_exhaustive = context.plan.is_exhaustive
@@ -287,7 +286,7 @@ class LayerTrial:
     def answers(self, keep: tuple[str, ...]) -> Answers:
         return self._answers(quantised(self.ready, self.ranges, replace(self.scheme, keep=keep)))
 
-    def layers(self, seconds: Mapping[str, float] | None) -> list[fallback.Layer]:
+    def layers(self, seconds: Mapping[str, float] | None) -> list[fallback.WeightedLayer]:
         known = [(node.name, node.op_type, _flops(self.ready, node)) for node in layers(self.ready)]
         return fallback.with_costs(known, seconds)
 

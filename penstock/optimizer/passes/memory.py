@@ -11,8 +11,8 @@ from penstock.config import MIB, ModelConfig
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
-from penstock.slo import Memory as MemoryTerm
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.slo import Memory
 
 ARENA = "enable_mem_arena"
 PATTERN = "enable_mem_pattern"
@@ -20,16 +20,15 @@ SMALL_SLABS = 4
 SMALL_SPILL = 64 * MIB
 
 
-class Memory:
+class LessMemory(Pass):
     name = "memory"
     stage: Stage = "memory"
-    changes_answers = False
     is_config_only = True
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         plan, config = context.plan, context.build.config
         terms = () if plan.slo is None else plan.slo.terms
-        has_limit = any(isinstance(term, MemoryTerm) for term in terms)
+        has_limit = any(isinstance(term, Memory) for term in terms)
         if not has_limit and not plan.is_exhaustive:
             return [Skip(self.name, "the SLO says nothing of memory")]
         if config.uses_gpu:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.optimizer import folders, torch_source
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 from penstock.repository import pt2_file
 
@@ -17,11 +17,9 @@ from penstock.repository import pt2_file
 KEPT = ("intra_op_thread_count", "inter_op_thread_count")
 
 
-class OnnxExport:
+class OnnxExport(Pass):
     name = "onnx-export"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         build = context.build

@@ -16,7 +16,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import is_onnx, write_onnx
 from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
@@ -34,11 +34,9 @@ MIN_DENORMAL_SHARE = 1e-3
 DENORMALS = "session.set_denormal_as_zero"
 
 
-class OnnxGraph:
+class OnnxGraph(Pass):
     name = "onnx-graph"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         build = context.build

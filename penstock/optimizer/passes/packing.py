@@ -12,15 +12,14 @@ from penstock.config import PACK, TOKENS, ModelConfig, Padding
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
 
 
-class Packing:
+class SequencePacking(Pass):
     name = "packing"
     stage: Stage = "compile"
-    changes_answers = False
     is_config_only = True
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:

@@ -17,7 +17,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import onnx_folding, onnx_model
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK, fold_shapes, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
@@ -26,11 +26,9 @@ from penstock.types import TensorSpec
 ACCEPTS = "accepts "
 
 
-class ShapeFolding:
+class ShapeFolding(Pass):
     name = "shape-folding"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         build = context.build

@@ -9,17 +9,15 @@ from pathlib import Path
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 
 THREADS = {"intra_op_thread_count": "inference_num_threads"}
 
 
-class ToOpenVino:
+class ToOpenVino(Pass):
     name = "openvino"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         config = context.build.config

@@ -13,7 +13,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK
 from penstock.repository import pt2_file
 
@@ -39,11 +39,9 @@ OF_MODULES = (
 )
 
 
-class TorchCompile:
+class TorchCompile(Pass):
     name = "torch-compile"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         build = context.build

@@ -16,7 +16,7 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import attention, onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, PassContext
+from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import is_onnx, write_onnx
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ SHAPES = ((1, 16), (3, 9))
 TOLERANCE = 1e-3
 
 
-class TransformerFusion:
+class TransformerFusion(Pass):
     name = "transformer-fusion"
     stage: Stage = "compile"
-    changes_answers = False
-    is_config_only = False
 
     def propose(self, context: PassContext) -> Sequence[Step | Skip]:
         facts = context.facts

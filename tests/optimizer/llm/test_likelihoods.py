@@ -13,20 +13,22 @@ from penstock.optimizer.llm.likelihoods import (
     DEFAULT,
     NUM_COMPARED,
     NUM_TOLD,
-    Told,
+    PromptLogprobs,
     check_budget,
     divergence,
     scores,
 )
 
 
-def told_of(probabilities: np.ndarray, text: list[int]) -> Told:
+def told_of(probabilities: np.ndarray, text: list[int]) -> PromptLogprobs:
     """As an engine tells it of rows of a whole vocabulary."""
     num = min(NUM_TOLD, probabilities.shape[1])
     tokens = np.argsort(-probabilities, axis=1, kind="stable")[:, :num]
     logprobs = np.log(np.take_along_axis(probabilities, tokens, 1))
     own = np.log(probabilities[np.arange(len(text)), text])
-    return Told(own.astype(np.float32), tokens.astype(np.int32), logprobs.astype(np.float32))
+    return PromptLogprobs(
+        own.astype(np.float32), tokens.astype(np.int32), logprobs.astype(np.float32)
+    )
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -71,8 +73,8 @@ def test_agreement_is_the_share_of_equal_first_choices():
 
 
 def test_a_token_that_the_candidate_does_not_tell_of_counts_as_its_last():
-    before = Told(np.zeros(1), np.array([[7]]), np.log(np.array([[0.5]])))
-    after = Told(np.zeros(1), np.array([[1, 2]]), np.log(np.array([[0.6, 0.25]])))
+    before = PromptLogprobs(np.zeros(1), np.array([[7]]), np.log(np.array([[0.5]])))
+    after = PromptLogprobs(np.zeros(1), np.array([[1, 2]]), np.log(np.array([[0.6, 0.25]])))
     expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     assert divergence(before, after) == pytest.approx(expected)
 

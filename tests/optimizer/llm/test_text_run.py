@@ -12,11 +12,11 @@ from optimizer import made_optimizations as made
 
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
-from penstock.optimizer import budget, outcomes
+from penstock.optimizer import budget, outcomes, run
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.llm import text_run, text_served
-from penstock.optimizer.llm.text_search import Finalist, Findings
+from penstock.optimizer.llm import text_run, text_served, text_time
+from penstock.optimizer.llm.text_search import TextFinalist, TextFindings
 from penstock.optimizer.llm.text_steps import serving_offers
 from penstock.optimizer.optimization_files import (
     read_optimization,
@@ -69,13 +69,13 @@ def found(root):
     """One level a candidate, one datatype, one knob: all that happens, none of it often."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_run, "SEARCH_S", 0.1)
+        patch.setattr(text_time, "SEARCH_S", 0.1)
         patch.setattr(text_served, "SEARCH_S", 0.0)
         patch.setattr(text_served, "NUM_ROUNDS", 1)
         patch.setattr(text_run, "DTYPES", ("auto", "float32", "bfloat16", "fp8"))
         patch.setattr(text_run, "serving_offers", lambda *asked: serving_offers(*asked)[:1])
-        optimization = text_run.optimize(a_plan(root), told.append, "penstock optimize smol")
-        again = text_run.optimize(a_plan(root), told.append, "penstock optimize smol")
+        optimization = run.optimize(a_plan(root), told.append, "penstock optimize smol")
+        again = run.optimize(a_plan(root), told.append, "penstock optimize smol")
     # What was measured once is known.
     assert again.num_measured == 0 < again.num_remembered == optimization.num_measured
     assert (again.version, again.chosen) == (optimization.version, optimization.chosen)
@@ -135,12 +135,12 @@ def test_what_was_found_is_a_file_and_a_page(found, tmp_path):
 class TestWrongInputs:
     def test_without_prompts(self, root):
         with pytest.raises(ConfigError, match="--data is required for language models"):
-            text_run.optimize(a_plan(root, data=""), lambda progress: None, "")
+            run.optimize(a_plan(root, data=""), lambda progress: None, "")
 
     def test_functions_and_labels_are_for_others(self, root):
         plan = a_plan(root, labels="y", evaluator="a:b", preprocess="a:b")
         with pytest.raises(ConfigError) as caught:
-            text_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
         assert [each.partition(" ")[0] for each in caught.value.problems] == [
             "--labels",
             "--eval",
@@ -150,19 +150,19 @@ class TestWrongInputs:
     def test_a_metric_that_is_not_known(self, root):
         plan = a_plan(root, accuracy=budget.parse("top1 drop <= 1 %"))
         with pytest.raises(ConfigError, match="expected kl, agreement, nll"):
-            text_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
 
     def test_prompts_that_are_longer_than_the_model(self, root, tmp_path):
         (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "the " * 300}) + "\n")
         plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
         with pytest.raises(ConfigError, match="leaves room for its answer within 256 tokens"):
-            text_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
 
     def test_a_file_of_something_else(self, root, tmp_path):
         (tmp_path / "x.jsonl").write_text('{"image": 3}\n')
         plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
         with pytest.raises(ConfigError, match="expected 'prompt', 'messages' or 'conversations'"):
-            text_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
 
 
 class HeldOut:
@@ -188,10 +188,10 @@ MORE = Step("sequences", {"max_num_seqs": "32"})
 
 def findings_of(*candidates):
     kept = [
-        Finalist(Candidate(steps), made.served_text(1.0 + number, 0.05), 1.0 + number)
+        TextFinalist(Candidate(steps), made.served_text(1.0 + number, 0.05), 1.0 + number)
         for number, steps in enumerate(((), *candidates))
     ]
-    return Findings(kept=kept)
+    return TextFindings(kept=kept)
 
 
 class TestChoice:

@@ -8,7 +8,7 @@ from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.llm.text_search import TextSearch, instead, is_lossy, rate_of
+from penstock.optimizer.llm.text_search import TextFindings, TextSearch, instead, is_lossy, rate_of
 from penstock.optimizer.llm.text_steps import Offer
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served, Verdict
@@ -74,7 +74,7 @@ class FakeLab:
 
 def searched(lab, dtypes=(), knobs=(), slo="p99 ttft < 1s", has_time=lambda: True, **others):
     plan = Plan("m", "m", "out", slo=parse(slo), **others)
-    search = TextSearch(lab, plan, has_time, lambda *told: None, lambda: 0.0)
+    search = TextSearch(lab, plan, TextFindings(), has_time, lambda *told: None, lambda: 0.0)
     search.run(dtypes, lambda candidate: knobs)
     return search.findings
 

@@ -12,7 +12,7 @@ from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.passes import BuildContext
-from penstock.optimizer.passes.memory import SMALL_SLABS, SMALL_SPILL, Memory
+from penstock.optimizer.passes.memory import SMALL_SLABS, SMALL_SPILL, LessMemory
 from penstock.optimizer.plan import Plan
 
 NO_ARENA = Step("memory", {"arena": "off"})
@@ -23,35 +23,38 @@ def built(tmp_path: Path, write_onnx, step: Step):
     parent = mean_build(tmp_path, write_onnx)
     plan, machine = Plan("m", "model", "out"), Machine("a processor", 2, 1 << 33, ())
     target = tmp_path / "built" / "model"
-    Memory().build(parent, step, target, BuildContext(plan, machine, None, tmp_path))
+    LessMemory().build(parent, step, target, BuildContext(plan, machine, None, tmp_path))
     return read(target).config
 
 
 def test_is_found_by_name():
-    assert isinstance(passes.find("memory"), Memory)
+    assert isinstance(passes.find("memory"), LessMemory)
 
 
 class TestPropose:
     def test_nothing_where_nobody_asks(self):
-        assert Memory().propose(a_situation(a_config())) == [
+        assert LessMemory().propose(a_situation(a_config())) == [
             Skip("memory", "the SLO says nothing of memory")
         ]
 
     def test_all_there_is_where_memory_is_promised(self):
         situation = a_situation(a_config(), slo="p99 < 1s, memory <= 1GiB")
-        assert Memory().propose(situation) == [NO_ARENA, SMALL]
+        assert LessMemory().propose(situation) == [NO_ARENA, SMALL]
 
     def test_on_a_gpu_the_host_s_buffers_are_none_of_it(self):
         config = replace(a_config(), backend="pytorch", device="cuda")
-        (skip,) = Memory().propose(a_situation(config, slo="memory <= 100 MiB"))
+        (skip,) = LessMemory().propose(a_situation(config, slo="memory <= 100 MiB"))
         assert "the GPU's memory counts" in skip.reason
 
     def test_or_where_everything_is_tried(self):
-        assert Memory().propose(a_situation(a_config(), is_exhaustive=True)) == [NO_ARENA, SMALL]
+        assert LessMemory().propose(a_situation(a_config(), is_exhaustive=True)) == [
+            NO_ARENA,
+            SMALL,
+        ]
 
     def test_only_onnxruntime_has_an_arena(self):
         config = replace(a_config(), backend="openvino")
-        assert Memory().propose(a_situation(config, slo="memory <= 1GiB")) == [SMALL]
+        assert LessMemory().propose(a_situation(config, slo="memory <= 1GiB")) == [SMALL]
 
     def test_what_is_small_already(self):
         config = replace(
@@ -59,7 +62,7 @@ class TestPropose:
             options={"enable_mem_arena": "0"},
             memory=MemoryPolicy(max_slabs=SMALL_SLABS, spill_bytes=SMALL_SPILL),
         )
-        (skip,) = Memory().propose(a_situation(config, slo="memory <= 1GiB"))
+        (skip,) = LessMemory().propose(a_situation(config, slo="memory <= 1GiB"))
         assert skip == Skip("memory", "everything is as small as it can be")
 
 
@@ -67,17 +70,17 @@ def test_the_runtime_has_no_arena_then(tmp_path: Path, write_onnx):
     config = built(tmp_path, write_onnx, NO_ARENA)
     after = Facts("onnxruntime", built=dict(backend("onnxruntime")(config).built()))
     assert after.built["enable_mem_arena"] == after.built["enable_mem_pattern"] == "0"
-    assert Memory().check(NO_ARENA, Facts("onnxruntime"), after) == []
+    assert LessMemory().check(NO_ARENA, Facts("onnxruntime"), after) == []
 
 
 def test_an_arena_that_is_still_there_is_told(tmp_path: Path, write_onnx):
     config = mean_build(tmp_path, write_onnx).config
     after = Facts("onnxruntime", built=dict(backend("onnxruntime")(config).built()))
-    (problem,) = Memory().check(NO_ARENA, Facts("onnxruntime"), after)
+    (problem,) = LessMemory().check(NO_ARENA, Facts("onnxruntime"), after)
     assert problem == "asked for no arena, the runtime says enable_mem_arena 1"
 
 
 def test_buffers_get_smaller_and_never_larger(tmp_path: Path, write_onnx):
     memory = built(tmp_path, write_onnx, SMALL).memory
     assert (memory.max_slabs, memory.spill_bytes) == (SMALL_SLABS, SMALL_SPILL)
-    assert Memory().check(SMALL, Facts("onnxruntime"), Facts("onnxruntime")) == []
+    assert LessMemory().check(SMALL, Facts("onnxruntime"), Facts("onnxruntime")) == []

@@ -15,11 +15,11 @@ from penstock.config import PadAxis, Padding
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes.packing import Packing
+from penstock.optimizer.passes.packing import SequencePacking
 from penstock.optimizer.shapes import token_budgets
 from penstock.repository import pbtxt
 
-PASS = Packing()
+PASS = SequencePacking()
 TOKENS = Step("packing", {"pack": "tokens", "bucket": "32"})
 
 

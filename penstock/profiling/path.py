@@ -13,8 +13,8 @@ from threading import Event
 
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
-from penstock.profile.profiler import Packed
-from penstock.profile.results import Bucket
+from penstock.profiling.profiler import Packed
+from penstock.profiling.results import Bucket
 from penstock.serving.local import LocalModel
 from penstock.types import Request, Response, TensorSpec
 from penstock.wire.v2 import Codec

@@ -22,10 +22,10 @@ from penstock.benchmark import system
 from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.shapes import THREADS
-from penstock.profile import onnx_times, openvino_times, roofline, torch_times, trace
-from penstock.profile.path import buckets_of
-from penstock.profile.peaks import peaks_of
-from penstock.profile.profiler import (
+from penstock.profiling import onnx_times, openvino_times, roofline, torch_times, trace
+from penstock.profiling.path import buckets_of
+from penstock.profiling.peaks import peaks_of
+from penstock.profiling.profiler import (
     Failed,
     Job,
     Packed,
@@ -34,9 +34,9 @@ from penstock.profile.profiler import (
     read_config,
     unpacked,
 )
-from penstock.profile.results import Profile
-from penstock.profile.roofline import Measured
-from penstock.profile.times import Timed
+from penstock.profiling.results import Profile
+from penstock.profiling.roofline import Measured
+from penstock.profiling.times import Timed
 from penstock.types import Array, from_array
 
 NUM_WARM_UP = 3

@@ -18,9 +18,9 @@ import msgspec
 
 from penstock import units
 from penstock.config import CPU, PACK, ModelConfig
-from penstock.profile.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
-from penstock.profile.times import OperatorTime
-from penstock.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
+from penstock.profiling.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
+from penstock.profiling.times import OperatorTime
+from penstock.profiling.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
 
 # Operators below this efficiency are overhead-bound.
 MIN_EFFICIENCY = 0.15

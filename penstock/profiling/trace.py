@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.profile.results import Bucket, GpuSpan
-from penstock.profile.times import Event
+from penstock.profiling.results import Bucket, GpuSpan
+from penstock.profiling.times import Event
 
 OPERATORS, REQUEST = 1, 2
 # Thread id of the first GPU lane; each lane has its own.

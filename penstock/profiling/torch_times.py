@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.profile import gpu_timeline
-from penstock.profile.gpu_timeline import RUN, Trace
-from penstock.profile.times import Event, OperatorTime, Timed
-from penstock.profile.work import Shaped
+from penstock.profiling import gpu_timeline
+from penstock.profiling.gpu_timeline import RUN, Trace
+from penstock.profiling.times import Event, OperatorTime, Timed
+from penstock.profiling.work import Shaped
 
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from penstock.benchmark import system
-from penstock.profile.results import Peaks
+from penstock.profiling.results import Peaks
 from penstock.types import Array
 
 # Each peak is measured in several rounds, interleaved with the others, so that a short disturbance

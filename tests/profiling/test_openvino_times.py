@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.profile import openvino_times
-from penstock.profile.profiler import read_config
-from penstock.profile.work import work_of
+from penstock.profiling import openvino_times
+from penstock.profiling.profiler import read_config
+from penstock.profiling.work import work_of
 
 pytest.importorskip("openvino")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.profile.path import buckets_of
-from penstock.profile.profiler import make_batch, read_config
+from penstock.profiling.path import buckets_of
+from penstock.profiling.profiler import make_batch, read_config
 
 
 def test_every_part_of_the_way_has_its_time(encoder) -> None:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from made_operators import product, sum_of_two
 from served_builds import a_config
 
-from penstock.profile import roofline
-from penstock.profile.results import Bucket, Peaks
-from penstock.profile.roofline import Measured
-from penstock.profile.times import OperatorTime
-from penstock.profile.work import Shaped
+from penstock.profiling import roofline
+from penstock.profiling.results import Bucket, Peaks
+from penstock.profiling.roofline import Measured
+from penstock.profiling.times import OperatorTime
+from penstock.profiling.work import Shaped
 
 
 def measured(peaks, times, total_s=None, buckets=(), **more) -> Measured:

@@ -16,12 +16,12 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.simulate import fitted
 from penstock.processes.tool import ToolProcess
-from penstock.profile.results import Profile
+from penstock.profiling.results import Profile
 from penstock.repository import layout
 from penstock.system import devices
 from penstock.types import Array, Tensor, from_array, to_array
 
-CHILD = "penstock.profile.child"
+CHILD = "penstock.profiling.child"
 TIMEOUT_S = 900.0
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.profile import gpu_timeline
-from penstock.profile.gpu_timeline import RUN
-from penstock.profile.results import GpuTime, Kernel
+from penstock.profiling import gpu_timeline
+from penstock.profiling.gpu_timeline import RUN
+from penstock.profiling.results import GpuTime, Kernel
 
 MATRIX = "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_cublas"
 HALF_WAY = 1e12  # Traces count from somewhere.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.profile.results import GpuTime
-from penstock.profile.work import Shaped
+from penstock.profiling.results import GpuTime
+from penstock.profiling.work import Shaped
 
 
 @dataclass(frozen=True, slots=True)

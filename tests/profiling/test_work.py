@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.profile.work import MULTIPLIERS, PER_ELEMENT, Shaped, work_of
+from penstock.profiling.work import MULTIPLIERS, PER_ELEMENT, Shaped, work_of
 
 
 def floats(*shape: int) -> Shaped:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from penstock.profile import peaks
-from penstock.profile.peaks import Try, peaks_of, rates
+from penstock.profiling import peaks
+from penstock.profiling.peaks import Try, peaks_of, rates
 
 
 def test_every_peak_is_a_number_above_zero(peaks_cache) -> None:

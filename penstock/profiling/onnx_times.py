@@ -17,8 +17,8 @@ from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.profile.times import Event, OperatorTime, Timed
-from penstock.profile.work import Shaped
+from penstock.profiling.times import Event, OperatorTime, Timed
+from penstock.profiling.work import Shaped
 from penstock.types import Array
 
 KERNEL = "_kernel_time"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.profile import profiler
-from penstock.profile.profiler import Settings, make_batch, profile_build, read_config
+from penstock.profiling import profiler
+from penstock.profiling.profiler import Settings, make_batch, profile_build, read_config
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ import psutil
 from penstock.config import CPU
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
-from penstock.optimizer.budget import Budget
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.llm import likelihoods, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import Prompts
 from penstock.optimizer.llm.text_served import TextServers
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
+from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import repriced
@@ -54,19 +54,25 @@ class CutShort(Exception):
         self.found = found
 
 
-class TextLab:
+class TextEvaluator:
+    """Evaluates the candidates of one run. `tell` receives what is being done."""
+
     def __init__(
-        self, plan: Plan, subject: TextSubject, prompts: Prompts, journal: Journal, budget: Budget
+        self,
+        plan: Plan,
+        subject: TextSubject,
+        prompts: Prompts,
+        journal: Journal,
+        time: TextTime,
+        tell: Callable[[str], None],
     ) -> None:
         self.plan = plan
         self.subject = subject
         self.prompts = prompts
         self.journal = journal
-        self.budget = budget
-        # Progress callback; seconds for a rate search; seconds for the logprobs process.
-        self.watch: Callable[[str], None] = lambda text: None
-        self.search_s: Callable[[], float] = lambda: text_served.SEARCH_S
-        self.judge_s: Callable[[], float] = lambda: text_trials.TIMEOUT_S
+        self.budget = plan.accuracy or likelihoods.DEFAULT
+        self._time = time
+        self._tell = tell
         self._work = journal.path.parent
         file = self._work / "prompts.jsonl"
         patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
@@ -90,7 +96,7 @@ class TextLab:
 
         def measured() -> tuple[list[Served], bool]:
             found, is_through = text_served.rated(
-                self._servers, build, self.plan, self.watch, start, self.search_s()
+                self._servers, build, self.plan, self._tell, start, self._time.search_s
             )
             return [found], is_through
 
@@ -99,16 +105,15 @@ class TextLab:
         return found
 
     def prove(
-        self,
-        candidates: Sequence[Candidate],
-        starts: Sequence[float | None],
-        left: Callable[[], float | None],
+        self, candidates: Sequence[Candidate], starts: Sequence[float | None]
     ) -> list[Served]:
         builds = [self.build(each) for each in candidates]
         key = " ".join(each.key for each in candidates)
 
         def measured() -> tuple[list[Served], bool]:
-            return text_served.prove(self._servers, builds, self.plan, self.watch, starts, left)
+            return text_served.prove(
+                self._servers, builds, self.plan, self._tell, starts, lambda: self._time.left_s
+            )
 
         return self._served("proof", key, measured)
 
@@ -182,8 +187,8 @@ class TextLab:
                     self.build(candidate),
                     reference.texts,
                     0,
-                    self.watch,
-                    timeout_s=self.judge_s(),
+                    self._tell,
+                    timeout_s=self._time.judge_s,
                 ).told
             rows = [likelihoods.scores(*pair) for pair in zip(reference.told, told, strict=True)]
             by_metric = {name: [row[name] for row in rows] for name in likelihoods.METRICS}
@@ -201,7 +206,7 @@ class TextLab:
         texts = [tokens for part in self._judged() for tokens in part]
         draft = path.with_suffix(".draft")
         text_trials.likelihoods(
-            self.subject.build, texts, NUM_NEW, self.watch, keep=draft, timeout_s=self.judge_s()
+            self.subject.build, texts, NUM_NEW, self._tell, keep=draft, timeout_s=self._time.judge_s
         )
         draft.rename(path)
         return text_trials.read(path)

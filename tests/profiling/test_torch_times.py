@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.profile import torch_times
-from penstock.profile.gpu_timeline import RUN
-from penstock.profile.times import Timed
-from penstock.profile.work import Shaped, work_of
+from penstock.profiling import torch_times
+from penstock.profiling.gpu_timeline import RUN
+from penstock.profiling.times import Timed
+from penstock.profiling.work import Shaped, work_of
 
 torch = pytest.importorskip("torch")
 

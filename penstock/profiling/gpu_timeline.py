@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.profile.results import GpuSpan, GpuTime, Kernel
-from penstock.profile.times import OperatorTime
+from penstock.profiling.results import GpuSpan, GpuTime, Kernel
+from penstock.profiling.times import OperatorTime
 
 # The annotation around a run.
 RUN = "penstock: one batch"

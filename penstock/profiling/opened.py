@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.profile.profiler import read_config
+from penstock.profiling.profiler import read_config
 from penstock.repository import layout
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve

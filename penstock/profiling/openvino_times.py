@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from penstock.config import ModelConfig
-from penstock.profile.times import Event, OperatorTime, Timed
-from penstock.profile.work import Shaped
+from penstock.profiling.times import Event, OperatorTime, Timed
+from penstock.profiling.work import Shaped
 from penstock.types import Array
 
 # ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not

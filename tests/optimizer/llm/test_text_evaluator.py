@@ -14,9 +14,10 @@ from penstock.llm.text import read_text
 from penstock.optimizer import budget
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_lab, text_served, text_trials
+from penstock.optimizer.llm import likelihoods, text_evaluator, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import open_text_subject
+from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.slo import parse
 
@@ -47,9 +48,19 @@ def opened(subject, tmp_path):
     def another(price=None, accuracy=likelihoods.DEFAULT):
         if labs:
             close(labs.pop())
-        plan = Plan("m", "smol", "out", slo=SLO, duration_s=1.0, price_per_hour=price)
-        journal = Journal(tmp_path / "run")
-        labs.append(text_lab.TextLab(plan, subject, prompts, journal, accuracy))
+        plan = Plan(
+            "m",
+            "smol",
+            "out",
+            slo=SLO,
+            duration_s=1.0,
+            price_per_hour=price,
+            accuracy=accuracy,
+        )
+        journal, clock = Journal(tmp_path / "run"), TextTime(None, lambda: 0.0, 0.0)
+        labs.append(
+            text_evaluator.TextEvaluator(plan, subject, prompts, journal, clock, lambda doing: None)
+        )
         return labs[0]
 
     yield another
@@ -100,7 +111,7 @@ class TestMeasurements:
     def test_a_proof_without_rates_is_made_again(self, opened, monkeypatch):
         found = Measurements((2.0, False), (3.0, True))
         monkeypatch.setattr(text_served, "prove", found.prove)
-        proofs = [opened().prove([Candidate()], [None], lambda: None) for _ in range(3)]
+        proofs = [opened().prove([Candidate()], [None]) for _ in range(3)]
         assert [each.max_rate is None for (each,) in proofs] == [True, False, False]
         assert not found.left
 
@@ -110,7 +121,7 @@ class TestMeasurements:
         monkeypatch.setattr(text_served, "prove", found.prove)
         for price, cost in ((7.2, 1000.0), (3.6, 500.0), (None, None)):
             lab = opened(price)
-            (proven,) = lab.prove([HALF], [None], lambda: None)
+            (proven,) = lab.prove([HALF], [None])
             for served in (lab.rated(HALF, None), proven):
                 assert served.cost_per_million == (cost and pytest.approx(cost))
         assert not found.left
@@ -130,9 +141,9 @@ class TestAccuracy:
         lab = opened()
         for candidate, kl in ((Candidate(), [0.0, 0.0]), (HALF, pair)):
             by_metric = {"kl": kl * (num // 2)}
-            scores = text_lab.Scores(by_metric, num)
+            scores = text_evaluator.Scores(by_metric, num)
             lab.journal.remember(
-                "scores", candidate.key, text_lab.Scores, lambda found=scores: found
+                "scores", candidate.key, text_evaluator.Scores, lambda found=scores: found
             )
         judged = lab.judge(HALF)
         assert not judged.is_passed and "not shown; needs about" in judged.text
@@ -142,14 +153,14 @@ class TestAccuracy:
     def test_long_prompts_keep_their_beginning_and_their_end(self, opened, subject):
         lab = opened()
         lab.judge(Candidate())
-        texts = text_trials.read(lab.journal.path.with_name(text_lab.REFERENCE)).texts
+        texts = text_trials.read(lab.journal.path.with_name(text_evaluator.REFERENCE)).texts
         whole = {len(each.tokens): each.tokens for each in lab.prompts.asked}
-        assert min(whole) < text_lab.FIRST + text_lab.LAST < max(whole)
-        prompts = {tuple(text[: -text_lab.NUM_NEW]) for text in texts}
+        assert min(whole) < text_evaluator.FIRST + text_evaluator.LAST < max(whole)
+        prompts = {tuple(text[: -text_evaluator.NUM_NEW]) for text in texts}
         for asked in lab.prompts.asked:
             tokens = asked.tokens
-            if len(tokens) > text_lab.FIRST + text_lab.LAST:
-                tokens = tokens[: text_lab.FIRST] + tokens[-text_lab.LAST :]
+            if len(tokens) > text_evaluator.FIRST + text_evaluator.LAST:
+                tokens = tokens[: text_evaluator.FIRST] + tokens[-text_evaluator.LAST :]
             assert tuple(tokens) in prompts
 
     @pytest.mark.parametrize(
@@ -157,7 +168,7 @@ class TestAccuracy:
     )
     def test_a_reference_that_cannot_be_read_is_made_again(self, opened, content):
         lab = opened()
-        path = lab.journal.path.with_name(text_lab.REFERENCE)
+        path = lab.journal.path.with_name(text_evaluator.REFERENCE)
         path.write_bytes(content)
         assert lab.judge(Candidate()).num_examples == 24
         assert len(text_trials.read(path).texts) == 48

@@ -6,8 +6,8 @@ import onnx
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.profile.opened import opened
-from penstock.profile.profiler import read_config
+from penstock.profiling.opened import opened
+from penstock.profiling.profiler import read_config
 
 
 def test_a_model_s_folder_is_itself(encoder) -> None:

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.profile import trace
-from penstock.profile.results import Bucket
-from penstock.profile.times import Event
+from penstock.profiling import trace
+from penstock.profiling.results import Bucket
+from penstock.profiling.times import Event
 
 
 def test_operators_and_buckets_are_spans_in_microseconds(tmp_path) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import BackendFailed
-from penstock.profile import onnx_times
-from penstock.profile.profiler import read_config
-from penstock.profile.work import Shaped, work_of
+from penstock.profiling import onnx_times
+from penstock.profiling.profiler import read_config
+from penstock.profiling.work import Shaped, work_of
 
 
 def kernel(name: str, at_us: int, took_us: int, **details: Any) -> Mapping[str, Any]:

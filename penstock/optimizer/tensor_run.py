@@ -1,0 +1,144 @@
+"""Runs of models that map tensors to tensors: ONNX, PyTorch, OpenVINO, Hugging Face encoders."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.optimizer import passes, shapes, time_plan
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.evaluator import Evaluator
+from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.findings import Findings
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.optimize_call import OptimizeCall, RunOutcome
+from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.results import Optimization
+from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.search import Search
+from penstock.optimizer.subject import Subject, open_subject
+from penstock.optimizer.time_budget import TimeBudget
+
+# Number of random inputs, enough that consecutive requests differ.
+NUM_DRAWN = 256
+
+UNPROMISED = (
+    "measured in slo mode, which refuses requests that would be late; the version is without it, "
+    "because the SLO was not kept: set penstock.slo in config.pbtxt to enforce it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRun:
+    call: OptimizeCall
+
+    def check(self) -> None:
+        """All options apply."""
+
+    def open(self, target: Path) -> Subject:
+        return open_subject(self.call.plan, target)
+
+    def read_data(self, subject: Subject) -> Examples:
+        plan, config = self.call.plan, subject.build.config
+        has_batch = config.max_batch_size > 0
+        if plan.data:
+            return open_examples(plan, config.inputs, has_batch, config.classes)
+        return signature_examples(config.inputs, has_batch, plan.seed, NUM_DRAWN)
+
+    def key(self, subject: Subject, data: Examples) -> str:
+        plan = self.call.plan
+        code = map(_code_digest, (plan.evaluator, plan.preprocess, plan.postprocess))
+        return self.call.key(plan, subject.digest, data.digest, *code)
+
+    def conclude(self, subject: Subject, data: Examples, journal: Journal) -> RunOutcome:
+        call, plan = self.call, self.call.plan
+        is_on_gpu = subject.build.config.uses_gpu
+        findings = Findings()
+        budget = TimeBudget(plan, findings, time.monotonic, call.began, is_on_gpu=is_on_gpu)
+        progress = ProgressReporter(
+            call.watch, findings, budget, is_on_gpu=is_on_gpu, has_data=bool(plan.data)
+        )
+        run = RunContext(plan, call.machine, subject, data, journal, budget, progress.tell)
+        with closing(Evaluator(run)) as evaluator:
+            search = Search(evaluator, findings, budget, progress, passes.sequence())
+            _search(evaluator, search)
+            found = call.record(subject, data, findings)
+            conclude(evaluator, search, found)
+            build = without_promise(_as_committed(evaluator, found), found)
+            _keep_chosen(evaluator, search, build, found)
+        found.elapsed_s = budget.elapsed_s
+        return RunOutcome(found, build, findings)
+
+
+def _search(evaluator: Evaluator, search: Search) -> None:
+    run, budget = evaluator.run, search.budget
+    is_on_gpu = run.original.config.uses_gpu
+    planned = time_plan.describe(budget.planned, run.plan, is_on_gpu=is_on_gpu)
+    if planned:
+        run.notes.append(planned)
+        search.progress.announce(planned)
+    began = time.monotonic()
+    evaluator.inspector.check_rows()
+    evaluator.data.check()
+    budget.learn_judging(time.monotonic() - began)
+    if not search.run().finalists:
+        # Interrupted before the original was measured: there is nothing to keep.
+        raise KeyboardInterrupt
+
+
+def _keep_chosen(evaluator: Evaluator, search: Search, build: Build, found: Optimization) -> None:
+    repeated = "each start of the version repeats the timing of its matmuls"
+    try:
+        evaluator.builder.keep_chosen(build, search.budget.left_s)
+    except PenstockError as error:
+        found.notes.append(f"{repeated}: {error}")
+    except KeyboardInterrupt:
+        if search.findings.is_interrupted:
+            raise
+        search.findings.is_interrupted = True
+        found.notes.append(f"{repeated}: interrupted")
+
+
+def _as_committed(evaluator: Evaluator, found: Optimization) -> Build:
+    """Return the build to commit: batching is off in its file if rows must not share a batch. Our
+    server detects that itself; others follow the file."""
+    build = evaluator.builder.build(found.chosen or Candidate())
+    config = build.config
+    if not config.batching.is_dynamic or not evaluator.inspector.facts(build).batching_problem:
+        return build
+    return replace(build, config=shapes.with_batching(config, {"mode": "off"}, None))
+
+
+def without_promise(build: Build, found: Optimization) -> Build:
+    """Drop the SLO of a version that misses it: in slo mode it would refuse requests. It is batched
+    by Triton's rules instead, unless users set penstock.slo themselves."""
+    if found.outcome == "kept" or build.config.batching.slo_latency_s is None:
+        return build
+    found.notes.append(UNPROMISED)
+    batching = replace(build.config.batching, slo_latency_s=None)
+    return replace(build, config=replace(build.config, slo="", batching=batching))
+
+
+def _code_digest(reference: str) -> str:
+    """Return the digest of the file that defines a user's function."""
+    if not reference:
+        return ""
+    path = [*sys.path]
+    try:
+        sys.path.insert(0, os.getcwd())
+        spec = importlib.util.find_spec(reference.partition(":")[0])
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path[:] = path
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+        return ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
