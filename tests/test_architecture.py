@@ -1,9 +1,16 @@
-"""The shape of the code: which folder may import which, what is pure, what is never used."""
+"""The shape of the code: which folder may import which, what is pure, what is never used, and how
+large it may be.
+
+`python tests/test_architecture.py` writes tests/shape.toml, what there is today.
+"""
 
 import ast
 import re
 import subprocess
 import sys
+import tomllib
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -320,6 +327,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
 def walk_at_run_time(module: ast.Module) -> Iterator[ast.stmt]:
     """Every statement, those of functions included, except what only a type checker reads."""
     waiting: list[ast.AST] = [module]
@@ -471,7 +483,7 @@ def test_nothing_is_unpickled_or_run_from_text() -> None:
     used += [
         f"{short(path)}: {ast.unparse(node)}"
         for path in SOURCES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if is_unsafe(node)
     ]
     assert used == []
@@ -490,7 +502,7 @@ def test_functions_fit_a_screen() -> None:
     long = {
         f"{short(path)}: {node.name}": node.end_lineno - node.lineno + 1
         for path in SOURCES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
@@ -549,3 +561,118 @@ def test_tests_use_no_private_names() -> None:
 def is_private(name: str) -> bool:
     """Names that end in an underscore are called by others: Python, or notebooks."""
     return name.startswith("_") and not name.endswith("_")
+
+
+# Size
+
+
+SHAPE = TESTS / "shape.toml"
+MAX_METHODS = 30
+MANY_METHODS = 25
+# What a folder may grow without a word. Files have more room: a file that is split is no harm.
+SLACK = 1.03
+FEW_LINES = 60
+FILES_SLACK = 1.1
+FEW = 3
+GROWN = (
+    "{what}, more than tests/shape.toml allows. Can something go instead? If not, run "
+    "`python tests/test_architecture.py` and say in the same commit why it must grow."
+)
+
+
+def folder_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "top"
+
+
+def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                yield path, node
+
+
+def lines_and_files() -> dict[str, tuple[int, int]]:
+    num_lines: Counter[str] = Counter()
+    num_files: Counter[str] = Counter()
+    for path in SOURCES:
+        num_lines[folder_of(path)] += path.read_text().count("\n")
+        num_files[folder_of(path)] += 1
+    return {folder: (num_lines[folder], num_files[folder]) for folder in sorted(num_lines)}
+
+
+def uses_of_any() -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for path in SOURCES:
+        found[folder_of(path)] += sum(
+            isinstance(node, ast.Name) and node.id == "Any" for node in nodes(path)
+        )
+    return dict(sorted(found.items()))
+
+
+def methods() -> dict[str, int]:
+    """By class; of those with the same name, the most."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found: Counter[str] = Counter()
+    for _, node in classes():
+        num_methods = sum(isinstance(each, kinds) for each in node.body)
+        found[node.name] = max(found[node.name], num_methods)
+    return dict(found)
+
+
+def names_twice() -> list[str]:
+    counted = Counter(node.name for _, node in classes())
+    return sorted(name for name, count in counted.items() if count > 1)
+
+
+def allowed() -> dict[str, dict[str, list[int] | int | str]]:
+    return tomllib.loads(SHAPE.read_text())
+
+
+def test_folders_grow_only_with_a_reason() -> None:
+    table = allowed()["size"]
+    for folder, (num_lines, num_files) in lines_and_files().items():
+        max_lines, max_files = table.get(folder, (0, 0))
+        text = GROWN.format(what=f"penstock/{folder} has {num_lines} lines in {num_files} files")
+        assert num_lines <= SLACK * max_lines + FEW_LINES, text
+        assert num_files <= FILES_SLACK * max_files + FEW, text
+
+
+def test_uses_of_any_do_not_spread() -> None:
+    table = allowed()["any"]
+    for folder, count in uses_of_any().items():
+        text = GROWN.format(what=f"penstock/{folder} uses Any {count} times")
+        assert count <= table.get(folder, 0) + FEW, text
+
+
+@pytest.mark.filterwarnings("default:classes with many methods")
+def test_classes_have_few_methods() -> None:
+    """Those of the table had more than 30 when the rule was made, and may have no more."""
+    table, found = allowed()["methods"], methods()
+    too_many = {name: count for name, count in found.items() if count > MAX_METHODS}
+    grown = {name: count for name, count in too_many.items() if count > table.get(name, 0)}
+    assert grown == {}, "split them where a second noun appears"
+    if many := {name: count for name, count in found.items() if count > MANY_METHODS}:
+        warnings.warn(f"classes with many methods: {many}", stacklevel=1)
+
+
+def test_a_class_has_its_name_alone() -> None:
+    """Those of the table were there twice when the rule was made."""
+    assert set(names_twice()) - allowed()["twice"].keys() == set(), "find another name"
+
+
+def write_shape() -> None:
+    rows = ["# What tests/test_architecture.py allows; its last part says how this is written."]
+    rows += ["", "[size] # folder = [lines, files]"]
+    rows += [f"{name} = [{lines}, {files}]" for name, (lines, files) in lines_and_files().items()]
+    rows += ["", "[any] # folder = uses"]
+    rows += [f"{name} = {count}" for name, count in uses_of_any().items()]
+    rows += ["", f"[methods] # classes with more than {MAX_METHODS}"]
+    rows += [f"{name} = {n}" for name, n in sorted(methods().items()) if n > MAX_METHODS]
+    rows += ["", "[twice] # names of more than one class"]
+    rows += [f"{name} = true" for name in names_twice()]
+    SHAPE.write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    write_shape()

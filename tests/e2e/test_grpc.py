@@ -28,8 +28,10 @@ from waiting import wait_until
 
 from penstock.protocols.gate import SCOPES
 
+# Requests may wait for as long as the machine makes them.
 IDENTITY = """
-backend: "null" max_batch_size: 8 dynamic_batching {}
+backend: "null" max_batch_size: 8
+dynamic_batching { default_queue_policy { default_timeout_microseconds: 60000000 } }
 input { name: "x" data_type: TYPE_%s dims: -1 }
 output { name: "y" data_type: TYPE_%s dims: -1 }
 """

@@ -237,7 +237,9 @@ def test_tritonclient_gets_its_own_bits_back(fronted: Served, count: int):
 
 
 def test_a_killed_front_takes_only_its_own_connections_along(tmp_path: Path):
-    served = Served(null_model(tmp_path, "model", a_ms=1), "--fronts", "2")
+    # Requests may wait for as long as the machine makes them.
+    patient = "default_queue_policy { default_timeout_microseconds: 60000000 }"
+    served = Served(null_model(tmp_path, "model", batching=patient, a_ms=1), "--fronts", "2")
     victim, survivor = served.http_fronts()
     workers = {worker.pid for worker in served.workers()}
 

@@ -36,7 +36,8 @@ def name(outputs):
 """
 CONFIG = """
 backend: "onnxruntime" max_batch_size: 8
-dynamic_batching { max_queue_delay_microseconds: 20000 }
+dynamic_batching { max_queue_delay_microseconds: 20000
+  default_queue_policy { default_timeout_microseconds: 60000000 } }
 input { name: "text" data_type: TYPE_STRING dims: 1 }
 output { name: "name" data_type: TYPE_STRING dims: 1 }
 """

@@ -43,7 +43,9 @@ def factory():
     return Digits()
 """
 CONFIG = """
-max_batch_size: 16 dynamic_batching {{ max_queue_delay_microseconds: 20000 }}
+max_batch_size: 16
+dynamic_batching {{ max_queue_delay_microseconds: 20000
+  default_queue_policy {{ default_timeout_microseconds: 60000000 }} }}
 input {{ name: "image" data_type: TYPE_FP32 dims: [ 1, 8, 8 ] }}
 output {{ name: "logits" data_type: TYPE_FP32 dims: [ 10 ] }}
 {}
@@ -82,7 +84,8 @@ def add_exported(root: Path, module: "torch.nn.Module") -> None:
     program = torch.export.export(
         module, (torch.zeros(2, 1, 8, 8),), dynamic_shapes={"image": {0: batch}}
     )
-    config = "dynamic_batching { max_queue_delay_microseconds: 20000 }"
+    patient = "default_queue_policy { default_timeout_microseconds: 60000000 }"
+    config = f"dynamic_batching {{ max_queue_delay_microseconds: 20000 {patient} }}"
     torch.export.save(program, add_version(root, "exported", config) / "model.pt2")
 
 
