@@ -28,7 +28,7 @@ from penstock.protocols.text_answers import (
     WholeAnswer,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import ChunkHead, Known, TextChoice, TokenUsage
+from penstock.wire.openai_v1 import AnswerChoice, ChunkHead, Known, TokenUsage
 
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
@@ -232,13 +232,13 @@ class CompletionForm:
     # Whether a stream ends with the usage.
     has_usage: bool
 
-    def whole(self, choices: Sequence[TextChoice], usage: TokenUsage) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
         return openai_v1.completion(self.head, choices, usage)
 
     def begin(self, index: int) -> bytes:
         return b""
 
-    def piece(self, choice: TextChoice) -> bytes:
+    def piece(self, choice: AnswerChoice) -> bytes:
         return openai_v1.completion_piece(self.head, choice)
 
     def end(self, usage: TokenUsage) -> bytes:
@@ -255,13 +255,13 @@ class ChatForm:
     # Whether a stream ends with the usage.
     has_usage: bool
 
-    def whole(self, choices: Sequence[TextChoice], usage: TokenUsage) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
         return openai_v1.chat(self.head, choices, usage)
 
     def begin(self, index: int) -> bytes:
         return openai_v1.chat_begin(self.head, index)
 
-    def piece(self, choice: TextChoice) -> bytes:
+    def piece(self, choice: AnswerChoice) -> bytes:
         return openai_v1.chat_piece(self.head, choice)
 
     def end(self, usage: TokenUsage) -> bytes:

@@ -29,7 +29,7 @@ from penstock.protocols.http_errors import reply_error, status_at
 from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import TextChoice, TokenLogprob, TokenUsage
+from penstock.wire.openai_v1 import AnswerChoice, TokenLogprob, TokenUsage
 
 if TYPE_CHECKING:
     from penstock.llm.token_bytes import Detokenizer
@@ -196,11 +196,11 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
 class AnswerForm(Protocol):
     """How a protocol encodes choices, whole and in pieces."""
 
-    def whole(self, choices: Sequence[TextChoice], usage: TokenUsage) -> bytes: ...
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes: ...
     def begin(self, index: int) -> bytes:
         """Return what precedes the first piece of a choice; may be empty."""
 
-    def piece(self, choice: TextChoice) -> bytes: ...
+    def piece(self, choice: AnswerChoice) -> bytes: ...
 
     def end(self, usage: TokenUsage) -> bytes:
         """Return what follows the last piece."""
@@ -282,7 +282,7 @@ class Answer:
         if not choice.has_begun:
             text = echo + text
         logprobs = self._logprobs(choice, number, event) if self._has_logprobs else None
-        self.grow(choice, TextChoice(place, text, event.reason or None, logprobs))
+        self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
 
     def _logprobs(
@@ -351,7 +351,7 @@ class Answer:
         ]
         return TokenLogprob(vocabulary.piece(token), logprobs.logprob, top, place)
 
-    def grow(self, choice: PartialChoice, new: TextChoice) -> None:
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
 
     def end(self) -> None:
@@ -362,14 +362,16 @@ class Answer:
 
 
 class WholeAnswer(Answer):
-    def grow(self, choice: PartialChoice, new: TextChoice) -> None:
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         choice.text += new.text
         choice.reason = new.reason
         choice.logprobs += new.logprobs or ()
 
     def end(self) -> None:
         choices = [
-            TextChoice(place, each.text, each.reason, each.logprobs if self._has_logprobs else None)
+            AnswerChoice(
+                place, each.text, each.reason, each.logprobs if self._has_logprobs else None
+            )
             for place, each in sorted(self.choices.items())
         ]
         self.reply(self.form.whole(choices, self.usage))
@@ -386,7 +388,7 @@ class OneEventAnswer(WholeAnswer):
 
 
 class StreamedAnswer(Answer):
-    def grow(self, choice: PartialChoice, new: TextChoice) -> None:
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         if not self.exchange.is_streaming:
             self.exchange.start_stream(200, _EVENTS)
         data = b"" if choice.has_begun else self.form.begin(new.index)
@@ -410,6 +412,6 @@ class StreamedAnswer(Answer):
         for place in range(len(self.generations) * self._num):
             choice = self.choices.setdefault(place, PartialChoice())
             if choice.reason is None:
-                self.grow(choice, TextChoice(place, "", reason))
+                self.grow(choice, AnswerChoice(place, "", reason))
         self.exchange.stream(self.form.error(error))
         self.exchange.end_stream()

@@ -474,7 +474,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class TextChoice:
+class AnswerChoice:
     index: int
     text: str
     # None while it is being generated.
@@ -510,11 +510,11 @@ class Known:
 _encode = msgspec.json.Encoder().encode
 
 
-def completion(head: ChunkHead, choices: Sequence[TextChoice], usage: TokenUsage) -> bytes:
+def completion(head: ChunkHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
     return _encode({**_completion_json(head, choices), "usage": usage.json()})
 
 
-def completion_piece(head: ChunkHead, choice: TextChoice) -> bytes:
+def completion_piece(head: ChunkHead, choice: AnswerChoice) -> bytes:
     return _event(_completion_json(head, [choice]))
 
 
@@ -522,7 +522,7 @@ def completion_usage(head: ChunkHead, usage: TokenUsage) -> bytes:
     return _event({**_completion_json(head, []), "usage": usage.json()})
 
 
-def chat(head: ChunkHead, choices: Sequence[TextChoice], usage: TokenUsage) -> bytes:
+def chat(head: ChunkHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
     found = [
         {
             "index": each.index,
@@ -541,7 +541,7 @@ def chat_begin(head: ChunkHead, index: int) -> bytes:
     return _event(_chat_piece_json(head, index, delta, None, None))
 
 
-def chat_piece(head: ChunkHead, choice: TextChoice) -> bytes:
+def chat_piece(head: ChunkHead, choice: AnswerChoice) -> bytes:
     delta = {"content": choice.text} if choice.text else {}
     return _event(_chat_piece_json(head, choice.index, delta, choice.reason, choice.logprobs))
 
@@ -604,7 +604,7 @@ def _head(head: ChunkHead, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
-def _completion_json(head: ChunkHead, choices: Sequence[TextChoice]) -> dict[str, Any]:
+def _completion_json(head: ChunkHead, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     found = [
         {
             "index": each.index,

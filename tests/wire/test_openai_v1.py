@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest
 from penstock.wire import openai_v1 as openai
-from penstock.wire.openai_v1 import ChunkHead, TextChoice, TokenLogprob, TokenUsage
+from penstock.wire.openai_v1 import AnswerChoice, ChunkHead, TokenLogprob, TokenUsage
 
 HEAD = ChunkHead("cmpl-1", 1700000000, "smol")
 
@@ -214,7 +214,7 @@ class TestAnswers:
     def test_a_completion(self):
         top = [(b"ab", -0.5), (b"c", -2.0)]
         logprobs = [TokenLogprob(b"ab", -0.5, top), TokenLogprob(b"d", -1.0, offset=2)]
-        choice = TextChoice(0, "abd", "length", logprobs)
+        choice = AnswerChoice(0, "abd", "length", logprobs)
         found = json.loads(openai.completion(HEAD, [choice], TokenUsage(3, 2, 1)))
         assert (found["object"], found["id"], found["model"]) == (
             "text_completion",
@@ -236,14 +236,14 @@ class TestAnswers:
         }
 
     def test_a_prompts_first_token_has_no_logprob(self):
-        choice = TextChoice(
+        choice = AnswerChoice(
             0, "a", None, [TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf)]
         )
         found = event(openai.completion_piece(HEAD, choice))
         assert found["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
 
     def test_a_chat(self):
-        choice = TextChoice(1, "ü", "stop", [TokenLogprob("ü".encode(), -0.5, [(b"x", -1.0)])])
+        choice = AnswerChoice(1, "ü", "stop", [TokenLogprob("ü".encode(), -0.5, [(b"x", -1.0)])])
         found = json.loads(openai.chat(HEAD, [choice], TokenUsage(1, 1)))
         (answer,) = found["choices"]
         assert answer["message"] == {"role": "assistant", "content": "ü", "refusal": None}
@@ -253,10 +253,10 @@ class TestAnswers:
     def test_pieces_of_a_chat(self):
         first = event(openai.chat_begin(HEAD, 0))["choices"][0]
         assert first["delta"]["role"] == "assistant" and first["finish_reason"] is None
-        piece = event(openai.chat_piece(HEAD, TextChoice(0, "a\nb", None)))
+        piece = event(openai.chat_piece(HEAD, AnswerChoice(0, "a\nb", None)))
         assert piece["object"] == "chat.completion.chunk"
         assert piece["choices"][0]["delta"] == {"content": "a\nb"}
-        last = event(openai.chat_piece(HEAD, TextChoice(0, "", "stop")))
+        last = event(openai.chat_piece(HEAD, AnswerChoice(0, "", "stop")))
         assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
         usage = event(openai.chat_usage(HEAD, TokenUsage(1, 2)))
         assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 3
@@ -320,7 +320,7 @@ def test_stop_tokens_that_are_wrong_are_told(tokens, text):
 def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
     top = [(b"\xe6\x97", -0.1), (b"\xe6", -0.2), (b"a", -0.3), (b"a", -0.4), (b"b", -math.inf)]
     token = TokenLogprob(b"\xe6\x97", -0.1, top, offset=3)
-    choice = TextChoice(0, "x", "stop", [token])
+    choice = AnswerChoice(0, "x", "stop", [token])
     told = json.loads(openai.completion(HEAD, [choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
     assert told["tokens"] == [r"bytes:\xe6\x97"] and told["text_offset"] == [3]
     (found,) = told["top_logprobs"]
