@@ -14,7 +14,7 @@ from penstock.llm.operations import NUM_COLUMNS, tokens_of_line
 class Case:
     queries: torch.Tensor
     paged: Paged
-    sheet: torch.Tensor
+    batch_table: torch.Tensor
     lines: torch.Tensor
     # Length of each sequence, and how many of its tokens, the last, are computed.
     sequences: list[tuple[int, int]]
@@ -69,7 +69,7 @@ def plain(case: Case) -> torch.Tensor:
             found.append(torch.zeros_like(queries[at : at + 1]))
             at += 1
             continue
-        row = int(case.sheet[at, 2])
+        row = int(case.batch_table[at, 2])
         seen = torch.arange(length)
         slots = table[row, seen // paged.block_size].long() * paged.block_size
         slots += seen % paged.block_size

@@ -58,10 +58,10 @@ def by_hand(weights, config, tokens) -> torch.Tensor:
     x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
     length = len(tokens)
 
-    def normed(x, weight):
+    def rms_norm(x, weight):
         return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
-    def turned(x):
+    def rope(x):
         angles = torch.arange(length)[:, None] * config["rope_theta"] ** (
             -torch.arange(0, size, 2, dtype=torch.float64) / size
         )
@@ -74,7 +74,7 @@ def by_hand(weights, config, tokens) -> torch.Tensor:
         def weight(name, number=number):
             return weights[f"model.layers.{number}.{name}.weight"]
 
-        y = normed(x, weight("input_layernorm"))
+        y = rms_norm(x, weight("input_layernorm"))
         answers = []
         for head in range(heads):
             kv = head // (heads // kv_heads)
@@ -84,15 +84,18 @@ def by_hand(weights, config, tokens) -> torch.Tensor:
                 for each in "kv"
             )
             if f"model.layers.{number}.self_attn.q_norm.weight" in weights:
-                q, k = normed(q, weight("self_attn.q_norm")), normed(k, weight("self_attn.k_norm"))
-            scores = turned(q) @ turned(k).t() / size**0.5
+                q, k = (
+                    rms_norm(q, weight("self_attn.q_norm")),
+                    rms_norm(k, weight("self_attn.k_norm")),
+                )
+            scores = rope(q) @ rope(k).t() / size**0.5
             scores += torch.full((length, length), float("-inf")).triu(1).double()
             answers.append(scores.softmax(-1) @ v)
         x = x + torch.cat(answers, -1) @ weight("self_attn.o_proj").t()
-        y = normed(x, weight("post_attention_layernorm"))
+        y = rms_norm(x, weight("post_attention_layernorm"))
         gate, up = y @ weight("mlp.gate_proj").t(), y @ weight("mlp.up_proj").t()
         x = x + (gate * gate.sigmoid() * up) @ weight("mlp.down_proj").t()
-    x = normed(x, weights["model.norm.weight"])
+    x = rms_norm(x, weights["model.norm.weight"])
     return x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).t()
 
 
@@ -103,10 +106,10 @@ def continued(weights, config, prompt, num_tokens) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def settings_of(folder, **changes) -> messages.Settings:
+def settings_of(folder, **changes) -> messages.EngineSettings:
     fields = {
         "path": str(folder), "device": "cpu", "dtype": "float32", "num_threads": 1,
         "block_size": 4, "cache_bytes": 1 << 20, "max_sequences": 4, "max_tokens": 16,
         "max_length": MAX_LENGTH, "max_waiting": 8,
     }  # fmt: skip
-    return messages.Settings(**{**fields, **changes})
+    return messages.EngineSettings(**{**fields, **changes})

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from penstock.backends.packed_encoder import has_triton
 from penstock.llm.engine import Engine
 from penstock.llm.engine_main import load
-from penstock.llm.messages import GenerateRequest, Settings, pack_tokens
+from penstock.llm.messages import EngineSettings, GenerateRequest, pack_tokens
 from penstock.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +123,7 @@ class Bench:
         if self.device == "cpu" and dtype != "fp8":
             dtype = "float32"
         scale = self.scale
-        settings = Settings(
+        settings = EngineSettings(
             path=str(self.config(values)), device=self.device, dtype=dtype,
             num_threads=max(1, (os.cpu_count() or 2) // 2), block_size=scale.block_size,
             cache_bytes=(1 << 22) if self.is_tiny else 0, max_sequences=scale.max_sequences,
@@ -494,14 +494,14 @@ def attention_case(bench: Bench, num: int, group: int, most: int) -> tuple[Any, 
     table = torch.tensor(order, dtype=torch.int32, device=device).view(num, blocks)
     keys, values = torch.randn(2, num * blocks * 16, 8, 128, device=device, dtype=dtype)
     queries = torch.randn(num, 8 * group, 128, device=device, dtype=dtype)
-    sheet = torch.tensor([[each - 1, n] for n, each in enumerate(lengths)], dtype=torch.int32)
-    return queries, Paged(keys, values, table, 16), sheet.to(device), sum(lengths)
+    batch_table = torch.tensor([[each - 1, n] for n, each in enumerate(lengths)], dtype=torch.int32)
+    return queries, Paged(keys, values, table, 16), batch_table.to(device), sum(lengths)
 
 
 def attention_ms(bench: Bench, case: tuple[Any, ...]) -> float:
     from penstock.kernels import paged_attention
 
-    queries, paged, sheet, _ = case
+    queries, paged, batch_table, _ = case
     out = torch.empty_like(queries)
     splits = paged_attention.num_splits(len(queries), 8)
     if bench.is_tiny:
@@ -509,7 +509,9 @@ def attention_ms(bench: Bench, case: tuple[Any, ...]) -> float:
 
     return timed_ms(
         bench,
-        lambda: paged_attention.attend_one(queries, paged, sheet[:, 0], sheet[:, 1], out, splits),
+        lambda: paged_attention.attend_one(
+            queries, paged, batch_table[:, 0], batch_table[:, 1], out, splits
+        ),
     )
 
 

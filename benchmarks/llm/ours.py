@@ -17,9 +17,9 @@ from penstock.llm.checkpoint import open_checkpoint
 from penstock.llm.engine import Engine
 from penstock.llm.messages import GenerateRequest, pack_tokens
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.pace import Pace, Targets
-from penstock.llm.runner import Runner, SampledStep
-from penstock.llm.scheduler import Limits, Scheduler, Step
+from penstock.llm.pace import StepTimeModel, Targets
+from penstock.llm.runner import CpuRunner, SampledStep
+from penstock.llm.scheduler import BatchStep, Scheduler, StepLimits
 from penstock.llm.text import Text, of_gguf
 from penstock.sampling_params import SamplingParams
 
@@ -63,11 +63,11 @@ class Trace:
 class TracedRunner:
     """A runner whose logits are kept."""
 
-    runner: Runner
+    runner: CpuRunner
     decoder: KeepingDecoder
     trace: Trace = field(default_factory=Trace)
 
-    def run(self, step: Step) -> SampledStep:
+    def run(self, step: BatchStep) -> SampledStep:
         ran = self.runner.run(step)
         sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
         if sampled:
@@ -77,7 +77,7 @@ class TracedRunner:
         self._count(step)
         return ran
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: BatchStep) -> None:
         prompts = [each for each in step.chunks if each.start < each.sequence.num_prompt]
         parts = self.trace.num_parts
         for chunk in prompts:
@@ -115,16 +115,16 @@ class Ours:
     def engine(self, room: Room) -> Engine:
         return _engine(room, self._runner(room))
 
-    def _runner(self, room: Room) -> Runner:
+    def _runner(self, room: Room) -> CpuRunner:
         decoder = self.decoder
         cache = Cache(decoder.shape, room.num_blocks, room.block_size, "cpu", decoder.dtype)
-        return Runner(decoder, cache)
+        return CpuRunner(decoder, cache)
 
 
-def _engine(room: Room, runner: Runner | TracedRunner) -> Engine:
-    limits = Limits(room.max_sequences, room.max_tokens, room.max_length)
+def _engine(room: Room, runner: CpuRunner | TracedRunner) -> Engine:
+    limits = StepLimits(room.max_sequences, room.max_tokens, room.max_length)
     scheduler = Scheduler(BlockPool(room.num_blocks, room.block_size), limits)
-    return Engine(scheduler, runner, Pace(Targets()), time.monotonic)
+    return Engine(scheduler, runner, StepTimeModel(Targets()), time.monotonic)
 
 
 def asked(number: int, tokens: Sequence[int], num_tokens: int) -> GenerateRequest:

@@ -42,7 +42,7 @@ class LocalTextModel:
     def stream(self, prompt: Prompt, **parameters: object) -> Iterator[str]:
         """Yield the answer piece by piece. A text is continued; a list of messages is a chat.
         `parameters` are fields of OpenAI's requests: max_tokens, temperature, stop, seed, ..."""
-        answer = _Answer(self._model, _parse(self.config.name, prompt, parameters))
+        answer = _LocalAnswer(self._model, _parse(self.config.name, prompt, parameters))
         if self._is_closed:
             raise NotReady(f"model '{self.config.name}' is closed")
         self._loop.call_soon_threadsafe(answer.begin)
@@ -87,7 +87,7 @@ class LocalTextModel:
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
+class _LocalAnswer:
     """One request on the model's loop. Ends `pieces` with None or an error, exactly once."""
 
     model: LanguageModel

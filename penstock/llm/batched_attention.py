@@ -2,7 +2,7 @@
 
 Gathering the KV blocks of a sequence costs more than attending to them, so the gathered copy is
 kept in a *row*, and each new token's keys and values are written to the row as well as to the
-cache. Rows of one length form a KV bucket (`Shelf`), over which one call attends; a sequence that
+cache. Rows of one length form a KV bucket, over which one call attends; a sequence that
 outgrows its row is gathered again into the next longer bucket. Rows are only copies: the cache has
 everything, and a sequence that is not in a step loses its row. Tokens without a row, such as
 prompts, go through `cache.PlainAttention`.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from penstock.llm.cache import Cache, PlainAttention, Span, slots_of, spans_of
 from penstock.llm.exact_attention import attend, pad_length
-from penstock.llm.scheduler import Chunk, Step
+from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.llm.sequence import Sequence
 
 # Tokens in the shortest rows. Lengths grow by at most half, so at most a third of a row is empty.
@@ -27,18 +27,18 @@ SHORTEST = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BucketRow:
     owner: Sequence
     # Tokens stored in the row.
     count: int
 
 
-class Shelf:
+class KvBucket:
     """KV bucket: rows of `length` tokens; [layers, rows, kv heads, length, head size]."""
 
     def __init__(self, cache: Cache, length: int) -> None:
         self.length = length
-        self.rows: list[Row | None] = []
+        self.rows: list[BucketRow | None] = []
         layers, _, heads, size = cache.keys.shape
         self.keys = cache.keys.new_zeros(layers, 0, heads, length, size)
         self.values = torch.zeros_like(self.keys)
@@ -82,7 +82,7 @@ class Shelf:
     def take(self, sequence: Sequence, count: int, cache: Cache, slots: Tensor) -> int:
         """Fill the first free row with the `count` tokens that the cache has at `slots`."""
         place = self.rows.index(None)
-        self.rows[place] = Row(sequence, count)
+        self.rows[place] = BucketRow(sequence, count)
         self.keys[:, place, :, :count] = cache.keys[:, slots].transpose(1, 2)
         self.values[:, place, :, :count] = cache.values[:, slots].transpose(1, 2)
         # The tail is masked, but a NaN in it would still spoil a sum.
@@ -95,7 +95,7 @@ class Shelf:
 class Lot:
     """The tokens of one step that attend in one bucket, for rows up to the last used one."""
 
-    shelf: Shelf
+    bucket: KvBucket
     # The step's token for each row; unused rows repeat another row's token.
     tokens: Tensor
     # Used rows, and their tokens.
@@ -112,29 +112,31 @@ class Lot:
 
 
 @dataclass(slots=True)
-class Shelves:
+class KvBuckets:
     """Buckets of all lengths, kept from step to step; at most as many slots as the cache."""
 
     cache: Cache
-    _shelves: dict[int, Shelf] = field(default_factory=dict)
+    _buckets: dict[int, KvBucket] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
-        return sum(shelf.num_slots for shelf in self._shelves.values())
+        return sum(bucket.num_slots for bucket in self._buckets.values())
 
-    def attention(self, step: Step) -> BatchedAttention:
+    def attention(self, step: BatchStep) -> BatchedAttention:
         spans = spans_of(step, self.cache.block_size)
         ones = [place for place, chunk in enumerate(step.chunks) if chunk.count == 1]
         lots, placed = self._lots(step, ones, spans)
         others = [span for place, span in enumerate(spans) if place not in placed]
         return BatchedAttention(self.cache, spans, others, lots)
 
-    def _lots(self, step: Step, ones: Many[int], spans: Many[Span]) -> tuple[list[Lot], set[int]]:
+    def _lots(
+        self, step: BatchStep, ones: Many[int], spans: Many[Span]
+    ) -> tuple[list[Lot], set[int]]:
         by_length: dict[int, list[int]] = {}
         for place in ones:
             by_length.setdefault(row_length(step.chunks[place].end), []).append(place)
-        for length, shelf in self._shelves.items():
-            shelf.keep([step.chunks[place].sequence for place in by_length.get(length, ())])
+        for length, bucket in self._buckets.items():
+            bucket.keep([step.chunks[place].sequence for place in by_length.get(length, ())])
         lots: list[Lot] = []
         placed: set[int] = set()
         for length, places in by_length.items():
@@ -148,54 +150,54 @@ class Shelves:
     def _rows(self, length: int, chunks: Many[Chunk]) -> list[int | None]:
         """Return the row of each chunk, filled with all tokens before it; None if there is no
         room."""
-        shelf = self._shelves.setdefault(length, Shelf(self.cache, length))
-        rows = [shelf.row_of(chunk.sequence, chunk.start) for chunk in chunks]
+        bucket = self._buckets.setdefault(length, KvBucket(self.cache, length))
+        rows = [bucket.row_of(chunk.sequence, chunk.start) for chunk in chunks]
         missing = [number for number, row in enumerate(rows) if row is None]
-        free = shelf.rows.count(None)
+        free = bucket.rows.count(None)
         if len(missing) > free:
-            free += self._grow(shelf, len(missing) - free)
+            free += self._grow(bucket, len(missing) - free)
         for number in missing[:free]:
             chunk = chunks[number]
             slots = slots_of(chunk.blocks, chunk.start, self.cache.block_size)
-            rows[number] = shelf.take(chunk.sequence, chunk.start, self.cache, slots)
+            rows[number] = bucket.take(chunk.sequence, chunk.start, self.cache, slots)
         return rows
 
-    def _grow(self, shelf: Shelf, more: int) -> int:
+    def _grow(self, bucket: KvBucket, more: int) -> int:
         """Drop empty buckets, then add at least `more` rows if there is room; return how many."""
-        for other in [each for each in self._shelves.values() if each.is_empty]:
-            if other is not shelf:
-                del self._shelves[other.length]
-        room = (self.cache.keys.shape[1] - self.num_slots) // shelf.length
+        for other in [each for each in self._buckets.values() if each.is_empty]:
+            if other is not bucket:
+                del self._buckets[other.length]
+        room = (self.cache.keys.shape[1] - self.num_slots) // bucket.length
         # Grow by more than is needed now, so that not every new sequence copies all rows.
-        more = max(0, min(max(more, len(shelf.rows) // 2), room))
+        more = max(0, min(max(more, len(bucket.rows) // 2), room))
         if more:
-            shelf.grow(len(shelf.rows) + more)
+            bucket.grow(len(bucket.rows) + more)
         return more
 
-    def _lot(self, length: int, rows: dict[int, int], step: Step, spans: Many[Span]) -> Lot:
-        shelf = self._shelves[length]
+    def _lot(self, length: int, rows: dict[int, int], step: BatchStep, spans: Many[Span]) -> Lot:
+        bucket = self._buckets[length]
         by_row = sorted((row, place) for place, row in rows.items())
         own = [spans[place].first for _, place in by_row]
         tokens = [own[0]] * (by_row[-1][0] + 1)
         ends = [1] * len(tokens)
         for (row, place), token in zip(by_row, own, strict=True):
             tokens[row], ends[row] = token, step.chunks[place].end
-            shelf.rows[row] = Row(step.chunks[place].sequence, ends[row])
+            bucket.rows[row] = BucketRow(step.chunks[place].sequence, ends[row])
         used = torch.tensor([row for row, _ in by_row])
-        num_heads = shelf.keys.shape[2]
+        num_heads = bucket.keys.shape[2]
         last = torch.tensor([ends[row] - 1 for row, _ in by_row])
         heads = used[:, None] * num_heads + torch.arange(num_heads)
         longest = max(ends)
         slots = (heads * length + last[:, None]).flatten()
         places = torch.tensor(tokens), used, torch.tensor(own), slots
         if self.cache.is_exact:
-            return Lot(shelf, *places, pad_length(longest), None, torch.tensor(ends))
+            return Lot(bucket, *places, pad_length(longest), None, torch.tensor(ends))
         mask = None
         if min(ends) < longest:
             seen = torch.arange(longest) < torch.tensor(ends)[:, None]
             mask = torch.zeros(seen.shape, dtype=self.cache.keys.dtype)
             mask = mask.masked_fill_(~seen, float("-inf"))[:, None, None]
-        return Lot(shelf, *places, longest, mask)
+        return Lot(bucket, *places, longest, mask)
 
 
 class BatchedAttention:
@@ -237,7 +239,7 @@ def row_length(num_tokens: int) -> int:
 def _on_shelf(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Write the new keys and values to their rows; return the attention of each row up to the
     last."""
-    all_keys, all_values = lot.shelf.keys[layer], lot.shelf.values[layer]
+    all_keys, all_values = lot.bucket.keys[layer], lot.bucket.values[layer]
     num_heads, size = all_keys.shape[1], all_keys.shape[3]
     all_keys.view(-1, size).index_copy_(0, lot.slots, keys.reshape(-1, size))
     all_values.view(-1, size).index_copy_(0, lot.slots, values.reshape(-1, size))

@@ -98,7 +98,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one holder from each block."""
         for block in reversed(blocks):
-            assert self._num_holders[block] > 0, "released by nobody who held it"
+            assert self._num_holders[block] > 0, "a block is released once for each holder"
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
                 self._free[block] = None

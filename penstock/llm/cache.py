@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.llm import exact_attention
-from penstock.llm.models.shape import Shape
-from penstock.llm.scheduler import Step
+from penstock.llm.models.shape import DecoderShape
+from penstock.llm.scheduler import BatchStep
 
 
 class Cache:
@@ -25,7 +25,7 @@ class Cache:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: DecoderShape,
         num_blocks: int,
         block_size: int,
         device: str,
@@ -40,7 +40,7 @@ class Cache:
         self.is_exact = is_exact
 
 
-def bytes_of_block(shape: Shape, block_size: int, dtype: torch.dtype) -> int:
+def bytes_of_block(shape: DecoderShape, block_size: int, dtype: torch.dtype) -> int:
     heads = shape.num_kv_heads * shape.head_size
     size: int = dtype.itemsize
     return 2 * shape.num_layers * block_size * heads * size
@@ -56,7 +56,7 @@ class Span:
     slots: Tensor
 
 
-def spans_of(step: Step, block_size: int) -> list[Span]:
+def spans_of(step: BatchStep, block_size: int) -> list[Span]:
     spans: list[Span] = []
     first = 0
     for chunk in step.chunks:

@@ -22,7 +22,7 @@ from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
 from penstock.llm.models import decoder
 from penstock.llm.models.families import family_of
-from penstock.llm.models.shape import Shape
+from penstock.llm.models.shape import DecoderShape
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Tensor of GGUF files with the divisors of the RoPE frequencies.
@@ -39,7 +39,7 @@ SPREAD = 0.02
 class Checkpoint:
     """Open weight files of a model; call `close` when done."""
 
-    shape: Shape
+    shape: DecoderShape
     weight: Callable[[str], Tensor]
     close: Callable[[], None]
     # Everything else in the files, such as the tokenizer and the chat template.
@@ -73,7 +73,7 @@ def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
     return Checkpoint(shape, weight, lambda: None, values)
 
 
-def _size_of(name: str, shape: Shape) -> tuple[int, ...]:
+def _size_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
     if name in (decoder.EMBEDDINGS, decoder.HEAD):
         return shape.vocabulary, shape.width
     if name == decoder.NORM:
@@ -132,7 +132,7 @@ def _opened(path: Path) -> Any:
         raise ConfigError([f"{path.name}: cannot be read as safetensors: {error}"]) from None
 
 
-def _check(shape: Shape, files: Mapping[str, Any]) -> None:
+def _check(shape: DecoderShape, files: Mapping[str, Any]) -> None:
     """Check that every weight is there and has the right shape."""
     wanted = {name: _size_of(name, shape) for name in decoder.names(shape)}
     missing = sorted(wanted.keys() - files.keys())

@@ -4,7 +4,7 @@ Small steps replay a CUDA graph, captured for a set of batch sizes, with samplin
 steps, and steps with short remainders of prompts, each of whose tokens attends as if it were a
 sequence of its own that shares the blocks. Longer prompts use the same kernels without a graph.
 Sampled tokens stay on the device, where the next step reads them; the host gets a copy when it
-asks. The inputs of a step are a batch table at a fixed address (the sheet, see `operations`),
+asks. The inputs of a step are a batch table at a fixed address (see `operations`),
 filled by one H2D copy from pinned memory. Rows with penalties, a bias or logprobs are sampled again
 after the graph.
 """
@@ -30,7 +30,7 @@ from penstock.llm.models.decoder import Decoder
 from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Places
 from penstock.llm.runner import SampledStep, num_followed, prompt_logprobs, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
-from penstock.llm.scheduler import Chunk, Limits, Step
+from penstock.llm.scheduler import BatchStep, Chunk, StepLimits
 from penstock.llm.sequence import Sequence
 from penstock.llm.table_rows import Changes, TableRows
 from penstock.sampling_params import SamplingParams
@@ -64,9 +64,9 @@ def buckets(most: int) -> list[int]:
 class Staged:
     """Pinned host memory of one step: its inputs and its sampled tokens."""
 
-    sheet: Tensor
+    batch_table: Tensor
     extras: Tensor
-    drawn: Tensor
+    sampled_tokens: Tensor
     mark: Mark | None = None
 
 
@@ -76,8 +76,8 @@ class LaunchedStep:
 
     begin: Mark
     end: Mark
-    drawn: Tensor
-    # Index into `drawn` for each sampled chunk.
+    sampled_tokens: Tensor
+    # Index into `sampled_tokens` for each sampled chunk.
     places: list[int]
     # Sampled chunks that were sampled again, by their place among the sampled ones.
     others: list[int] = field(default_factory=list)
@@ -90,8 +90,8 @@ class LaunchedStep:
         """Sampled tokens; waits for the device."""
         if self._tokens is None:
             self.end.synchronize()
-            drawn = self.drawn.tolist()
-            self._tokens = [drawn[place] for place in self.places]
+            sampled_tokens = self.sampled_tokens.tolist()
+            self._tokens = [sampled_tokens[place] for place in self.places]
         return self._tokens
 
     @property
@@ -109,7 +109,7 @@ class LaunchedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class StepLayout:
     """The device inputs of a step; the first `num_ones` rows are chunks of one token."""
 
     num_tokens: int
@@ -127,7 +127,13 @@ class CudaRunner:
     num_ahead = NUM_AHEAD
 
     def __init__(
-        self, decoder: Decoder, cache: Cache, device: Device, limits: Limits, *, has_graphs: bool
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        device: Device,
+        limits: StepLimits,
+        *,
+        has_graphs: bool,
     ) -> None:
         self._decoder, self._device, self._limits = decoder, device, limits
         self._has_graphs = has_graphs
@@ -142,8 +148,8 @@ class CudaRunner:
             # The last row is a dummy that belongs to no sequence.
             self._table = self._zeros(self._num_rows + 1, max_blocks)
             self._last = self._zeros(self._num_rows + 1)
-            self._sheet = self._zeros(limits.max_tokens, NUM_COLUMNS)
-            self._drawn = self._zeros(most)
+            self._batch_table = self._zeros(limits.max_tokens, NUM_COLUMNS)
+            self._sampled_tokens = self._zeros(most)
             shape = most, decoder.shape.vocabulary
             self._logits = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self._fused = Fused(decoder, cache, self._table)
@@ -160,11 +166,13 @@ class CudaRunner:
     def prepare(self) -> None:
         """Compile and capture everything that steps need, before the first request; overwrites the
         content of the cache."""
-        self._rehearse()
+        self._warm_up()
         with torch.inference_mode():
             for size in reversed(self._buckets):
                 with self._device.lane("compute"):
-                    self._sheet[:size] = torch.from_numpy(self._nobody(size)).to(self._sheet.device)
+                    self._batch_table[:size] = torch.from_numpy(self._padding_rows(size)).to(
+                        self._batch_table.device
+                    )
                     # Warm-up: initialises the libraries.
                     self._generate(size)
                 if self._has_graphs:
@@ -178,7 +186,7 @@ class CudaRunner:
             found["without_cuda_graph"] = f"{len(self.problems)} sizes, {size} first: {problem}"
         return found
 
-    def run(self, step: Step) -> LaunchedStep:
+    def run(self, step: BatchStep) -> LaunchedStep:
         """Launch a step without waiting for it. A token that the host does not know yet must be the
         last that its sequence sampled in the step before."""
         staged = self._next_staged()
@@ -189,61 +197,69 @@ class CudaRunner:
             params = chunks[place].sequence.params
             self._parameters[held[place].row] = parameters_of(params)
         rows = np.array([each.row for each in held], np.int32)
-        is_told = _wants_prompts(chunks)
-        laid = self._laid(chunks, rows, staged, changes, is_told=is_told)
+        has_prompt_logprobs = _wants_prompts(chunks)
+        layout = self._lay_out(
+            chunks, rows, staged, changes, has_prompt_logprobs=has_prompt_logprobs
+        )
         # Back to the order of the step.
         where = np.argsort(order)
         sampled = [n for n, chunk in enumerate(step.chunks) if chunk.is_sampled]
-        places: list[int] = laid.ends[where[sampled]].tolist()
+        places: list[int] = layout.ends[where[sampled]].tolist()
         with torch.inference_mode(), self._device.lane("compute"):
             begin = self._device.mark("compute")
-            self._send(staged, laid)
+            self._send(staged, layout)
             prompts: Many[PromptLogprobsChunk] = ()
-            if laid.is_graph:
-                self._replay(laid)
+            if layout.is_graph:
+                self._replay(layout)
             else:
-                hidden = self._run_eagerly(laid, staged, places)
+                hidden = self._run_eagerly(layout, staged, places)
                 places = list(range(len(places)))
-                prompts = prompt_logprobs(Step(chunks), hidden, self._decoder.logits)
+                prompts = prompt_logprobs(BatchStep(chunks), hidden, self._decoder.logits)
             chosen = [step.chunks[number] for number in sampled]
             again = self._sample_again(chosen, places, rows[where[sampled]])
             num = max(places, default=-1) + 1
             if num:
-                staged.drawn[:num].copy_(self._drawn[:num], non_blocking=True)
+                staged.sampled_tokens[:num].copy_(self._sampled_tokens[:num], non_blocking=True)
             end = self._device.mark("compute")
         staged.mark = end
-        return LaunchedStep(begin, end, staged.drawn[:num], places, *again, prompts)
+        return LaunchedStep(begin, end, staged.sampled_tokens[:num], places, *again, prompts)
 
     # Inputs of a step.
 
-    def _laid(
-        self, chunks: Many[Chunk], rows: Array, staged: Staged, changes: Changes, *, is_told: bool
-    ) -> Laid:
-        """Write the batch table of a step. Graphs cannot return prompt logprobs (`is_told`)."""
+    def _lay_out(
+        self,
+        chunks: Many[Chunk],
+        rows: Array,
+        staged: Staged,
+        changes: Changes,
+        *,
+        has_prompt_logprobs: bool,
+    ) -> StepLayout:
+        """Write the batch table of a step. Graphs cannot return prompt logprobs."""
         counts = np.array([chunk.count for chunk in chunks])
         ends = counts.cumsum()
         num_tokens = int(ends[-1])
         starts = np.array([chunk.start for chunk in chunks])
-        sheet: Array = staged.sheet.numpy()[:num_tokens]
-        sheet[:, ROW] = rows.repeat(counts)
+        batch_table: Array = staged.batch_table.numpy()[:num_tokens]
+        batch_table[:, ROW] = rows.repeat(counts)
         # Offset of each token within its chunk.
         offsets = np.arange(num_tokens) - (ends - counts).repeat(counts)
-        sheet[:, POSITION] = starts.repeat(counts) + offsets
-        sheet[:, TOKEN] = _tokens(chunks, num_tokens)
+        batch_table[:, POSITION] = starts.repeat(counts) + offsets
+        batch_table[:, TOKEN] = _tokens(chunks, num_tokens)
         last = ends - 1
         # Earlier rows of a chunk may be sampled too: greedily, into the dummy row.
-        sheet[:, TARGET], sheet[:, KEY:] = self._num_rows, 0
-        sheet[last, TARGET] = rows
-        sheet[last, KEY:] = self._parameters[rows]
+        batch_table[:, TARGET], batch_table[:, KEY:] = self._num_rows, 0
+        batch_table[last, TARGET] = rows
+        batch_table[last, KEY:] = self._parameters[rows]
         # Like `key_of` for the current number of tokens.
         factor = np.uint32(STEPS[0])
         moved = (starts + counts).astype(np.uint32) * factor
-        sheet[last, KEY] += moved.view(np.int32)
+        batch_table[last, KEY] += moved.view(np.int32)
         num_ones = int((counts == 1).sum())
-        num_seen = int((sheet[num_ones:, POSITION] + 1).sum())
-        is_graph = not is_told and self._fits_a_graph(num_tokens, num_ones, num_seen)
+        num_seen = int((batch_table[num_ones:, POSITION] + 1).sum())
+        is_graph = not has_prompt_logprobs and self._fits_a_graph(num_tokens, num_ones, num_seen)
         lines = [] if is_graph else self._lines(chunks, rows, ends, num_ones)
-        return Laid(num_tokens, num_ones, is_graph, last, lines, changes)
+        return StepLayout(num_tokens, num_ones, is_graph, last, lines, changes)
 
     def _fits_a_graph(self, num_tokens: int, num_ones: int, num_seen: int) -> bool:
         if num_ones == num_tokens:
@@ -267,13 +283,13 @@ class CudaRunner:
         lines = np.concatenate(found)
         return [lines[np.argsort(-lines[:, 3], kind="stable")]]
 
-    def _send(self, staged: Staged, laid: Laid) -> None:
-        num = laid.num_tokens
-        if laid.is_graph:
+    def _send(self, staged: Staged, layout: StepLayout) -> None:
+        num = layout.num_tokens
+        if layout.is_graph:
             num = self._bucket(num)
-            staged.sheet.numpy()[laid.num_tokens : num] = self._nobody(1)
-        self._sheet[:num].copy_(staged.sheet[:num], non_blocking=True)
-        changes = laid.changes
+            staged.batch_table.numpy()[layout.num_tokens : num] = self._padding_rows(1)
+        self._batch_table[:num].copy_(staged.batch_table[:num], non_blocking=True)
+        changes = layout.changes
         if changes.entries:
             flat = np.array([changes.entries, changes.blocks], np.int64)
             entries, blocks = self._sent(staged, [flat], 0).view(2, -1)
@@ -287,12 +303,12 @@ class CudaRunner:
             staged.extras = self._pinned(2 * (at + len(flat)), torch.int64)
         part = staged.extras[at : at + len(flat)]
         part.numpy()[:] = flat
-        return part.to(self._sheet.device, non_blocking=True)
+        return part.to(self._batch_table.device, non_blocking=True)
 
     # Device work.
 
-    def _replay(self, laid: Laid) -> None:
-        size = self._bucket(laid.num_tokens)
+    def _replay(self, layout: StepLayout) -> None:
+        size = self._bucket(layout.num_tokens)
         graph = self._graphs.get(size)
         if graph is None:
             self.num_eager += 1
@@ -303,11 +319,11 @@ class CudaRunner:
 
     def _generate(self, size: int) -> None:
         """Compute the first `size` rows of the batch table and sample a token for each."""
-        sheet = self._sheet[:size]
+        batch_table = self._batch_table[:size]
         splits = operations.num_splits(size, self._decoder.shape.num_kv_heads)
-        tokens = operations.known(sheet, self._last)
-        hidden = self._fused.hidden(tokens, Places(sheet, size, splits))
-        self._draw(hidden, sheet)
+        tokens = operations.known(batch_table, self._last)
+        hidden = self._fused.hidden(tokens, Places(batch_table, size, splits))
+        self._sample_rows(hidden, batch_table)
 
     def _capture(self, size: int) -> None:
         try:
@@ -321,29 +337,29 @@ class CudaRunner:
         # Outputs are written to preallocated tensors.
         return {}
 
-    def _run_eagerly(self, laid: Laid, staged: Staged, places: list[int]) -> Tensor:
+    def _run_eagerly(self, layout: StepLayout, staged: Staged, places: list[int]) -> Tensor:
         """Run a step without a graph and sample the rows `places`, in order; return the final
         hidden states of all rows."""
         self.num_eager += 1
-        sheet = self._sheet[: laid.num_tokens]
+        batch_table = self._batch_table[: layout.num_tokens]
         flat = np.array(places, np.int64)
-        extras = self._sent(staged, [*laid.lines, flat], 2 * len(laid.changes.entries))
-        num_lines = sum(len(each) for each in laid.lines)
+        extras = self._sent(staged, [*layout.lines, flat], 2 * len(layout.changes.entries))
+        num_lines = sum(len(each) for each in layout.lines)
         lines = extras[: 4 * num_lines].view(num_lines, 4).int()
-        ones = laid.num_ones
+        ones = layout.num_ones
         splits = operations.num_splits(self._bucket(ones), self._decoder.shape.num_kv_heads)
-        tokens = operations.known(sheet, self._last)
-        hidden = self._fused.hidden(tokens, Places(sheet, ones, splits, lines))
+        tokens = operations.known(batch_table, self._last)
+        hidden = self._fused.hidden(tokens, Places(batch_table, ones, splits, lines))
         if places:
             chosen = extras[4 * num_lines :]
-            self._draw(hidden[chosen], sheet[chosen])
+            self._sample_rows(hidden[chosen], batch_table[chosen])
         return hidden
 
-    def _draw(self, hidden: Tensor, sheet: Tensor) -> None:
+    def _sample_rows(self, hidden: Tensor, batch_table: Tensor) -> None:
         num = len(hidden)
         logits = self._logits[:num]
         torch.mm(hidden, self._decoder.head.t(), out=logits)
-        operations.draw(logits, sheet, self._drawn[:num], self._last)
+        operations.sample_rows(logits, batch_table, self._sampled_tokens[:num], self._last)
 
     def _sample_again(
         self, chunks: Many[Chunk], places: list[int], rows: Array
@@ -353,20 +369,20 @@ class CudaRunner:
         if not others:
             return [], None
         asked = [row_of(chunks[number]) for number in others]
-        device = self._sheet.device
+        device = self._batch_table.device
         where = torch.tensor([places[number] for number in others], device=device)
         sampled = sample(self._logits[where], asked)
         tokens = sampled.tokens.int()
-        self._drawn[where] = tokens
+        self._sampled_tokens[where] = tokens
         self._last[torch.from_numpy(rows[others]).to(device).long()] = tokens
         return others, SampledStep(sampled, [row.params.num_logprobs for row in asked])
 
     # Memory.
 
-    def _rehearse(self) -> None:
+    def _warm_up(self) -> None:
         """Run a prefill step of the largest size."""
         limits, left = self._limits, self._limits.max_tokens
-        step, params = Step(), SamplingParams(max_tokens=1)
+        step, params = BatchStep(), SamplingParams(max_tokens=1)
         while left > 0 and len(step.chunks) < limits.max_sequences:
             number, count = -1 - len(step.chunks), min(left, limits.max_length)
             sequence = Sequence(number, [0] * count, params)
@@ -385,9 +401,9 @@ class CudaRunner:
         return staged
 
     def _stage(self) -> Staged:
-        sheet = self._pinned(self._sheet.numel(), torch.int32).view(-1, NUM_COLUMNS)
+        batch_table = self._pinned(self._batch_table.numel(), torch.int32).view(-1, NUM_COLUMNS)
         extras = self._pinned(1 << 14, torch.int64)
-        return Staged(sheet, extras, self._pinned(len(self._drawn), torch.int32))
+        return Staged(batch_table, extras, self._pinned(len(self._sampled_tokens), torch.int32))
 
     def _pinned(self, size: int, dtype: torch.dtype) -> Tensor:
         return self._device.pinned(size * dtype.itemsize).view(dtype)
@@ -399,7 +415,7 @@ class CudaRunner:
         """Return the smallest batch size that has room, or `num` itself if none has."""
         return next((size for size in self._buckets if size >= num), num)
 
-    def _nobody(self, num: int) -> Array:
+    def _padding_rows(self, num: int) -> Array:
         """Return `num` padding rows of the batch table."""
         rows = np.zeros((num, NUM_COLUMNS), np.int32)
         rows[:, POSITION], rows[:, ROW], rows[:, TARGET] = -1, self._num_rows, self._num_rows

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm.gguf import Entry, GgufFile
-from penstock.llm.messages import Settings
+from penstock.llm.gguf import GgufFile, TensorEntry
+from penstock.llm.messages import EngineSettings
 from penstock.llm.models.decoder import Decoder
 
 FLOAT, SMALL = "float32", "int4"
@@ -29,25 +29,25 @@ MAX_KL = 0.02
 NUM_TOKENS, SEED = 48, 5
 # Memory needed, as a multiple of the weights in float32.
 SPARE = 1.25
-Open = Callable[[Settings], Decoder]
+Open = Callable[[EngineSettings], Decoder]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    settings: Settings
+class DtypeChoice:
+    settings: EngineSettings
     decoder: Decoder
     # For the log; empty if there was no choice.
     reason: str = ""
 
 
-def choose(settings: Settings, open_decoder: Open) -> Choice:
+def choose(settings: EngineSettings, open_decoder: Open) -> DtypeChoice:
     """Return the decoder, and its settings with the chosen datatype."""
     if not settings.is_dtype_free or not is_four_bits(Path(settings.path)):
-        return Choice(settings, open_decoder(settings))
+        return DtypeChoice(settings, open_decoder(settings))
     small = msgspec.structs.replace(settings, dtype=SMALL)
     if not _fits(Path(settings.path)):
         reason = f"{SMALL}, not compared: memory does not hold the model in {FLOAT}"
-        return Choice(small, open_decoder(small), reason)
+        return DtypeChoice(small, open_decoder(small), reason)
     wide = msgspec.structs.replace(settings, dtype=FLOAT)
     # One after the other: memory may hold only one.
     wanted = _logprobs(open_decoder(wide))
@@ -55,9 +55,9 @@ def choose(settings: Settings, open_decoder: Open) -> Choice:
     distance = divergence(wanted, _logprobs(decoder))
     told = f"next-token KL {distance:.2g} nats from {FLOAT}, limit {MAX_KL:g}"
     if distance <= MAX_KL:
-        return Choice(small, decoder, f"{SMALL} ({told}); penstock.dtype {FLOAT} is slower")
+        return DtypeChoice(small, decoder, f"{SMALL} ({told}); penstock.dtype {FLOAT} is slower")
     del decoder
-    return Choice(wide, open_decoder(wide), f"{FLOAT} ({told} for {SMALL}, which is faster)")
+    return DtypeChoice(wide, open_decoder(wide), f"{FLOAT} ({told} for {SMALL}, which is faster)")
 
 
 def is_four_bits(path: Path) -> bool:
@@ -76,7 +76,7 @@ def divergence(wanted: Tensor, found: Tensor) -> float:
     return float(each.mean())
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: TensorEntry) -> int:
     return math.prod(entry.shape)
 
 

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.llm.messages import GenerateRequest, Logprobs, PromptLogprobsChunk, TokenEvent
-from penstock.llm.pace import Pace, Work
-from penstock.llm.scheduler import Scheduler, Step
+from penstock.llm.pace import StepTimeModel, StepWork
+from penstock.llm.scheduler import BatchStep, Scheduler
 from penstock.llm.sequence import Reason, Sequence
 from penstock.sampling_params import SamplingParams
 
@@ -43,21 +43,21 @@ class StepResult(Protocol):
     def prompt_logprobs(self) -> Many[PromptLogprobsChunk]: ...
 
 
-class StepRunner(Protocol):
+class EngineRunner(Protocol):
     """Runner of steps; it may wait for the device only when the tokens are read."""
 
-    def run(self, step: Step) -> StepResult: ...
+    def run(self, step: BatchStep) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    step: Step
+    step: BatchStep
     result: StepResult
     began: float
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     # Limit of the queue; further requests are refused.
     max_waiting: int = 1024
     max_sequences_of_request: int = 16
@@ -68,10 +68,10 @@ class Engine:
     """Invariant: a request is in `_sequences` until all its sequences have ended."""
 
     scheduler: Scheduler
-    runner: StepRunner
-    pace: Pace
+    runner: EngineRunner
+    pace: StepTimeModel
     clock: Clock
-    limits: Limits = field(default_factory=Limits)
+    limits: QueueLimits = field(default_factory=QueueLimits)
     # Steps launched ahead, before the previous one is committed; above 0 only for an asynchronous
     # runner.
     num_ahead: int = 0
@@ -247,11 +247,11 @@ class Engine:
         """Refuse a prompt that takes too long even on an idle server, where a retry is pointless.
         One in `PROBE_EVERY` is let through, as the machine may have become faster."""
         num_prompt = len(request.tokens)
-        alone_s = self.pace.first_token_s(0, num_prompt, Work(0, 0))
+        alone_s = self.pace.first_token_s(0, num_prompt, StepWork(0, 0))
         if alone_s <= promised_s:
             return None
         num_new = num_prompt - self._num_cached(request)
-        alone_s = self.pace.first_token_s(0, num_new, Work(0, 0))
+        alone_s = self.pace.first_token_s(0, num_new, StepWork(0, 0))
         if alone_s <= promised_s:
             return None
         self._num_too_slow += 1
@@ -291,10 +291,10 @@ class Engine:
         usual = most if self._usual is None else min(most, self._usual)
         return max(1.0, usual - sequence.num_generated)
 
-    def _work(self) -> Work:
+    def _work(self) -> StepWork:
         """Work of a decode step of the running sequences."""
         running = [each for each in self.scheduler.running if each.num_generated]
-        return Work(0, len(running), sum(len(each.tokens) for each in running))
+        return StepWork(0, len(running), sum(len(each.tokens) for each in running))
 
     def _forget_ended(self, request: int) -> None:
         sequences = self._sequences.get(request, [])
@@ -316,7 +316,7 @@ def _of_number(params: SamplingParams, index: int) -> SamplingParams:
     return replace(params, seed=(params.seed or 0) + index, num_prompt_logprobs=None)
 
 
-def _work_of(step: Step) -> Work:
+def _work_of(step: BatchStep) -> StepWork:
     generating = [each for each in step.chunks if each.start >= each.sequence.num_prompt]
     num_context = sum(chunk.end for chunk in generating)
-    return Work(step.num_tokens - len(generating), len(generating), num_context)
+    return StepWork(step.num_tokens - len(generating), len(generating), num_context)

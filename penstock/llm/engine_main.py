@@ -21,11 +21,10 @@ from penstock.config import CPU
 from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
 from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import Engine, Limits
+from penstock.llm.engine import Engine, QueueLimits
 from penstock.llm.messages import GenerateRequest, TokenEvent, pack_tokens
-from penstock.llm.pace import Pace, Targets
-from penstock.llm.scheduler import Limits as StepLimits
-from penstock.llm.scheduler import Scheduler
+from penstock.llm.pace import StepTimeModel, Targets
+from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.processes.start import begin_life, take_part
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
@@ -77,9 +76,9 @@ class EngineProcess:
         return True
 
     def _take(self, message: messages.ToEngine) -> bool:
-        if isinstance(message, messages.Load):
+        if isinstance(message, messages.LoadEngine):
             return self._load(message)
-        if isinstance(message, messages.Stop):
+        if isinstance(message, messages.StopEngine):
             return False
         assert self._engine is not None, "it is loaded first"
         if isinstance(message, messages.GenerateRequest):
@@ -91,7 +90,7 @@ class EngineProcess:
             self._engine.end(message.request, message.index)
         return True
 
-    def _load(self, message: messages.Load) -> bool:
+    def _load(self, message: messages.LoadEngine) -> bool:
         began = time.perf_counter()
         if message.version != messages.VERSION:
             text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
@@ -136,7 +135,9 @@ class EngineProcess:
         except Exception as error:  # Engine loop: one bad request must not affect others.
             log.exception("a request cannot be added")
             engine.give_up(message.id, "error")
-            self._send(messages.Refused(message.id, describe_error(error)[:MAX_ERROR_CHARS], False))
+            self._send(
+                messages.RequestRefused(message.id, describe_error(error)[:MAX_ERROR_CHARS], False)
+            )
 
     def _step(self, engine: Engine) -> None:
         began = time.perf_counter()
@@ -145,7 +146,7 @@ class EngineProcess:
         except Exception as error:  # Engine loop: a failed step ends the requests in flight.
             log.exception("a step failed")
             reason = describe_error(error)[:MAX_ERROR_CHARS]
-            self._send(messages.Failed(tuple(engine.fail()), reason))
+            self._send(messages.StepFailed(tuple(engine.fail()), reason))
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 raise SystemExit(f"{self._num_failures} steps in a row failed: {reason}") from None
@@ -186,13 +187,13 @@ def _report(engine: Engine, events: list[TokenEvent], step_s: float) -> messages
     )
 
 
-def _refusal(request: int, error: PenstockError) -> messages.Refused:
+def _refusal(request: int, error: PenstockError) -> messages.RequestRefused:
     if isinstance(error, Overloaded):
-        return messages.Refused(request, str(error), True, error.retry_after_s, error.reason)
-    return messages.Refused(request, str(error), False)
+        return messages.RequestRefused(request, str(error), True, error.retry_after_s, error.reason)
+    return messages.RequestRefused(request, str(error), False)
 
 
-def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
+def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     """Return an engine that is ready, and facts about how it was built. File digests are checked
     while torch is imported, before the files are used."""
     with ThreadPoolExecutor(1) as pool:
@@ -214,8 +215,8 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
     cache, num_blocks = loading.room(settings, decoder, limits)
     blocks = BlockPool(num_blocks, settings.block_size)
     scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
-    pace = Pace(Targets(settings.ttft_s, settings.tpot_s))
-    waiting = Limits(max_waiting=settings.max_waiting)
+    pace = StepTimeModel(Targets(settings.ttft_s, settings.tpot_s))
+    waiting = QueueLimits(max_waiting=settings.max_waiting)
     opened = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
     engine = Engine(scheduler, opened.runner, pace, clock, waiting, opened.num_ahead)

@@ -50,7 +50,7 @@ class EngineSupervisor:
     def __init__(
         self,
         name: str,
-        settings: messages.Settings,
+        settings: messages.EngineSettings,
         metrics: TextMetrics,
         listener: EngineListener,
         start_life: StartLife = EngineLife,
@@ -105,7 +105,7 @@ class EngineSupervisor:
         self._listener.engine_ended(NotReady(text))
         if self._life is None:
             return
-        self.send(messages.Stop())
+        self.send(messages.StopEngine())
         await await_death(self._life, self._dead, STOP_S)
 
     @property
@@ -193,7 +193,7 @@ class EngineSupervisor:
         self._most_bytes = min(room, MAX_FRAME_BYTES)
         self._sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive)
-        self.send(messages.Load(messages.VERSION, self._settings))
+        self.send(messages.LoadEngine(messages.VERSION, self._settings))
 
     def _receive(self) -> None:
         """Handle all pending messages."""

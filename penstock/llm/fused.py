@@ -13,7 +13,7 @@ from penstock.kernels.paged import Paged
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.models.products import Product
+from penstock.llm.models.linear import Linear
 from penstock.llm.operations import Places
 
 
@@ -26,7 +26,7 @@ class Fused:
             Paged(keys, values, table, cache.block_size)
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
-        self._head = Product(decoder.head, None)
+        self._head = Linear(decoder.head, None)
 
     def hidden(self, tokens: Tensor, places: Places) -> Tensor:
         """Return the final hidden states, [tokens, width], after the last RMSNorm."""
@@ -41,15 +41,15 @@ class Fused:
             fed = layer.down(operations.gate(layer.gate_up(y), layer.down))
             after = layers[number + 1] if number + 1 < len(layers) else None
             norm = decoder.norm if after is None else after.first_norm
-            product = self._head if after is None else after.qkv
-            y, x = operations.add_norm(fed, x, norm, epsilon, product)
+            linear = self._head if after is None else after.qkv
+            y, x = operations.add_norm(fed, x, norm, epsilon, linear)
         assert isinstance(y, Tensor)
         return y
 
     def _mixed(self, number: int, qkv: Tensor, places: Places) -> Tensor:
         shape, paged = self._decoder.shape, self._paged[number]
         norms = self._decoder.layers[number].head_norms
-        operations.turn(qkv, paged, places, self._decoder.turns, norms, shape.epsilon)
+        operations.rope_to_cache(qkv, paged, places, self._decoder.rope_table, norms, shape.epsilon)
         size = shape.head_size
         queries = qkv[:, : shape.num_heads * size].unflatten(1, (shape.num_heads, size))
         return operations.attend(queries, paged, places).flatten(1)

@@ -10,7 +10,7 @@ from penstock.llm.messages import GenerateRequest, Logprobs, TokenEvent
 from penstock.llm.stops import StopTexts
 
 if TYPE_CHECKING:
-    from penstock.llm.token_bytes import Stream
+    from penstock.llm.token_bytes import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GenerationSink(Protocol):
 class SequenceOutput:
     """Progress of one sequence: its detokenizer, stop strings and counts."""
 
-    stream: Stream
+    stream: Detokenizer
     stops: StopTexts
     num_tokens: int = 0
     # Time of its last token.

@@ -50,7 +50,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of the file; its shape has the order of numpy and torch."""
 
     name: str
@@ -95,8 +95,8 @@ class GgufFile:
         raw = np.frombuffer(self._data[entry.offset : entry.offset + entry.num_bytes], np.uint8)
         return form.unpack(raw.reshape(-1, form.num_bytes)).reshape(entry.shape)
 
-    def _read(self) -> tuple[dict[str, Value], dict[str, Entry]]:
-        reader = _Reader(self._data, self.path.name)
+    def _read(self) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
+        reader = _GgufReader(self._data, self.path.name)
         if bytes(self._data[:4]) != MAGIC:
             raise reader.problem(f"not a GGUF file: it begins with {bytes(self._data[:4])!r}")
         reader.at = 4
@@ -120,14 +120,14 @@ class GgufFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _TensorHead:
     name: str
     dimensions: list[int]
     kind: int
     offset: int
 
 
-class _Reader:
+class _GgufReader:
     def __init__(self, data: mmap.mmap, label: str) -> None:
         self._data = data
         self._label = label
@@ -172,15 +172,15 @@ class _Reader:
             raise self.problem(f"{key}: a list of {count} ends behind the file")
         return [self.value(inner, key, depth + 1) for _ in range(count)]
 
-    def head(self) -> _Head:
+    def head(self) -> _TensorHead:
         name = self.text("a tensor's name")
         num_dimensions = self.number("<I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self.problem(f"tensor '{name}': {num_dimensions} dimensions; expected 1 to 4")
         dimensions = [self.number("<Q") for _ in range(num_dimensions)]
-        return _Head(name, dimensions, self.number("<I"), self.number("<Q"))
+        return _TensorHead(name, dimensions, self.number("<I"), self.number("<Q"))
 
-    def placed(self, head: _Head, start: int) -> Entry:
+    def placed(self, head: _TensorHead, start: int) -> TensorEntry:
         where = f"tensor '{head.name}'"
         form = FORMATS.get(head.kind)
         if form is None:
@@ -189,7 +189,7 @@ class _Reader:
         row = head.dimensions[0]
         if row % form.num_values:
             raise self.problem(f"{where}: rows of {row} are not in {form.name}'s blocks")
-        entry = Entry(head.name, tuple(reversed(head.dimensions)), form, start + head.offset)
+        entry = TensorEntry(head.name, tuple(reversed(head.dimensions)), form, start + head.offset)
         if entry.offset + entry.num_bytes > len(self._data):
             raise self.problem(f"{where} ends behind the file: it was cut off")
         return entry

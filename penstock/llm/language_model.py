@@ -24,7 +24,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.llm.engine import Limits
+from penstock.llm.engine import QueueLimits
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.messages import GenerateRequest, Ready, pack_tokens
@@ -48,7 +48,7 @@ TENSORS = (
 # What the engine and the renderer import.
 PACKAGES = ("torch", "tokenizers")
 # Limit of sequences per request.
-MAX_CHOICES = Limits().max_sequences_of_request
+MAX_CHOICES = QueueLimits().max_sequences_of_request
 # The code of errors about prompts that do not fit the context, as in OpenAI's API.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Prompts: texts, or lists of tokens.

@@ -15,14 +15,14 @@ from penstock.errors import ConfigError
 from penstock.llm import operations
 from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint
-from penstock.llm.engine import StepRunner
-from penstock.llm.messages import Settings
+from penstock.llm.engine import EngineRunner
+from penstock.llm.messages import EngineSettings
 from penstock.llm.models.decoder import ON_CPU, Decoder
-from penstock.llm.models.int4 import Int4Product
+from penstock.llm.models.int4 import Int4Linear
 from penstock.llm.models.int8 import check_int8
-from penstock.llm.models.shape import Shape
-from penstock.llm.runner import Runner
-from penstock.llm.scheduler import Limits
+from penstock.llm.models.shape import DecoderShape
+from penstock.llm.runner import CpuRunner
+from penstock.llm.scheduler import StepLimits
 
 # Default size of the KV cache on CPUs.
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -39,7 +39,7 @@ FP8_MULTIPLE = 16
 ADA = (8, 9)
 
 
-def open_decoder(settings: Settings) -> Decoder:
+def open_decoder(settings: EngineSettings) -> Decoder:
     """Return the decoder, with its weights on its device."""
     is_fp8 = settings.dtype == FP8
     on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
@@ -69,7 +69,7 @@ def _dtype_beside(name: str) -> torch.dtype:
     return found
 
 
-def _check_fp8(device: str, shape: Shape) -> None:
+def _check_fp8(device: str, shape: DecoderShape) -> None:
     problems = []
     if device.startswith("cuda") and torch.cuda.get_device_capability(device) < ADA:
         problems.append(f"dtype fp8: '{device}' has none; expected compute capability 8.9 or more")
@@ -83,7 +83,7 @@ def _check_fp8(device: str, shape: Shape) -> None:
         raise ConfigError(problems)
 
 
-def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, int]:
+def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> tuple[Cache, int]:
     """Return the KV cache and its number of blocks; raise ConfigError if it cannot hold one
     sequence of the full length."""
     size, dtype = settings.block_size, decoder.dtype
@@ -106,7 +106,7 @@ def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, i
     return cache, num_blocks
 
 
-def _left(decoder: Decoder, limits: Limits) -> int:
+def _left(decoder: Decoder, limits: StepLimits) -> int:
     """Return the device memory left for the cache, without the workspace of a step."""
     if decoder.device.type != "cuda":
         return DEFAULT_CACHE_BYTES
@@ -115,7 +115,7 @@ def _left(decoder: Decoder, limits: Limits) -> int:
     return max(0, int(free * SHARE) - SPARE_BYTES - step_bytes(decoder.shape, limits))
 
 
-def step_bytes(shape: Shape, limits: Limits) -> int:
+def step_bytes(shape: DecoderShape, limits: StepLimits) -> int:
     """Estimate the workspace of the largest step in 16 bits: inputs and outputs of a layer's GEMMs,
     and logits, of which rows that are sampled again need several copies."""
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
@@ -125,16 +125,18 @@ def step_bytes(shape: Shape, limits: Limits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    runner: StepRunner
+    runner: EngineRunner
     # Steps that it may launch ahead, before the previous one is committed.
     num_ahead: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limits) -> Opened:
+def open_runner(
+    settings: EngineSettings, decoder: Decoder, cache: Cache, limits: StepLimits
+) -> Opened:
     if not settings.device.startswith("cuda"):
         facts = _in_int4(decoder) if settings.dtype == INT4 else {}
-        return Opened(Runner(decoder, cache), facts=facts)
+        return Opened(CpuRunner(decoder, cache), facts=facts)
     from penstock.backends.torch_cuda import Cuda
     from penstock.llm.cuda_runner import CudaRunner
 
@@ -152,7 +154,7 @@ def _in_int4(decoder: Decoder) -> dict[str, str]:
     all_of_them: list[object] = [
         each for n in decoder.layers for each in (n.qkv, n.out, n.gate_up, n.down)
     ]
-    num = sum(isinstance(each, Int4Product) for each in all_of_them)
+    num = sum(isinstance(each, Int4Linear) for each in all_of_them)
     rest = len(all_of_them) - num
-    told = f"{num} of {len(all_of_them)} products"
+    told = f"{num} of {len(all_of_them)} linear layers"
     return {"int4": f"{told}; {rest} in float32 by their sizes" if rest else told}

@@ -28,7 +28,7 @@ TOKEN_TYPE: Literal["I"] = "I"
 MAX_PROMPT_TOKENS = (MAX_FRAME_BYTES - (1 << 16)) // 4
 
 
-class Settings(Frame, tag="set"):
+class EngineSettings(Frame, tag="set"):
     """How to run a model; "auto" values are resolved before."""
 
     path: str
@@ -59,9 +59,9 @@ class Settings(Frame, tag="set"):
     parses_special: bool = False
 
 
-class Load(Frame, tag="load"):
+class LoadEngine(Frame, tag="load"):
     version: int
-    settings: Settings
+    settings: EngineSettings
 
 
 class GenerateRequest(Frame, tag="gen"):
@@ -89,7 +89,7 @@ class EndText(Frame, tag="end"):
     index: int
 
 
-class Stop(Frame, tag="stop"):
+class StopEngine(Frame, tag="stop"):
     pass
 
 
@@ -157,7 +157,7 @@ class PromptLogprobsChunk(Frame, tag="prompt"):
     logprobs: Sequence[Logprobs]
 
 
-class Refused(Frame, tag="no"):
+class RequestRefused(Frame, tag="no"):
     """A request was refused. `is_overload`: a retry may succeed."""
 
     request: int
@@ -168,15 +168,15 @@ class Refused(Frame, tag="no"):
     kind: str = "queue_full"
 
 
-class Failed(Frame, tag="bad"):
+class StepFailed(Frame, tag="bad"):
     """A step failed; these requests end with it."""
 
     requests: tuple[int, ...]
     reason: str
 
 
-ToEngine = Load | GenerateRequest | GiveUp | EndText | Stop
-FromEngine = Ready | LoadFailed | PromptLogprobsChunk | StepReport | Refused | Failed
+ToEngine = LoadEngine | GenerateRequest | GiveUp | EndText | StopEngine
+FromEngine = Ready | LoadFailed | PromptLogprobsChunk | StepReport | RequestRefused | StepFailed
 
 
 def pack_tokens(tokens: Iterable[int]) -> Tokens:

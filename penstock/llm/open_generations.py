@@ -41,7 +41,7 @@ class OpenGenerations:
     def __init__(
         self,
         metrics: ModelMetrics,
-        settings: messages.Settings,
+        settings: messages.EngineSettings,
         vocabulary: Vocabulary = NO_TEXT,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
@@ -140,9 +140,9 @@ class OpenGenerations:
                 self._take(message)
             case messages.PromptLogprobsChunk():
                 self._take_prompt(message)
-            case messages.Refused():
+            case messages.RequestRefused():
                 self._refuse(message)
-            case messages.Failed():
+            case messages.StepFailed():
                 self._fail(message.requests, BackendFailed(message.reason))
 
     def engine_ended(self, error: BackendFailed | NotReady) -> None:
@@ -210,7 +210,7 @@ class OpenGenerations:
                 generation.sink.failed(BackendFailed("internal error; this is a bug"))
             self._check_idle()
 
-    def _refuse(self, message: messages.Refused) -> None:
+    def _refuse(self, message: messages.RequestRefused) -> None:
         generation = self._close(message.request)
         if generation is not None:
             error: PenstockError = InvalidRequest(message.reason)

@@ -2,7 +2,7 @@
 kernels of `penstock.kernels` on GPUs, in plain torch elsewhere. Each takes its per-step inputs in
 tensors at fixed addresses, so that a CUDA graph can hold it. `fused` builds layers of them.
 
-The tokens of a step are rows of an integer batch table (the *sheet*): token, position and row of
+The tokens of a step are rows of an integer batch table: token, position and row of
 the block table; for rows that are sampled also the sampling parameters, and the row in which the
 next step finds the sampled token.
 """
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from penstock.backends.packed_encoder import has_triton, room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
-from penstock.llm.models.decoder import normed, turned
-from penstock.llm.models.products import AnyProduct, Fp8Product, Small, in_fp8
+from penstock.llm.models.decoder import rms_norm, rope
+from penstock.llm.models.linear import AnyLinear, Fp8Linear, Small, in_fp8
 
 # Columns of the batch table. A token below 0 is the last one sampled in its row of the block table;
 # a position below 0 marks a padding row. The sampled token is stored for row `TARGET`, its own or
@@ -36,18 +36,18 @@ class Places:
     that compute one token, whose context is read in `num_splits` parts; `lines` are the query tiles
     of the others (see `kernels.paged_attention`)."""
 
-    sheet: Tensor
+    batch_table: Tensor
     num_ones: int
     num_splits: int
     lines: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
-        return self.sheet[:, POSITION]
+        return self.batch_table[:, POSITION]
 
     @property
     def rows(self) -> Tensor:
-        return self.sheet[:, ROW]
+        return self.batch_table[:, ROW]
 
 
 def num_splits(num_tokens: int, num_kv_heads: int) -> int:
@@ -67,22 +67,22 @@ def tokens_of_line(group: int) -> int:
 
 
 def add_norm(
-    added: Tensor | None, residual: Tensor, weight: Tensor, epsilon: float, product: AnyProduct
+    added: Tensor | None, residual: Tensor, weight: Tensor, epsilon: float, linear: AnyLinear
 ) -> tuple[Tensor | Small, Tensor]:
-    """Return the RMSNorm of the sum, in the input format of `product`, and the sum."""
+    """Return the RMSNorm of the sum, in the input format of `linear`, and the sum."""
     if not uses_kernels(residual):
         total = residual if added is None else residual + added
-        return taken(normed(total, weight, epsilon), product), total
+        return taken(rms_norm(total, weight, epsilon), linear), total
     from penstock.kernels import decoding
 
-    scales = room_for_scales(residual) if isinstance(product, Fp8Product) else None
+    scales = room_for_scales(residual) if isinstance(linear, Fp8Linear) else None
     found, total = decoding.add_norm(added, residual, weight, epsilon, scales)
     return (found if scales is None else Small(found, scales)), total
 
 
-def taken(x: Tensor, product: AnyProduct) -> Tensor | Small:
+def taken(x: Tensor, linear: AnyLinear) -> Tensor | Small:
     """Convert to the input format of the linear layer."""
-    if not isinstance(product, Fp8Product):
+    if not isinstance(linear, Fp8Linear):
         return x
     if not uses_kernels(x):
         return in_fp8(x)
@@ -92,40 +92,40 @@ def taken(x: Tensor, product: AnyProduct) -> Tensor | Small:
     return Small(encoder.quantise_rows(x, scales), scales)
 
 
-def gate(x: Tensor, product: AnyProduct) -> Tensor | Small:
+def gate(x: Tensor, linear: AnyLinear) -> Tensor | Small:
     """Apply SwiGLU to [tokens, gate and up], in the input format of the linear layer."""
     if not uses_kernels(x):
         one, other = x.chunk(2, 1)
-        return taken(F.silu(one) * other, product)
+        return taken(F.silu(one) * other, linear)
     from penstock.kernels import decoding
 
-    scales = room_for_scales(x) if isinstance(product, Fp8Product) else None
+    scales = room_for_scales(x) if isinstance(linear, Fp8Linear) else None
     found = decoding.gate(x, scales)
     return found if scales is None else Small(found, scales)
 
 
-def turn(
+def rope_to_cache(
     qkv: Tensor,
     paged: Paged,
     places: Places,
-    turns: Tensor,
+    rope_table: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> None:
     """Apply RoPE to queries in place; write rotated keys and values to the KV cache."""
     if not uses_kernels(qkv):
-        _plain_turn(qkv, paged, places, turns, norms, epsilon)
+        _plain_rope_to_cache(qkv, paged, places, rope_table, norms, epsilon)
         return
     from penstock.kernels import decoding
 
-    decoding.turn(qkv, paged, turns, places.positions, places.rows, norms, epsilon)
+    decoding.turn(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
 
 
-def _plain_turn(
+def _plain_rope_to_cache(
     qkv: Tensor,
     paged: Paged,
     places: Places,
-    turns: Tensor,
+    rope_table: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> None:
@@ -137,12 +137,12 @@ def _plain_turn(
     is_there = places.positions >= 0
     positions = places.positions.clamp(min=0).long()
     if norms is not None:
-        asked, kept = normed(queries, norms[0], epsilon), normed(keys, norms[1], epsilon)
+        asked, kept = rms_norm(queries, norms[0], epsilon), rms_norm(keys, norms[1], epsilon)
     else:
         asked, kept = queries, keys
-    queries.copy_(turned(asked, turns[positions]))
+    queries.copy_(rope(asked, rope_table[positions]))
     slots = slots_of(paged, places.rows, positions)[is_there]
-    paged.keys[slots] = turned(kept, turns[positions])[is_there]
+    paged.keys[slots] = rope(kept, rope_table[positions])[is_there]
     paged.values[slots] = values[is_there]
 
 
@@ -189,31 +189,35 @@ def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) ->
 # Tokens.
 
 
-def known(sheet: Tensor, last: Tensor) -> Tensor:
+def known(batch_table: Tensor, last: Tensor) -> Tensor:
     """Return the tokens of a batch table, including those that only the device knows."""
-    tokens = sheet[:, TOKEN]
-    return torch.where(tokens < 0, last[sheet[:, ROW].long()], tokens)
+    tokens = batch_table[:, TOKEN]
+    return torch.where(tokens < 0, last[batch_table[:, ROW].long()], tokens)
 
 
-def draw(logits: Tensor, sheet: Tensor, drawn: Tensor, last: Tensor) -> None:
-    """Sample a token for each row of logits into `drawn`, and into `last` at the row's target."""
-    floats = sheet.view(torch.float32)
+def sample_rows(logits: Tensor, batch_table: Tensor, sampled: Tensor, last: Tensor) -> None:
+    """Sample a token for each row of logits into `sampled`, and into `last` at the row's target."""
+    floats = batch_table.view(torch.float32)
     temperatures = floats[:, TEMPERATURE]
     if not uses_kernels(logits):
-        tokens = _plain_draw(logits.float(), sheet)
-        drawn.copy_(tokens)
-        last[sheet[:, TARGET].long()] = tokens
+        tokens = _plain_sample(logits.float(), batch_table)
+        sampled.copy_(tokens)
+        last[batch_table[:, TARGET].long()] = tokens
         return
     from penstock.kernels import drawing
 
-    lowest = drawing.cut(logits, temperatures, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
-    drawing.draw(logits, lowest, temperatures, sheet[:, KEY], drawn, last, sheet[:, TARGET])
+    lowest = drawing.cut(
+        logits, temperatures, batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P]
+    )
+    drawing.draw(
+        logits, lowest, temperatures, batch_table[:, KEY], sampled, last, batch_table[:, TARGET]
+    )
 
 
-def _plain_draw(logits: Tensor, sheet: Tensor) -> Tensor:
-    floats = sheet.view(torch.float32)
+def _plain_sample(logits: Tensor, batch_table: Tensor) -> Tensor:
+    floats = batch_table.view(torch.float32)
     temperatures = floats[:, TEMPERATURE, None]
     warm = logits / torch.where(temperatures > 0, temperatures, 1.0)
-    kept = sampling.without(warm, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
-    noise = sampling.noise(sheet[:, KEY].long() & sampling.MASK, logits.shape[1])
+    kept = sampling.without(warm, batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
+    noise = sampling.noise(batch_table[:, KEY].long() & sampling.MASK, logits.shape[1])
     return torch.where(temperatures > 0, kept + noise, warm).argmax(1).int()

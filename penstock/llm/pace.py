@@ -25,7 +25,7 @@ RIDGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """Size of a step."""
 
     num_prompt_tokens: int
@@ -55,7 +55,7 @@ class Targets:
 
 
 @dataclass(slots=True)
-class Pace:
+class StepTimeModel:
     """Least squares with exponentially decaying weights. Costs are not negative: terms that come
     out negative are dropped, and the rest is fitted again."""
 
@@ -65,7 +65,7 @@ class Pace:
     _sums: Array = field(default_factory=lambda: np.zeros(4))
     _costs: Array | None = None
 
-    def add(self, work: Work, took_s: float) -> None:
+    def add(self, work: StepWork, took_s: float) -> None:
         features = work.features
         keep = 0.5 ** (1 / HALF_LIFE)
         # Minimise relative errors, so that long steps do not dominate.
@@ -79,7 +79,7 @@ class Pace:
     def is_known(self) -> bool:
         return self.num_steps >= MIN_STEPS
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         return float(self._solved() @ work.features)
 
     def max_tokens(self, num_generating: int, num_context_tokens: int, limit: int) -> int:
@@ -87,20 +87,20 @@ class Pace:
         target, at most `limit`."""
         if self.targets.tpot_s is None or not num_generating or not self.is_known:
             return limit
-        left_s = self.targets.tpot_s - self.step_s(Work(0, num_generating, num_context_tokens))
+        left_s = self.targets.tpot_s - self.step_s(StepWork(0, num_generating, num_context_tokens))
         per_token_s = float(self._solved()[1]) / 1e3
         most = left_s / per_token_s if per_token_s > 0 else float(limit)
         chunk = max(float(MIN_CHUNK), min(most, float(limit)))
         return min(limit, num_generating + int(chunk))
 
-    def first_token_s(self, num_tokens_before: int, num_prompt: int, running: Work) -> float:
+    def first_token_s(self, num_tokens_before: int, num_prompt: int, running: StepWork) -> float:
         """Predict the time to first token of a prompt of `num_prompt` tokens that arrives now,
         behind `num_tokens_before` prompt tokens of others, while `running` decodes."""
         limit = max(1, num_tokens_before + num_prompt)
         budget = self.max_tokens(running.num_generating, running.num_context_tokens, limit)
         chunk = max(1, budget - running.num_generating)
         num_steps = -(-(num_tokens_before + num_prompt) // chunk)
-        whole = Work(0, running.num_generating, running.num_context_tokens)
+        whole = StepWork(0, running.num_generating, running.num_context_tokens)
         per_token_s = float(self._solved()[1]) / 1e3
         return num_steps * self.step_s(whole) + (num_tokens_before + num_prompt) * per_token_s
 

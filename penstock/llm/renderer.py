@@ -91,7 +91,7 @@ class Asker(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class RenderJob:
     message: messages.EncodeTexts | messages.EncodeChat
     asker: Asker
     size: int
@@ -132,16 +132,16 @@ class Renderer:
         self._start_life = start_life
         self._loop: asyncio.AbstractEventLoop
         self._numbers = itertools.count()
-        self._queues: dict[Lane, deque[Job]] = {lane: deque() for lane in SLOTS}
-        self._suspects: deque[Job] = deque()
-        self._sent: dict[int, Job] = {}
+        self._queues: dict[Lane, deque[RenderJob]] = {lane: deque() for lane in SLOTS}
+        self._suspects: deque[RenderJob] = deque()
+        self._sent: dict[int, RenderJob] = {}
         self._life: Life | None = None
         self._sender: Sender | None = None
         self._joiner = messages.Joiner()
         self._is_ready = False
         self._is_stopping = False
         # The job whose time limit the process is being killed for.
-        self._overdue: Job | None = None
+        self._overdue: RenderJob | None = None
         self._problems: Sequence[str] = ()
         self._num_deaths = 0
         # Limits the load of a process, then delays the next start after a death.
@@ -188,7 +188,7 @@ class Renderer:
         outcome."""
         message = messages.EncodeTexts(next(self._numbers), list(texts), is_whole)
         size = sum(map(len, texts))
-        self._submit(Job(message, asker, size, "long" if size > MAX_SHORT else "short"))
+        self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "short"))
 
     def encode_chat(
         self,
@@ -201,9 +201,9 @@ class Renderer:
         told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
         message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
         size = len(told) + len(settings)
-        self._submit(Job(message, asker, size, "long" if size > MAX_SHORT else "chat"))
+        self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "chat"))
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: RenderJob) -> None:
         if self._is_stopping:
             raise NotReady(f"model '{self.name}' is unloaded")
         jobs = list(self._jobs())
@@ -215,7 +215,7 @@ class Renderer:
         self._idle.clear()
         self._pump()
 
-    def _jobs(self) -> Iterator[Job]:
+    def _jobs(self) -> Iterator[RenderJob]:
         yield from self._sent.values()
         yield from self._suspects
         for queue in self._queues.values():
@@ -235,7 +235,7 @@ class Renderer:
             while queue and num_running < SLOTS[lane]:
                 num_running += self._run(queue.popleft())
 
-    def _run(self, job: Job) -> bool:
+    def _run(self, job: RenderJob) -> bool:
         """Send it, unless its client has disconnected; return whether it was sent."""
         if job.asker.is_gone():
             self._loop.call_soon(self._tell, job, Cancelled("the client left"))
@@ -249,13 +249,13 @@ class Renderer:
         self._send(job.message)
         return True
 
-    def _give_up_slot(self, job: Job) -> None:
+    def _give_up_slot(self, job: RenderJob) -> None:
         num_slow = sum(each.is_slow for each in self._sent.values())
         if job.message.job in self._sent and num_slow < MAX_SLOW:
             job.is_slow = True
             self._pump()
 
-    def _end_overdue(self, job: Job) -> None:
+    def _end_overdue(self, job: RenderJob) -> None:
         # The event loop may be late: the answer may have arrived.
         self._receive()
         if job.message.job not in self._sent:
@@ -274,7 +274,7 @@ class Renderer:
             self._tell(job, outcome)
             self._pump()
 
-    def _tell(self, job: Job, outcome: list[list[int]] | PenstockError) -> None:
+    def _tell(self, job: RenderJob, outcome: list[list[int]] | PenstockError) -> None:
         try:
             if isinstance(outcome, PenstockError):
                 job.asker.failed(outcome)

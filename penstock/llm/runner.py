@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.llm.batched_attention import Shelves
+from penstock.llm.batched_attention import KvBuckets
 from penstock.llm.cache import Cache
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.sampling import Row, Sampled, sample
-from penstock.llm.scheduler import Chunk, Step
+from penstock.llm.sampling import Sampled, SamplingRow, sample
+from penstock.llm.scheduler import BatchStep, Chunk
 
 # Prompt positions whose logits are computed at a time: a vocabulary is large.
 MAX_ROWS = 256
@@ -56,29 +56,29 @@ class SampledStep:
         ]
 
 
-class Runner:
+class CpuRunner:
     """Synchronous runner, on the calling thread."""
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder
-        self._shelves = Shelves(cache)
+        self._buckets = KvBuckets(cache)
 
-    def run(self, step: Step) -> SampledStep:
+    def run(self, step: BatchStep) -> SampledStep:
         """Run a step whose tokens are all known."""
         with torch.inference_mode():
             return self._run(step)
 
-    def _run(self, step: Step) -> SampledStep:
+    def _run(self, step: BatchStep) -> SampledStep:
         tokens = torch.tensor(
             [t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]]
         )
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
-        hidden = self._decoder.hidden(tokens, positions, self._shelves.attention(step))
+        hidden = self._decoder.hidden(tokens, positions, self._buckets.attention(step))
         wanted = [chunk.sequence.params.num_logprobs for chunk in step.chunks if chunk.is_sampled]
         prompts = prompt_logprobs(step, hidden, self._decoder.logits)
         return SampledStep(self._sample(step, hidden), wanted, prompts)
 
-    def _sample(self, step: Step, hidden: Tensor) -> Sampled:
+    def _sample(self, step: BatchStep, hidden: Tensor) -> Sampled:
         places, rows, end = [], [], 0
         for chunk in step.chunks:
             end += chunk.count
@@ -91,7 +91,7 @@ class Runner:
 
 
 def prompt_logprobs(
-    step: Step, hidden: Tensor, logits: Callable[[Tensor], Tensor]
+    step: BatchStep, hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> list[PromptLogprobsChunk]:
     """Return the prompt logprobs of the requests that want them."""
     found: list[PromptLogprobsChunk] = []
@@ -126,13 +126,13 @@ def token_logprobs(logits: Tensor, tokens: Many[int], num: int) -> list[Logprobs
     return [Logprobs(*row) for row in rows]
 
 
-def row_of(chunk: Chunk) -> Row:
+def row_of(chunk: Chunk) -> SamplingRow:
     sequence = chunk.sequence
     params, tokens = sequence.params, sequence.tokens
     # Counted by position, as tokens may still be in flight.
     is_held = chunk.end - sequence.num_prompt < params.min_tokens
     banned = sorted(params.stop_token_ids) if is_held else ()
     if not params.has_penalties:
-        return Row(params, chunk.end, banned=banned)
+        return SamplingRow(params, chunk.end, banned=banned)
     prompt, generated = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
-    return Row(params, chunk.end, prompt, generated, banned)
+    return SamplingRow(params, chunk.end, prompt, generated, banned)

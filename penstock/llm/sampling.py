@@ -25,7 +25,7 @@ STEPS = 0x9E3779B1, 0x7FEB352D
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """Sampling input of one sequence."""
 
     params: SamplingParams
@@ -49,22 +49,22 @@ class Sampled:
     top_logprobs: Tensor | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Sample a token for each row of `logits` [rows, vocabulary], which is left unchanged."""
     logits = logits.float()
-    told = told_of(logits, rows)
-    changed = biased(logits, rows)
+    logprobs = wanted_logprobs(logits, rows)
+    changed = process_logits(logits, rows)
     places = [place for place, row in enumerate(rows) if not row.params.is_greedy]
     if places:
-        drawn = [rows[place] for place in places]
+        sampled_rows = [rows[place] for place in places]
         index = torch.tensor(places, device=logits.device)
         # `logits` may be the model's own storage.
         changed = changed.clone() if changed is logits else changed
-        changed[index] = noised(changed[index], drawn)
+        changed[index] = add_noise(changed[index], sampled_rows)
     tokens = changed.argmax(1)
-    if told is None:
+    if logprobs is None:
         return Sampled(tokens)
-    all_logprobs, num = told
+    all_logprobs, num = logprobs
     top = all_logprobs.topk(num, 1) if num else None
     return Sampled(
         tokens,
@@ -74,13 +74,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
     )
 
 
-def told_of(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, int] | None:
+def wanted_logprobs(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, int] | None:
     """Return the logprobs before any logits processor, and the number of top places wanted."""
     wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
     return (logits.log_softmax(1), max(wanted)) if wanted else None
 
 
-def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Apply penalties, bias and banned tokens."""
     found = logits
     for place, row in enumerate(rows):
@@ -100,7 +100,7 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return found
 
 
-def penalised(logits: Tensor, row: Row) -> Tensor:
+def penalised(logits: Tensor, row: SamplingRow) -> Tensor:
     params, device = row.params, logits.device
     if params.repetition_penalty != 1:
         seen = torch.tensor([*row.prompt, *row.generated], device=device).unique()
@@ -117,7 +117,7 @@ def penalised(logits: Tensor, row: Row) -> Tensor:
     return logits
 
 
-def noised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def add_noise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Apply temperature and cuts, and add noise: the argmax is a random sample."""
     device = logits.device
     params = [row.params for row in rows]
@@ -154,7 +154,7 @@ def without(logits: Tensor, most: Tensor, share: Tensor, least: Tensor) -> Tenso
     return torch.empty_like(logits).scatter_(1, places, ordered)
 
 
-def gumbel(rows: Sequence[Row], size: int, device: torch.device) -> Tensor:
+def gumbel(rows: Sequence[SamplingRow], size: int, device: torch.device) -> Tensor:
     """Return Gumbel noise [rows, size], from each row's seed and position."""
     keys = [key_of(row.params.seed or 0, row.position) for row in rows]
     return noise(torch.tensor(keys, device=device), size)

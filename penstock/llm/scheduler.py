@@ -24,7 +24,7 @@ MIN_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """Limits of one step."""
 
     # Sequences that run at a time; more for throughput, fewer for time per token.
@@ -60,7 +60,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Step:
+class BatchStep:
     chunks: list[Chunk] = field(default_factory=list)
 
     @property
@@ -76,7 +76,9 @@ class Scheduler:
     """Invariant: a sequence is in `waiting` without blocks, or in `running`, or it has ended. Both
     lists are sorted by rank."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, *, shares_prompts: bool = False) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: StepLimits, *, shares_prompts: bool = False
+    ) -> None:
         """`shares_prompts`: prompts share the tokens of a step evenly, so that short ones need not
         wait for a long one; otherwise they are computed in order."""
         self.shares_prompts = shares_prompts
@@ -109,10 +111,10 @@ class Scheduler:
         self._let_go(sequence)
         sequence.state, sequence.reason = "ended", reason
 
-    def plan(self, max_tokens: int | None = None) -> Step:
+    def plan(self, max_tokens: int | None = None) -> BatchStep:
         """Return the next step, of at most `max_tokens` tokens if that is below the limit; empty if
         nothing can run before another step is committed."""
-        step = Step()
+        step = BatchStep()
         most = self.limits.max_tokens if max_tokens is None else max_tokens
         num_before = self.num_preemptions
         self._plan_tokens(step)
@@ -123,7 +125,7 @@ class Scheduler:
             self._admit(step, most, shares)
         return step
 
-    def commit(self, step: Step, sampled: Many[int]) -> list[tuple[Sequence, int]]:
+    def commit(self, step: BatchStep, sampled: Many[int]) -> list[tuple[Sequence, int]]:
         """Take the sampled tokens of a step, one for each sampled chunk, in order, and return those
         of sequences that had not ended. Steps are committed in the order in which they were
         planned."""
@@ -134,7 +136,7 @@ class Scheduler:
             new.extend(self._commit(chunk, tokens))
         return new
 
-    def note_begun(self, step: Step, now: float) -> None:
+    def note_begun(self, step: BatchStep, now: float) -> None:
         """Record the queueing times of requests that this step starts, one for each request."""
         for sequence in (chunk.sequence for chunk in step.chunks):
             if not sequence.is_begun and sequence.leader is None:
@@ -148,13 +150,13 @@ class Scheduler:
 
     # Planning.
 
-    def _plan_tokens(self, step: Step) -> None:
+    def _plan_tokens(self, step: BatchStep) -> None:
         """Plan one token for each decoding sequence, whatever the budget."""
         for sequence in list(self.running):
             if sequence.state == "running" and _is_generating(sequence) and sequence.num_left:
                 self._plan_chunk(step, sequence, 1)
 
-    def _plan_prompts(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
+    def _plan_prompts(self, step: BatchStep, most: int, shares: Mapping[int, int]) -> None:
         """Plan chunked prefill, including the recomputation of preempted sequences."""
         for sequence in list(self.running):
             if sequence.state != "running" or _is_generating(sequence):
@@ -164,7 +166,7 @@ class Scheduler:
             if count > 0:
                 self._plan_chunk(step, sequence, count)
 
-    def _admit(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
+    def _admit(self, step: BatchStep, most: int, shares: Mapping[int, int]) -> None:
         """Admit by rank: a sequence that does not fit blocks those behind it, so that long prompts
         cannot starve."""
         while step.num_tokens < most and len(self.running) < self.limits.max_sequences:
@@ -223,7 +225,7 @@ class Scheduler:
         insort(self.running, sequence, key=RANK)
         return True
 
-    def _plan_chunk(self, step: Step, sequence: Sequence, count: int) -> None:
+    def _plan_chunk(self, step: BatchStep, sequence: Sequence, count: int) -> None:
         """Plan a chunk, preempting sequences of the lowest rank to make room, possibly this one."""
         pool = self.pool
         missing = pool.num_needed(sequence.num_planned + count) - len(sequence.blocks)
@@ -237,7 +239,7 @@ class Scheduler:
             sequence.blocks += pool.take(missing)
         self._add_chunk(step, sequence, count)
 
-    def _add_chunk(self, step: Step, sequence: Sequence, count: int) -> None:
+    def _add_chunk(self, step: BatchStep, sequence: Sequence, count: int) -> None:
         start = sequence.num_planned
         is_sampled = start + count == len(sequence.tokens) + sequence.num_ahead
         evictions, blocks = sequence.num_evictions, sequence.blocks

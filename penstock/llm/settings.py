@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError
-from penstock.llm.messages import Settings
+from penstock.llm.messages import EngineSettings
 from penstock.repository.layout import GGUF
 
 PREFIX = "penstock."
@@ -57,7 +57,7 @@ TEXTS = ("dtype", *FLAGS)
 MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
 
 
-def settings_of(config: ModelConfig) -> Settings:
+def settings_of(config: ModelConfig) -> EngineSettings:
     """Return the settings; raise ConfigError with all problems."""
     problems: list[str] = []
     numbers = {name: _number(config, name, problems) for name in NUMBERS}
@@ -88,7 +88,7 @@ def settings_of(config: ModelConfig) -> Settings:
         )
     if problems:
         raise ConfigError(problems)
-    return Settings(
+    return EngineSettings(
         path=str(path_of(config)),
         device=config.device,
         dtype=_dtype(dtype, config.device),

@@ -14,7 +14,7 @@ from penstock.llm.scheduler import Chunk
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRow:
     row: int
     # The sequence's value when its blocks were sent.
     num_evictions: int
@@ -33,13 +33,13 @@ class Changes:
 class TableRows:
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldRow] = {}
         self._free = list(range(num_rows))
 
-    def take(self, chunks: Many[Chunk]) -> tuple[list[Held], list[int], Changes]:
+    def take(self, chunks: Many[Chunk]) -> tuple[list[HeldRow], list[int], Changes]:
         """Return the row of each chunk of a step, the places of chunks that got a new row, and the
         changes of the table."""
-        held: list[Held] = []
+        held: list[HeldRow] = []
         new: list[int] = []
         changes = Changes([], [])
         for place, chunk in enumerate(chunks):
@@ -57,11 +57,11 @@ class TableRows:
                 mine.num_sent = len(chunk.blocks)
         return held, new, changes
 
-    def _begin(self, chunk: Chunk, chunks: Many[Chunk]) -> Held:
+    def _begin(self, chunk: Chunk, chunks: Many[Chunk]) -> HeldRow:
         if not self._free:
             kept = {each.sequence.id for each in chunks}
             for number in [each for each in self._held if each not in kept]:
                 self._free.append(self._held.pop(number).row)
-        mine = Held(self._free.pop(), chunk.num_evictions)
+        mine = HeldRow(self._free.pop(), chunk.num_evictions)
         self._held[chunk.sequence.id] = mine
         return mine

@@ -41,7 +41,7 @@ from penstock.llm.control_tokens import ControlTokens
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
 from penstock.llm.token_bytes import (
-    Stream,
+    Detokenizer,
     Vocabulary,
     letters_of_bytes,
     pack,
@@ -81,7 +81,7 @@ PLAIN_TEMPLATE = (
 PLAIN_MESSAGES = ({"role": "user", "content": "Hello"},)
 
 
-class Refused(TemplateError):
+class TemplateRefused(TemplateError):
     """Raised by a template that does not take the messages."""
 
 
@@ -158,7 +158,7 @@ class Text:
     def token(self, token: int) -> str:
         return self.vocabulary.token(token)
 
-    def stream(self, prompt: Sequence[int] = ()) -> Stream:
+    def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
         return self.vocabulary.stream(prompt)
 
     def chat(
@@ -175,7 +175,7 @@ class Text:
             return _join(self._compiled.generate(values | {"messages": messages}), max_chars)
         except PenstockError:
             raise
-        except Refused as error:
+        except TemplateRefused as error:
             reason = error_text(error)[:MAX_REASON_CHARS]
             raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
         except MemoryError:
@@ -192,7 +192,7 @@ class Text:
         values = {"add_generation_prompt": True, **self.names, "messages": PLAIN_MESSAGES}
         try:
             _join(self._compiled.generate(values), max_chars)
-        except (Refused, PenstockError):
+        except (TemplateRefused, PenstockError):
             return False
         except Exception:  # Code of a model folder.
             return True
@@ -230,7 +230,7 @@ def _join(parts: Iterable[str], max_chars: int | None) -> str:
 
 
 def _refuse(message: object) -> None:
-    raise Refused(str(message))
+    raise TemplateRefused(str(message))
 
 
 def _now(form: str) -> str:

@@ -1,8 +1,8 @@
 """Metrics of a language model under vLLM's names, with `penstock:` in place of `vllm:`.
 
-Plain counters, with the time as an argument; text is made only for a scrape. `LlmModel` reports the
-events. Metrics that every model has (answers, failures, refusals) are passed on to the model's own
-metrics. docs/observability.md lists all of them.
+Plain counters, with the time as an argument; text is made only for a scrape. `OpenGenerations` and
+`EngineSupervisor` report the events. Metrics that every model has (answers, failures, refusals) are
+passed on to the model's own metrics. docs/observability.md lists all of them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ reads the model folder. The text of a sequence is the concatenation of its token
 that was sent never changes. This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen) and for
 SentencePiece tokenizers with byte fallback (Llama 2, Mistral). Only bytes that are not UTF-8 are
 replaced; for the latter, the tokenizers library also replaces the bytes next to them.
+
+`tokenizers.decoders.DecodeStream` gives the same text (0.23.3), but needs the tokenizer, whose
+decoder comes from the model folder, in the core.
 """
 
 from __future__ import annotations
@@ -84,9 +87,9 @@ class Vocabulary:
         """Return the text of one token within a text."""
         return self.piece(token).decode("utf-8", "replace")
 
-    def stream(self, prompt: Sequence[int] = ()) -> Stream:
+    def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """Return a stream for the text after a prompt."""
-        return Stream(self, prompt)
+        return Detokenizer(self, prompt)
 
     def last_bytes(self, tokens: Sequence[int]) -> bytes:
         """Return the end of a text, from where its last character may begin."""
@@ -103,7 +106,7 @@ def pack(pieces: Sequence[bytes]) -> tuple[bytes, bytes]:
     return b"".join(pieces), array(END_TYPE, accumulate(map(len, pieces))).tobytes()
 
 
-class Stream:
+class Detokenizer:
     """Incremental detokenizer of one sequence. Emits characters when they are complete; together
     they are the text of all tokens without the prompt's."""
 
@@ -141,7 +144,7 @@ class Stream:
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Return the vocabulary, without what only the model's other files say."""
-    reader = _Reader(tokenizer)
+    reader = _TokenReader(tokenizer)
     names = tokenizer.get_vocab()
     num_tokens = max(names.values(), default=-1) + 1
     pieces = [reader.piece(token) for token in range(num_tokens)]
@@ -155,7 +158,7 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(data, ends, first, frozenset(reader.special), longest_token=longest)
 
 
-class _Reader:
+class _TokenReader:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         kinds = _decoder_kinds(tokenizer)

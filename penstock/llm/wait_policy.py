@@ -22,7 +22,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CpuLoad:
     """Cores available to the engine, and how many of them others use."""
 
     num_cores: int
@@ -31,7 +31,7 @@ class Load:
     quota: float | None = None
 
 
-def choose(load: Load, num_threads: int) -> tuple[str, str]:
+def choose(load: CpuLoad, num_threads: int) -> tuple[str, str]:
     """Return the policy and the reason."""
     if load.quota is not None and load.quota < num_threads:
         return SLEEP, f"{num_threads} threads share a quota of {load.quota:g} cores"
@@ -44,7 +44,7 @@ def choose(load: Load, num_threads: int) -> tuple[str, str]:
 def apply(
     num_threads: int,
     environment: MutableMapping[str, str] = os.environ,
-    measure: Callable[[], Load] | None = None,
+    measure: Callable[[], CpuLoad] | None = None,
 ) -> str:
     """Set the policy for libraries loaded from now on, unless the operator did; return it with the
     reason."""
@@ -55,14 +55,14 @@ def apply(
     return f"{policy} ({reason})"
 
 
-def measure_load() -> Load:
+def measure_load() -> CpuLoad:
     """Measure the load, without the server's own processes: they load now, and idle later."""
     cores, own = os.sched_getaffinity(0), server_processes(os.getppid())
     began, all_before, own_before = time.monotonic(), busy_s(cores), process_s(own)
     time.sleep(SAMPLE_S)
     took_s = time.monotonic() - began
     others = busy_s(cores) - all_before - (process_s(own) - own_before)
-    return Load(len(cores), max(0.0, others / took_s), read_quota())
+    return CpuLoad(len(cores), max(0.0, others / took_s), read_quota())
 
 
 def busy_s(cores: Iterable[int], path: Path = Path("/proc/stat")) -> float:

@@ -28,7 +28,7 @@ from penstock.protocols.text_answers import (
 from penstock.serving.catalog import Catalog
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import AnswerHead
-from penstock.wire.openai_v1 import Choice, Usage
+from penstock.wire.openai_v1 import AnswerChoice, TokenUsage
 
 log = logging.getLogger("penstock.http")
 
@@ -100,16 +100,16 @@ class GenerateHttp:
 class GenerateForm:
     head: AnswerHead
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
         return generate_v2.whole(self.head, choices, usage)
 
     def begin(self, index: int) -> bytes:
         return b""
 
-    def piece(self, choice: Choice) -> bytes:
+    def piece(self, choice: AnswerChoice) -> bytes:
         return generate_v2.event(self.head, choice)
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: TokenUsage) -> bytes:
         return b""
 
     def error(self, error: PenstockError) -> bytes:

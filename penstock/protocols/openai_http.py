@@ -28,7 +28,7 @@ from penstock.protocols.text_answers import (
     WholeAnswer,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Choice, Head, Known, Usage
+from penstock.wire.openai_v1 import AnswerChoice, ChunkHead, Known, TokenUsage
 
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
@@ -39,7 +39,7 @@ INFERENCE = (b"/v1/completions", b"/v1/chat/completions", EMBEDDINGS)
 _JSON = b"Content-Type: application/json\r\n"
 
 
-class TextModels(Protocol):
+class LanguageModels(Protocol):
     def find(self, name: str) -> LanguageModel:
         """Return a model; raises NotFound or NotReady."""
 
@@ -58,7 +58,7 @@ class OpenAiHttp:
 
     def __init__(
         self,
-        models: TextModels,
+        models: LanguageModels,
         is_draining: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
         logs_requests: bool = False,
@@ -207,8 +207,8 @@ class OpenAiHttp:
         text = model.vocabulary.decode(tokens, keeps_special=True)
         exchange.reply(200, _JSON, (openai_v1.detokenized(text),))
 
-    def _head(self, prefix: str, model: str) -> Head:
-        return Head(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
+    def _head(self, prefix: str, model: str) -> ChunkHead:
+        return ChunkHead(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,20 +228,20 @@ class TokenizeCall(TextCall):
 
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
-    head: Head
+    head: ChunkHead
     # Whether a stream ends with the usage.
     has_usage: bool
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
         return openai_v1.completion(self.head, choices, usage)
 
     def begin(self, index: int) -> bytes:
         return b""
 
-    def piece(self, choice: Choice) -> bytes:
+    def piece(self, choice: AnswerChoice) -> bytes:
         return openai_v1.completion_piece(self.head, choice)
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: TokenUsage) -> bytes:
         told = openai_v1.completion_usage(self.head, usage) if self.has_usage else b""
         return told + openai_v1.DONE
 
@@ -251,20 +251,20 @@ class CompletionForm:
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    head: Head
+    head: ChunkHead
     # Whether a stream ends with the usage.
     has_usage: bool
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
         return openai_v1.chat(self.head, choices, usage)
 
     def begin(self, index: int) -> bytes:
         return openai_v1.chat_begin(self.head, index)
 
-    def piece(self, choice: Choice) -> bytes:
+    def piece(self, choice: AnswerChoice) -> bytes:
         return openai_v1.chat_piece(self.head, choice)
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: TokenUsage) -> bytes:
         told = openai_v1.chat_usage(self.head, usage) if self.has_usage else b""
         return told + openai_v1.DONE
 

@@ -29,10 +29,10 @@ from penstock.protocols.http_errors import reply_error, status_at
 from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import Choice, TokenLogprob, Usage
+from penstock.wire.openai_v1 import AnswerChoice, TokenLogprob, TokenUsage
 
 if TYPE_CHECKING:
-    from penstock.llm.token_bytes import Stream
+    from penstock.llm.token_bytes import Detokenizer
 
 _JSON = b"Content-Type: application/json\r\n"
 _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
@@ -129,7 +129,7 @@ def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
 class GenerateCall(TextCall):
     """A request for text: tokenize its prompts, then submit a generation for each."""
 
-    form: Form
+    form: AnswerForm
     params: SamplingParams
     answer: type[Answer]
     # The request's id in the log.
@@ -193,16 +193,16 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
 # Answers.
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """How a protocol encodes choices, whole and in pieces."""
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes: ...
     def begin(self, index: int) -> bytes:
         """Return what precedes the first piece of a choice; may be empty."""
 
-    def piece(self, choice: Choice) -> bytes: ...
+    def piece(self, choice: AnswerChoice) -> bytes: ...
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: TokenUsage) -> bytes:
         """Return what follows the last piece."""
 
     def error(self, error: PenstockError) -> bytes:
@@ -242,7 +242,7 @@ class PartialChoice:
 class TokenPlaces:
     """Text offsets of a choice's tokens, in characters."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Detokenizer) -> None:
         self._stream = stream
         self._num_chars = 0
 
@@ -263,7 +263,7 @@ class Answer:
         self.generations: list[Generation] = []
         self.is_over = False
         self.choices: dict[int, PartialChoice] = {}
-        self.usage = Usage(0, 0)
+        self.usage = TokenUsage(0, 0)
         self.call = call
         self._model = call.model
         self._num = call.params.n
@@ -282,7 +282,7 @@ class Answer:
         if not choice.has_begun:
             text = echo + text
         logprobs = self._logprobs(choice, number, event) if self._has_logprobs else None
-        self.grow(choice, Choice(place, text, event.reason or None, logprobs))
+        self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
 
     def _logprobs(
@@ -304,7 +304,7 @@ class Answer:
 
     def finished(self, totals: Totals) -> None:
         known = self.usage
-        self.usage = Usage(
+        self.usage = TokenUsage(
             known.num_prompt + totals.num_prompt,
             known.num_generated + (0 if self.call.is_prompt_only else totals.num_generated),
             known.num_cached + totals.num_cached,
@@ -351,7 +351,7 @@ class Answer:
         ]
         return TokenLogprob(vocabulary.piece(token), logprobs.logprob, top, place)
 
-    def grow(self, choice: PartialChoice, new: Choice) -> None:
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
 
     def end(self) -> None:
@@ -362,14 +362,16 @@ class Answer:
 
 
 class WholeAnswer(Answer):
-    def grow(self, choice: PartialChoice, new: Choice) -> None:
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         choice.text += new.text
         choice.reason = new.reason
         choice.logprobs += new.logprobs or ()
 
     def end(self) -> None:
         choices = [
-            Choice(place, each.text, each.reason, each.logprobs if self._has_logprobs else None)
+            AnswerChoice(
+                place, each.text, each.reason, each.logprobs if self._has_logprobs else None
+            )
             for place, each in sorted(self.choices.items())
         ]
         self.reply(self.form.whole(choices, self.usage))
@@ -386,7 +388,7 @@ class OneEventAnswer(WholeAnswer):
 
 
 class StreamedAnswer(Answer):
-    def grow(self, choice: PartialChoice, new: Choice) -> None:
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         if not self.exchange.is_streaming:
             self.exchange.start_stream(200, _EVENTS)
         data = b"" if choice.has_begun else self.form.begin(new.index)
@@ -410,6 +412,6 @@ class StreamedAnswer(Answer):
         for place in range(len(self.generations) * self._num):
             choice = self.choices.setdefault(place, PartialChoice())
             if choice.reason is None:
-                self.grow(choice, Choice(place, "", reason))
+                self.grow(choice, AnswerChoice(place, "", reason))
         self.exchange.stream(self.form.error(error))
         self.exchange.end_stream()

@@ -17,7 +17,7 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.sampling_params import SamplingParams
 from penstock.wire import json_errors
-from penstock.wire.openai_v1 import Choice, Raw, Usage, read_sampling_params
+from penstock.wire.openai_v1 import AnswerChoice, Raw, TokenUsage, read_sampling_params
 
 # Parameters of Triton's backends that are not served; only empty values are accepted.
 UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")
@@ -135,7 +135,7 @@ def _object(data: Raw, what: str) -> dict[str, Any]:
         ) from None
 
 
-def whole(head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> bytes:
+def whole(head: AnswerHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
     asked = head.asked
     found = head.json() | {"text_output": _one_or_all([each.text for each in choices])}
     if asked.has_reason:
@@ -147,7 +147,7 @@ def whole(head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> bytes:
     return _encode(found)
 
 
-def event(head: AnswerHead, choice: Choice) -> bytes:
+def event(head: AnswerHead, choice: AnswerChoice) -> bytes:
     found = head.json() | {"text_output": choice.text}
     if head.asked.has_reason:
         # "None" until the end, as in vLLM.

@@ -454,7 +454,7 @@ def _streaming(found: SamplingFields) -> Streaming:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ChunkHead:
     """The common start of all chunks of an answer."""
 
     id: str
@@ -474,7 +474,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AnswerChoice:
     index: int
     text: str
     # None while it is being generated.
@@ -484,7 +484,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     num_prompt: int
     num_generated: int
     num_cached: int = 0
@@ -510,19 +510,19 @@ class Known:
 _encode = msgspec.json.Encoder().encode
 
 
-def completion(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+def completion(head: ChunkHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
     return _encode({**_completion_json(head, choices), "usage": usage.json()})
 
 
-def completion_piece(head: Head, choice: Choice) -> bytes:
+def completion_piece(head: ChunkHead, choice: AnswerChoice) -> bytes:
     return _event(_completion_json(head, [choice]))
 
 
-def completion_usage(head: Head, usage: Usage) -> bytes:
+def completion_usage(head: ChunkHead, usage: TokenUsage) -> bytes:
     return _event({**_completion_json(head, []), "usage": usage.json()})
 
 
-def chat(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+def chat(head: ChunkHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
     found = [
         {
             "index": each.index,
@@ -535,18 +535,18 @@ def chat(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
     return _encode({**_head(head, "chat.completion"), "choices": found, "usage": usage.json()})
 
 
-def chat_begin(head: Head, index: int) -> bytes:
+def chat_begin(head: ChunkHead, index: int) -> bytes:
     """Encode the first chunk, before any token."""
     delta = {"role": "assistant", "content": "", "refusal": None}
     return _event(_chat_piece_json(head, index, delta, None, None))
 
 
-def chat_piece(head: Head, choice: Choice) -> bytes:
+def chat_piece(head: ChunkHead, choice: AnswerChoice) -> bytes:
     delta = {"content": choice.text} if choice.text else {}
     return _event(_chat_piece_json(head, choice.index, delta, choice.reason, choice.logprobs))
 
 
-def chat_usage(head: Head, usage: Usage) -> bytes:
+def chat_usage(head: ChunkHead, usage: TokenUsage) -> bytes:
     found = {**_head(head, "chat.completion.chunk"), "choices": [], "usage": usage.json()}
     return _event(found)
 
@@ -600,11 +600,11 @@ def _event(value: object) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def _head(head: Head, kind: str) -> dict[str, Any]:
+def _head(head: ChunkHead, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
-def _completion_json(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+def _completion_json(head: ChunkHead, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     found = [
         {
             "index": each.index,
@@ -618,7 +618,7 @@ def _completion_json(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _chat_piece_json(
-    head: Head,
+    head: ChunkHead,
     index: int,
     delta: Mapping[str, Any],
     reason: str | None,

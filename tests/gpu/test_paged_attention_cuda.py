@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.kernels import decoding, drawing, paged_attention  # noqa: E402
 from penstock.llm import operations, sampling  # noqa: E402
-from penstock.llm.models.decoder import normed  # noqa: E402
-from penstock.llm.models.products import fp8_product, in_fp8  # noqa: E402
+from penstock.llm.models.decoder import rms_norm  # noqa: E402
+from penstock.llm.models.linear import fp8_linear, in_fp8  # noqa: E402
 from penstock.llm.operations import Places  # noqa: E402
 
 TYPES = [torch.float16, torch.bfloat16]
@@ -44,8 +44,10 @@ def test_one_token_for_each_sequence(dtype, size, group, num_kv_heads, splits):
     lengths = [1, 2000, 63, 64, 65, 0, 777, 16, 128]
     case = a_case([(n, 1) for n in lengths], group, num_kv_heads, size, 16, dtype, "cuda")
     out = torch.full_like(case.queries, float("nan"))
-    sheet = case.sheet
-    paged_attention.attend_one(case.queries, case.paged, sheet[:, 1], sheet[:, 2], out, splits)
+    batch_table = case.batch_table
+    paged_attention.attend_one(
+        case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits
+    )
     assert relative(out, plain(case)) < 5e-3
 
 
@@ -68,7 +70,7 @@ def test_add_norm(dtype, num_rows, width):
     added, residual = torch.randn(2, num_rows, width, device="cuda", dtype=dtype)
     found, total = decoding.add_norm(added, residual, weight, 1e-5)
     assert torch.equal(total, added + residual)
-    assert relative(found, normed(total.double(), weight.double(), 1e-5)) < 5e-3
+    assert relative(found, rms_norm(total.double(), weight.double(), 1e-5)) < 5e-3
 
 
 @has_fp8
@@ -77,7 +79,7 @@ def test_what_products_take_in_e4m3():
     added, residual = torch.randn(2, 77, 4096, device="cuda", dtype=torch.bfloat16)
     scales = torch.full((77, 1), float("nan"), device="cuda")
     found, total = decoding.add_norm(added, residual, weight, 1e-5, scales)
-    assert relative(found.float() * scales, normed(total.float(), weight.float(), 1e-5)) < 4e-2
+    assert relative(found.float() * scales, rms_norm(total.float(), weight.float(), 1e-5)) < 4e-2
     x = torch.randn(77, 2 * 14336, device="cuda", dtype=torch.bfloat16)
     small = decoding.gate(x, scales)
     gate, up = x.double().chunk(2, 1)
@@ -89,7 +91,7 @@ def test_what_products_take_in_e4m3():
 def test_a_product_in_fp8(num_rows):
     x = torch.randn(num_rows, 1024, device="cuda", dtype=torch.bfloat16)
     weight = 0.02 * torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
-    found = fp8_product(weight, None)(in_fp8(x))
+    found = fp8_linear(weight, None)(in_fp8(x))
     assert found.dtype == torch.bfloat16
     assert relative(found, x.double() @ weight.double().t()) < 5e-2
 
@@ -98,9 +100,9 @@ def test_a_product_in_fp8(num_rows):
 @pytest.mark.parametrize(("dtype", "size", "group", "num_kv_heads"), HEADS[:3])
 def test_turn(dtype, size, group, num_kv_heads, has_norms):
     case = a_case([(9, 3), (0, 0), (20, 1), (90, 40)], group, num_kv_heads, size, 16, dtype, "cuda")
-    places = Places(case.sheet, 0, 1)
+    places = Places(case.batch_table, 0, 1)
     width = (group + 2) * num_kv_heads * size
-    qkv = torch.randn(len(case.sheet), width, device="cuda", dtype=dtype)
+    qkv = torch.randn(len(case.batch_table), width, device="cuda", dtype=dtype)
     norms = None
     if has_norms:
         norms = tuple(1 + 0.3 * torch.randn(2, size, device="cuda", dtype=dtype))
@@ -109,11 +111,11 @@ def test_turn(dtype, size, group, num_kv_heads, has_norms):
     host = a_case([(9, 3), (0, 0), (20, 1), (90, 40)], group, num_kv_heads, size, 16, dtype)
     wanted = qkv.cpu().clone()
     norms_there = None if norms is None else (norms[0].cpu(), norms[1].cpu())
-    there = Places(host.sheet, 0, 1)
-    operations.turn(wanted, host.paged, there, turns.cpu(), norms_there, 1e-5)
+    there = Places(host.batch_table, 0, 1)
+    operations.rope_to_cache(wanted, host.paged, there, turns.cpu(), norms_there, 1e-5)
     found = qkv.clone()
     decoding.turn(found, case.paged, turns, places.positions, places.rows, norms, 1e-5)
-    is_there = host.sheet[:, 1] >= 0
+    is_there = host.batch_table[:, 1] >= 0
     queries = group * num_kv_heads * size
     assert relative(found.cpu()[is_there][:, :queries], wanted[is_there][:, :queries]) < 5e-3
     for one, other in (

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.kernels import decoding  # noqa: E402
 from penstock.llm import operations  # noqa: E402
-from penstock.llm.models.decoder import normed  # noqa: E402
+from penstock.llm.models.decoder import rms_norm  # noqa: E402
 from penstock.llm.operations import Places  # noqa: E402
 
 
@@ -27,10 +27,10 @@ def test_add_norm(width, num_rows):
     added, residual = torch.randn(2, num_rows, width, dtype=torch.float16)
     found, total = decoding.add_norm(added, residual, weight, 1e-5)
     torch.testing.assert_close(total, added + residual)
-    torch.testing.assert_close(found, normed(added + residual, weight, 1e-5), atol=4e-3, rtol=0)
+    torch.testing.assert_close(found, rms_norm(added + residual, weight, 1e-5), atol=4e-3, rtol=0)
     found, total = decoding.add_norm(None, residual, weight, 1e-5)
     assert total is residual
-    torch.testing.assert_close(found, normed(residual, weight, 1e-5), atol=4e-3, rtol=0)
+    torch.testing.assert_close(found, rms_norm(residual, weight, 1e-5), atol=4e-3, rtol=0)
 
 
 def test_add_norm_in_e4m3():
@@ -39,7 +39,7 @@ def test_add_norm_in_e4m3():
     added, residual = torch.randn(2, 7, 96, dtype=torch.float16)
     scales = torch.full((7, 1), float("nan"))
     found, _ = decoding.add_norm(added, residual, weight, 1e-5, scales)
-    wanted = normed(added + residual, weight, 1e-5).float()
+    wanted = rms_norm(added + residual, weight, 1e-5).float()
     torch.testing.assert_close(scales, wanted.abs().amax(1, keepdim=True) / 448, rtol=1e-2, atol=0)
     assert float((found.float() * scales - wanted).norm() / wanted.norm()) < 0.15
 
@@ -50,7 +50,7 @@ def test_turn(group, num_kv_heads, has_norms):
     """A place without a token leaves everything as it was."""
     size = 16
     case = a_case([(9, 3), (0, 0), (20, 1)], group, num_kv_heads, size)
-    places = Places(case.sheet, 0, 1)
+    places = Places(case.batch_table, 0, 1)
     torch.manual_seed(1)
     num_heads = group * num_kv_heads
     qkv = torch.randn(5, (num_heads + 2 * num_kv_heads) * size, dtype=torch.float16)
@@ -58,13 +58,13 @@ def test_turn(group, num_kv_heads, has_norms):
     angles = torch.rand(30, size // 2) * 6
     turns = torch.stack([angles.cos(), angles.sin()], 1)
     wanted, kept = qkv.clone(), [case.paged.keys.clone(), case.paged.values.clone()]
-    operations.turn(wanted, case.paged, places, turns, norms, 1e-5)
+    operations.rope_to_cache(wanted, case.paged, places, turns, norms, 1e-5)
     wanted_kept = [case.paged.keys.clone(), case.paged.values.clone()]
     for target, before in zip((case.paged.keys, case.paged.values), kept, strict=True):
         target.copy_(before)
     found = qkv.clone()
     decoding.turn(found, case.paged, turns, places.positions, places.rows, norms, 1e-5)
-    is_there = case.sheet[:, 1] >= 0
+    is_there = case.batch_table[:, 1] >= 0
     queries = found[:, : num_heads * size]
     assert torch.equal(queries[~is_there], qkv[~is_there][:, : num_heads * size])
     close = {"atol": 4e-3, "rtol": 4e-3, "equal_nan": True}

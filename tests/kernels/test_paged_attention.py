@@ -24,8 +24,10 @@ GROUPS = [(1, 2), (3, 1), (4, 2)]
 def test_one_token_sees_its_own_sequence(group, num_kv_heads, size, splits):
     case = a_case([(70, 1), (1, 1), (0, 1), (131, 1)], group, num_kv_heads, size)
     out = torch.full_like(case.queries, float("nan"))
-    sheet = case.sheet
-    paged_attention.attend_one(case.queries, case.paged, sheet[:, 1], sheet[:, 2], out, splits)
+    batch_table = case.batch_table
+    paged_attention.attend_one(
+        case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits
+    )
     torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
 
 
@@ -45,8 +47,10 @@ def test_queries_may_lie_among_other_things():
     wide = torch.randn(2, 8, 16, dtype=torch.float16)
     wide[:, :4] = case.queries
     out = torch.empty_like(case.queries)
-    sheet = case.sheet
-    paged_attention.attend_one(wide[:, :4], case.paged, sheet[:, 1], sheet[:, 2], out, 1)
+    batch_table = case.batch_table
+    paged_attention.attend_one(
+        wide[:, :4], case.paged, batch_table[:, 1], batch_table[:, 2], out, 1
+    )
     torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
 
 
@@ -55,8 +59,10 @@ def test_large_scores_do_not_overflow():
     case.queries.mul_(60)
     out = torch.empty_like(case.queries)
     for splits in (1, 8):
-        sheet = case.sheet
-        paged_attention.attend_one(case.queries, case.paged, sheet[:, 1], sheet[:, 2], out, splits)
+        batch_table = case.batch_table
+        paged_attention.attend_one(
+            case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits
+        )
         torch.testing.assert_close(out.float(), plain(case), atol=2e-2, rtol=1e-2)
 
 

@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 
 import tiny_llm as tiny  # noqa: E402
 
-from penstock.llm.batched_attention import SHORTEST, Shelf, Shelves, row_length  # noqa: E402
+from penstock.llm.batched_attention import SHORTEST, KvBucket, KvBuckets, row_length  # noqa: E402
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
-from penstock.llm.scheduler import Chunk, Limits, Scheduler, Step  # noqa: E402
+from penstock.llm.scheduler import BatchStep, Chunk, Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
@@ -27,15 +27,15 @@ class Pair:
     def __init__(self, num_blocks, max_tokens=40, dtype=torch.float32):
         self.dtype = dtype
         self.caches = [Cache(SHAPE, num_blocks, SIZE, "cpu", dtype) for _ in range(2)]
-        self.shelves = Shelves(self.caches[0])
-        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), Limits(6, max_tokens, 400))
+        self.buckets = KvBuckets(self.caches[0])
+        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(6, max_tokens, 400))
         self.num_mixed = self.num_compared = 0
 
     def step(self):
         step = self.scheduler.plan()
         if not step.chunks:
             return
-        found = self.shelves.attention(step)
+        found = self.buckets.attention(step)
         wanted = PlainAttention(self.caches[1], spans_of(step, SIZE))
         for layer in range(SHAPE.num_layers):
             parts = [torch.randn(step.num_tokens, each, SHAPE.head_size) for each in HEADS]
@@ -77,7 +77,7 @@ def test_whatever_is_in_a_step_the_answers_are_the_plain_ones(num_blocks, dtype)
     while pair.scheduler.running or pair.scheduler.waiting:
         pair.step()
     assert pair.num_mixed > 3 and pair.num_compared > 100
-    assert pair.shelves.num_slots <= num_blocks * SIZE
+    assert pair.buckets.num_slots <= num_blocks * SIZE
     if num_blocks == 64:
         assert pair.scheduler.num_preemptions
 
@@ -98,7 +98,7 @@ def test_a_sequence_that_is_left_out_of_steps_is_looked_up_again():
 
 
 def one_token(sequence, start):
-    return Step([Chunk(sequence, start, 1, True, 0, [0, 1, 2, 3])])
+    return BatchStep([Chunk(sequence, start, 1, True, 0, [0, 1, 2, 3])])
 
 
 @pytest.mark.parametrize("start", [7, 10, 11])
@@ -107,17 +107,17 @@ def test_a_row_is_of_one_sequence_and_of_its_last_token(start, is_other):
     """Whoever has not computed the token before, or is another of the same number, is looked up in
     the cache, which has something else by then."""
     torch.manual_seed(0)
-    shelves = Shelves(Cache(SHAPE, 64, SIZE, "cpu", torch.float32))
+    buckets = KvBuckets(Cache(SHAPE, 64, SIZE, "cpu", torch.float32))
     sequence = Sequence(7, [3] * 16, SamplingParams(max_tokens=4))
     parts = [torch.randn(1, each, SHAPE.head_size) for each in HEADS]
-    shelves.attention(one_token(sequence, 10))(0, *parts)
-    for kept in (shelves.cache.keys, shelves.cache.values):
+    buckets.attention(one_token(sequence, 10))(0, *parts)
+    for kept in (buckets.cache.keys, buckets.cache.values):
         kept.normal_()
     step = one_token(
         Sequence(7, [3] * 16, SamplingParams(max_tokens=4)) if is_other else sequence, start
     )
-    found = shelves.attention(step)(0, *parts)
-    wanted = PlainAttention(shelves.cache, spans_of(step, SIZE))(0, *parts)
+    found = buckets.attention(step)(0, *parts)
+    wanted = PlainAttention(buckets.cache, spans_of(step, SIZE))(0, *parts)
     # It goes on where it was, by what it has.
     is_next = start == 11 and not is_other
     assert torch.allclose(found, wanted, atol=1e-5) != is_next
@@ -130,7 +130,7 @@ def test_those_that_come_have_the_rows_of_those_that_went():
         pair.scheduler.add(Sequence(number, [number] * 8, SamplingParams(max_tokens=4)))
         while pair.scheduler.running or pair.scheduler.waiting:
             pair.step()
-        sizes.add(pair.shelves.num_slots)
+        sizes.add(pair.buckets.num_slots)
     assert sizes == {SHORTEST}
 
 
@@ -144,12 +144,12 @@ def test_rows_are_at_most_half_as_long_again():
 def test_a_row_has_nothing_of_who_had_it_before():
     """No number there would make none of all others."""
     cache = Cache(SHAPE, 8, SIZE, "cpu", torch.float32)
-    shelf = Shelf(cache, SHORTEST)
-    shelf.grow(2)
-    for part in (shelf.keys, shelf.values):
+    bucket = KvBucket(cache, SHORTEST)
+    bucket.grow(2)
+    for part in (bucket.keys, bucket.values):
         part.fill_(float("nan"))
-    place = shelf.take(
+    place = bucket.take(
         Sequence(1, [1] * 7, SamplingParams(max_tokens=5)), 6, cache, torch.arange(6)
     )
-    for part in (shelf.keys, shelf.values):
+    for part in (bucket.keys, bucket.values):
         assert torch.equal(part[:, place], torch.zeros_like(part[:, place]))

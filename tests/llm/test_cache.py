@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: E402
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, bytes_of_block, spans_of  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
-from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
+from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
@@ -29,7 +29,7 @@ def test_chunks_of_several_sequences_see_their_own_past_and_nobody_else():
     """Whatever the chunks, each token's answer is that of attention over its own sequence."""
     torch.manual_seed(0)
     cache = Cache(SHAPE, 16, SIZE, "cpu", torch.float32)
-    scheduler = Scheduler(BlockPool(16, SIZE), Limits(4, 6, 64))
+    scheduler = Scheduler(BlockPool(16, SIZE), StepLimits(4, 6, 64))
     sequences = [
         Sequence(number, [number] * length, SamplingParams(max_tokens=1))
         for number, length in enumerate((9, 5, 1))

@@ -19,9 +19,9 @@ from penstock.llm.cuda_runner import CudaRunner, buckets  # noqa: E402
 from penstock.llm.engine import Engine  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
-from penstock.llm.pace import Pace  # noqa: E402
-from penstock.llm.runner import Runner  # noqa: E402
-from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
+from penstock.llm.pace import StepTimeModel  # noqa: E402
+from penstock.llm.runner import CpuRunner  # noqa: E402
+from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 from penstock.testing import FakeClock  # noqa: E402
 
@@ -39,14 +39,14 @@ class Model:
         self.gpu = FakeGpu()
 
     def engine(self, is_late=True, has_graphs=True, **limits) -> Engine:
-        limits = Limits(**{"max_sequences": 6, "max_tokens": 11, "max_length": 64, **limits})
+        limits = StepLimits(**{"max_sequences": 6, "max_tokens": 11, "max_length": 64, **limits})
         cache = Cache(self.decoder.shape, self.num_blocks, SIZE, "cpu", self.dtype)
         scheduler = Scheduler(BlockPool(self.num_blocks, SIZE), limits)
         if not is_late:
-            return Engine(scheduler, Runner(self.decoder, cache), Pace(), FakeClock())
+            return Engine(scheduler, CpuRunner(self.decoder, cache), StepTimeModel(), FakeClock())
         runner = CudaRunner(self.decoder, cache, self.gpu, limits, has_graphs=has_graphs)
         runner.prepare()
-        return Engine(scheduler, runner, Pace(), FakeClock(), num_ahead=runner.num_ahead)
+        return Engine(scheduler, runner, StepTimeModel(), FakeClock(), num_ahead=runner.num_ahead)
 
 
 def all_of(engine: Engine, due: list[GenerateRequest], chance: random.Random | None = None):

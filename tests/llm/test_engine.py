@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import PROBE_EVERY, Engine, Limits
+from penstock.llm.engine import PROBE_EVERY, Engine, QueueLimits
 from penstock.llm.messages import GenerateRequest
-from penstock.llm.pace import Pace, Targets, Work
-from penstock.llm.scheduler import Limits as StepLimits
-from penstock.llm.scheduler import Scheduler
+from penstock.llm.pace import StepTimeModel, StepWork, Targets
+from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.sampling_params import SamplingParams
 from penstock.testing import FakeClock
 
@@ -53,8 +52,8 @@ class FakeRunner:
 def an_engine(targets=None, num_blocks=64, limits=None) -> Engine:
     clock = FakeClock()
     scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(8, 16, 64))
-    pace = Pace(targets or Targets())
-    return Engine(scheduler, FakeRunner(clock), pace, clock, limits or Limits())
+    pace = StepTimeModel(targets or Targets())
+    return Engine(scheduler, FakeRunner(clock), pace, clock, limits or QueueLimits())
 
 
 def asked(number=1, prompt=(1, 2, 3), max_tokens=3, **options) -> GenerateRequest:
@@ -150,7 +149,7 @@ class TestRefusals:
         assert is_clean(engine)
 
     def test_a_queue_that_is_full(self):
-        engine = an_engine(limits=Limits(max_waiting=2))
+        engine = an_engine(limits=QueueLimits(max_waiting=2))
         engine.add(asked(1))
         engine.add(asked(2))
         with pytest.raises(Overloaded, match="2 requests wait already"):
@@ -163,7 +162,7 @@ class TestRefusals:
     def test_a_first_token_that_would_come_too_late(self):
         engine = an_engine(Targets(ttft_s=0.5))
         for number in range(1, 40):
-            engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+            engine.pace.add(StepWork(number * 10, 0), 0.01 + number * 0.1)
         engine.add(asked(1, prompt=range(40)))
         text = r"the first token would come after 0\.\d+ s"
         with pytest.raises(Overloaded, match=text) as caught:
@@ -176,7 +175,7 @@ class TestRefusals:
         """Whatever the load: to ask again would not help."""
         engine = an_engine(Targets(ttft_s=0.5))
         for number in range(1, 40):
-            engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+            engine.pace.add(StepWork(number * 10, 0), 0.01 + number * 0.1)
         engine.add(asked(1, prompt=range(40)))
         engine.give_up(1)
         text = r"60 tokens takes 0\.61 s until its first token, also on an idle server"
@@ -198,7 +197,7 @@ class TestRefusals:
         engine.add(asked(1, prompt=range(60), max_tokens=1))
         all_of(engine)
         for number in range(1, 6000):
-            engine.pace.add(Work(number % 40 * 10, 0), 0.01 + number % 40 * 0.1)
+            engine.pace.add(StepWork(number % 40 * 10, 0), 0.01 + number % 40 * 0.1)
         with pytest.raises(InvalidRequest, match="also on an idle server"):
             engine.add(asked(2, prompt=range(60), max_tokens=1, cache_salt="other"))
         engine.add(asked(3, prompt=range(60), max_tokens=1))
@@ -212,7 +211,7 @@ class TestRefusals:
             engine.scheduler.shares_prompts = is_shared
             engine.scheduler.limits = StepLimits(8, 32, 64)
             for number in range(1, 40):
-                engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+                engine.pace.add(StepWork(number * 10, 0), 0.01 + number * 0.1)
             engine.add(asked(1, prompt=range(30), max_tokens=1))
             try:
                 engine.add(asked(2, prompt=range(5), max_tokens=1))
@@ -231,7 +230,7 @@ class TestSeveralPrompts:
         engine.scheduler.limits = StepLimits(4, 16, 2000)
         engine.scheduler.pool = BlockPool(4000, SIZE)
         for number in range(1, 40):
-            engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+            engine.pace.add(StepWork(number * 10, 0), 0.01 + number * 0.1)
         return engine
 
     def together(self, count, begin=1, size=10):
@@ -280,7 +279,7 @@ class TestSeveralPrompts:
 def test_steps_hold_as_many_tokens_of_prompts_as_the_promise_allows():
     engine = an_engine(Targets(tpot_s=0.05))
     for number in range(1, 40):
-        engine.pace.add(Work(number * 10, number % 7), 0.01 + number * 0.1)
+        engine.pace.add(StepWork(number * 10, number % 7), 0.01 + number * 0.1)
     engine.add(asked(1, max_tokens=20))
     engine.step()
     engine.add(asked(2, prompt=range(40)))
@@ -341,7 +340,9 @@ class LateRunner:
 
 def late_engine(num_ahead, num_blocks=12) -> Engine:
     scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(4, 8, 64))
-    return Engine(scheduler, LateRunner(num_ahead), Pace(), FakeClock(), num_ahead=num_ahead)
+    return Engine(
+        scheduler, LateRunner(num_ahead), StepTimeModel(), FakeClock(), num_ahead=num_ahead
+    )
 
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=9)
@@ -394,7 +395,7 @@ def test_a_step_that_fails_ends_those_under_way_too():
 
 def test_who_would_wait_for_a_place_is_refused_in_time():
     """Few places, long texts: prompts are short, and nobody gets to them."""
-    engine = an_engine(Targets(ttft_s=0.5), limits=Limits(max_waiting=1000))
+    engine = an_engine(Targets(ttft_s=0.5), limits=QueueLimits(max_waiting=1000))
     engine.scheduler.limits = StepLimits(4, 16, 2000)
     engine.scheduler.pool = BlockPool(4000, SIZE)
     engine.add(asked(0, max_tokens=40))

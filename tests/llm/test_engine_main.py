@@ -42,7 +42,7 @@ class Core:
         return messages.decode_from_engine(self.sock.recv(1 << 20))
 
     def load(self, folder, **changes):
-        self.send(messages.Load(messages.VERSION, tiny.settings_of(folder, **changes)))
+        self.send(messages.LoadEngine(messages.VERSION, tiny.settings_of(folder, **changes)))
         return self.receive()
 
     def finish(self, number, num=1) -> list[list[int]]:
@@ -138,7 +138,7 @@ def test_what_cannot_run_is_refused(core, tmp_path, message, text, is_overload):
     core.load(tmp_path)
     core.send(message)
     refused = core.receive()
-    assert isinstance(refused, messages.Refused)
+    assert isinstance(refused, messages.RequestRefused)
     assert text in refused.reason and refused.is_overload == is_overload
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_loaded_is_told(core, tmp_path, changes, text):
 
 
 def test_a_core_of_another_version_is_told(core, tmp_path):
-    core.send(messages.Load(99, tiny.settings_of(tmp_path)))
+    core.send(messages.LoadEngine(99, tiny.settings_of(tmp_path)))
     assert "version 99" in core.receive().problems[0]
 
 
@@ -178,7 +178,7 @@ def test_in_a_process_of_its_own(tmp_path):
         assert isinstance(core.load(tmp_path), messages.Ready)
         core.send(generate(1, [9, 8, 7]))
         assert core.finish(1) == [tiny.continued(weights, tiny.CONFIG, [9, 8, 7], 6)]
-        core.send(messages.Stop())
+        core.send(messages.StopEngine())
         assert process.wait(60) == 0
     finally:
         process.kill()

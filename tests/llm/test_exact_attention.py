@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.llm.engine_main import load  # noqa: E402
 from penstock.llm.exact_attention import attend, attend_prompt, pad_length  # noqa: E402
-from penstock.llm.models.int4 import FixedRowsProduct  # noqa: E402
+from penstock.llm.models.int4 import FixedRowsLinear  # noqa: E402
 
 # Sizes that int4 takes.
 SIZES = {
@@ -79,12 +79,12 @@ def test_a_token_alone_is_bit_for_bit_what_it_is_in_a_prompt_and_in_a_batch(seed
 def test_a_product_of_odd_sizes_rounds_a_row_as_it_does_alone(num_threads):
     torch.set_num_threads(num_threads)
     try:
-        product = FixedRowsProduct(torch.randn(50, 24), torch.randn(50))
+        linear = FixedRowsLinear(torch.randn(50, 24), torch.randn(50))
         rows = torch.randn(41, 24)
-        whole = product(rows)
-        assert torch.allclose(whole, F.linear(rows, product.weight, product.bias), atol=1e-5)
+        whole = linear(rows)
+        assert torch.allclose(whole, F.linear(rows, linear.weight, linear.bias), atol=1e-5)
         for size in (1, 2, 3, 5, 8, 13, 40):
-            parts = [product(rows[n : n + size]) for n in range(0, 41, size)]
+            parts = [linear(rows[n : n + size]) for n in range(0, 41, size)]
             assert torch.equal(torch.cat(parts), whole)
     finally:
         torch.set_num_threads(1)

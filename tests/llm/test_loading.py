@@ -13,7 +13,7 @@ from penstock.llm import loading  # noqa: E402
 from penstock.llm.engine_main import load  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
-from penstock.llm.scheduler import Limits  # noqa: E402
+from penstock.llm.scheduler import StepLimits  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 EVEN = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
@@ -67,16 +67,16 @@ def test_int8_takes_any_size(tmp_path, config):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_what_cpus_multiply_in_is_not_for_gpus(tmp_path, dtype):
     tiny.write_folder(tmp_path)
-    with pytest.raises(ConfigError, match=f"dtype {dtype}: 'cuda:0' is no CPU"):
+    with pytest.raises(ConfigError, match=f"dtype {dtype} runs on CPUs only; on cuda:0 use"):
         loading.open_decoder(tiny.settings_of(tmp_path, dtype=dtype, device="cuda:0"))
 
 
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"hidden_size": 32, "intermediate_size": 64}, "6 of 8 products; 2 in float32"),
-        ({"hidden_size": 24}, "0 of 8 products; 8 in float32"),
-        ({"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}, "8 of 8 products"),
+        ({"hidden_size": 32, "intermediate_size": 64}, "6 of 8 linear layers; 2 in float32"),
+        ({"hidden_size": 24}, "0 of 8 linear layers; 8 in float32"),
+        ({"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}, "8 of 8 linear layers"),
     ],
     ids=["heads", "width", "all"],
 )
@@ -96,7 +96,9 @@ def test_weights_may_be_made_up_for_a_configuration(tmp_path):
 
 def test_a_step_needs_more_memory_the_more_it_holds():
     shape = llama.shape_of_config(tiny.CONFIG)
-    needed = [loading.step_bytes(shape, Limits(*each, 64)) for each in ((4, 16), (4, 32), (8, 32))]
+    needed = [
+        loading.step_bytes(shape, StepLimits(*each, 64)) for each in ((4, 16), (4, 32), (8, 32))
+    ]
     assert needed == sorted(set(needed))
 
 

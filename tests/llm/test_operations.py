@@ -1,4 +1,4 @@
-"""What lies between products, in plain torch; tests/kernels has the kernels beside it."""
+"""What lies between linear layers, in plain torch; tests/kernels has the kernels beside it."""
 
 import numpy as np
 import pytest
@@ -9,36 +9,36 @@ from paged_cases import a_case, plain  # noqa: E402
 
 from penstock.llm import operations  # noqa: E402
 from penstock.llm.cuda_runner import parameters_of  # noqa: E402
-from penstock.llm.models.products import Product, Small, fp8_product  # noqa: E402
+from penstock.llm.models.linear import Linear, Small, fp8_linear  # noqa: E402
 from penstock.llm.operations import KEY, Places  # noqa: E402
-from penstock.llm.sampling import STEPS, Row, sample  # noqa: E402
+from penstock.llm.sampling import STEPS, SamplingRow, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 
 def test_every_token_sees_its_sequence_up_to_itself():
     case = a_case([(30, 30), (17, 1), (0, 1), (9, 4)], 3, 2, 16, 4, torch.float32)
-    found = operations.attend(case.queries, case.paged, Places(case.sheet, 0, 1, case.lines))
+    found = operations.attend(case.queries, case.paged, Places(case.batch_table, 0, 1, case.lines))
     torch.testing.assert_close(found, plain(case), atol=1e-5, rtol=0)
 
 
 def test_tokens_that_only_the_device_knows():
-    sheet = torch.zeros(4, operations.NUM_COLUMNS, dtype=torch.int32)
-    sheet[:, operations.TOKEN] = torch.tensor([5, -1, 0, -1])
-    sheet[:, operations.ROW] = torch.tensor([0, 2, 1, 0])
+    batch_table = torch.zeros(4, operations.NUM_COLUMNS, dtype=torch.int32)
+    batch_table[:, operations.TOKEN] = torch.tensor([5, -1, 0, -1])
+    batch_table[:, operations.ROW] = torch.tensor([0, 2, 1, 0])
     last = torch.tensor([70, 71, 72], dtype=torch.int32)
-    assert operations.known(sheet, last).tolist() == [5, 72, 0, 70]
+    assert operations.known(batch_table, last).tolist() == [5, 72, 0, 70]
 
 
 def test_products_in_fp8_get_what_they_take():
     weight, x = torch.randn(16, 32), torch.randn(3, 32)
     norm = torch.ones(32)
-    for product, kind in (
-        (Product(weight, None), torch.Tensor),
-        (fp8_product(weight, None), Small),
+    for linear, kind in (
+        (Linear(weight, None), torch.Tensor),
+        (fp8_linear(weight, None), Small),
     ):
-        taken, total = operations.add_norm(x, x, norm, 1e-5, product)
+        taken, total = operations.add_norm(x, x, norm, 1e-5, linear)
         assert isinstance(taken, kind) and torch.equal(total, x + x)
-        assert isinstance(operations.gate(torch.cat([x, x], 1), product), kind)
+        assert isinstance(operations.gate(torch.cat([x, x], 1), linear), kind)
 
 
 def test_tokens_are_drawn_as_they_are_from_rows():
@@ -52,13 +52,13 @@ def test_tokens_are_drawn_as_they_are_from_rows():
     ]
     logits = torch.randn(5, 200)
     for position in range(20):
-        rows = [Row(each, position) for each in samplings]
-        sheet = np.zeros((5, operations.NUM_COLUMNS), np.int32)
-        sheet[:, KEY:] = [parameters_of(each) for each in samplings]
+        rows = [SamplingRow(each, position) for each in samplings]
+        batch_table = np.zeros((5, operations.NUM_COLUMNS), np.int32)
+        batch_table[:, KEY:] = [parameters_of(each) for each in samplings]
         moved = np.full(5, position, np.uint32) * np.uint32(STEPS[0])
-        sheet[:, KEY] += moved.view(np.int32)
-        sheet[:, operations.TARGET] = [4, 3, 2, 1, 0]
+        batch_table[:, KEY] += moved.view(np.int32)
+        batch_table[:, operations.TARGET] = [4, 3, 2, 1, 0]
         drawn, last = torch.zeros(5, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
-        operations.draw(logits, torch.from_numpy(sheet), drawn, last)
+        operations.sample_rows(logits, torch.from_numpy(batch_table), drawn, last)
         assert drawn.tolist() == sample(logits, rows).tokens.tolist()
         assert last.tolist() == [*reversed(drawn.tolist()), 0]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from penstock.llm.pace import MIN_CHUNK, MIN_STEPS, Pace, Targets, Work
+from penstock.llm.pace import MIN_CHUNK, MIN_STEPS, StepTimeModel, StepWork, Targets
 
 
-def took_s(work: Work, per_token_s=50e-6) -> float:
+def took_s(work: StepWork, per_token_s=50e-6) -> float:
     """A machine: 4 ms by itself, and so on."""
     own = 4e-3 + 30e-6 * work.num_generating + 2e-8 * work.num_context_tokens
     return own + per_token_s * work.num_prompt_tokens
@@ -17,14 +17,14 @@ def works(count, seed=0):
     for _ in range(count):
         num = int(draw.integers(0, 64))
         prompt = int(draw.integers(0, 512)) if draw.random() < 0.5 else 0
-        yield Work(prompt, num, num * int(draw.integers(1, 2000)))
+        yield StepWork(prompt, num, num * int(draw.integers(1, 2000)))
 
 
 NOTHING = Targets()
 
 
-def a_pace(targets=NOTHING, count=400, noise=0.0, **machine) -> Pace:
-    pace, draw = Pace(targets), np.random.default_rng(1)
+def a_pace(targets=NOTHING, count=400, noise=0.0, **machine) -> StepTimeModel:
+    pace, draw = StepTimeModel(targets), np.random.default_rng(1)
     for work in works(count):
         pace.add(work, took_s(work, **machine) * (1 + noise * draw.standard_normal()))
     return pace
@@ -41,31 +41,31 @@ def test_a_machine_that_became_slower_is_learnt_anew():
     pace = a_pace(count=1000)
     for work in works(2000, seed=3):
         pace.add(work, took_s(work, per_token_s=200e-6))
-    work = Work(500, 0)
+    work = StepWork(500, 0)
     assert pace.step_s(work) == pytest.approx(took_s(work, per_token_s=200e-6), rel=0.05)
 
 
 @pytest.mark.parametrize("prompt", [1, 100])
 def test_steps_that_are_always_the_same_stay_known(prompt):
     """What cannot be told apart must not be divided by."""
-    pace, draw = Pace(), np.random.default_rng(2)
+    pace, draw = StepTimeModel(), np.random.default_rng(2)
     for number in range(6000):
-        work = Work(prompt, 0) if number % 100 == 0 else Work(0, 1, prompt + number % 100)
+        work = StepWork(prompt, 0) if number % 100 == 0 else StepWork(0, 1, prompt + number % 100)
         pace.add(work, took_s(work) * (1 + 0.02 * draw.standard_normal()))
-    for work in (Work(prompt, 0), Work(0, 1, prompt + 50)):
+    for work in (StepWork(prompt, 0), StepWork(0, 1, prompt + 50)):
         assert pace.step_s(work) == pytest.approx(took_s(work), rel=0.1)
-    same = Pace()
+    same = StepTimeModel()
     for _ in range(12_000):
-        same.add(Work(1, 0), 0.1)
-    assert same.step_s(Work(1, 0)) == pytest.approx(0.1, rel=0.01)
+        same.add(StepWork(1, 0), 0.1)
+    assert same.step_s(StepWork(1, 0)) == pytest.approx(0.1, rel=0.01)
 
 
 def test_nothing_takes_less_than_no_time():
-    pace = Pace()
+    pace = StepTimeModel()
     # As if those who generate made it faster.
     for number in range(1, 100):
-        pace.add(Work(0, number), 0.01 / number)
-    assert pace.step_s(Work(0, 1000)) >= 0
+        pace.add(StepWork(0, number), 0.01 / number)
+    assert pace.step_s(StepWork(0, 1000)) >= 0
 
 
 def test_as_many_tokens_of_prompts_as_the_promise_allows():
@@ -89,14 +89,14 @@ def test_without_promise_or_knowledge_the_limit_counts():
 
 def test_the_first_token_is_behind_those_before_it():
     pace = a_pace()
-    alone = pace.first_token_s(0, 400, Work(0, 0))
+    alone = pace.first_token_s(0, 400, StepWork(0, 0))
     assert alone == pytest.approx(4e-3 + 400 * 50e-6, rel=0.01)
-    behind = pace.first_token_s(4000, 400, Work(0, 0))
+    behind = pace.first_token_s(4000, 400, StepWork(0, 0))
     assert behind == pytest.approx(4e-3 + 4400 * 50e-6, rel=0.01)
 
 
 def test_the_first_token_takes_many_steps_where_others_are_promised_theirs():
     pace = a_pace(Targets(tpot_s=10e-3))
-    running = Work(0, 32, 0)
+    running = StepWork(0, 32, 0)
     # 100 tokens a step of 10 ms.
     assert pace.first_token_s(0, 1000, running) == pytest.approx(0.1, rel=0.1)

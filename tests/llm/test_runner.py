@@ -13,8 +13,8 @@ from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
-from penstock.llm.runner import Runner  # noqa: E402
-from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
+from penstock.llm.runner import CpuRunner  # noqa: E402
+from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
@@ -30,9 +30,9 @@ class Model:
         decoder = Decoder(checkpoint.shape, checkpoint.weight, "cpu", torch.float32)
         checkpoint.close()
         cache = Cache(checkpoint.shape, num_blocks, SIZE, "cpu", torch.float32)
-        self.runner = Runner(decoder, cache)
+        self.runner = CpuRunner(decoder, cache)
         limits = {"max_sequences": 4, "max_tokens": 7, "max_length": 128, **limits}
-        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), Limits(**limits))
+        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(**limits))
 
     def step(self):
         step = self.scheduler.plan()

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.llm.sampling import Row, cut, gumbel, sample  # noqa: E402
+from penstock.llm.sampling import SamplingRow, cut, gumbel, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
@@ -15,7 +15,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
 
 def drawn(params: SamplingParams, num: int = 4000, logits=LOGITS) -> Counter:
     """How often each token comes, over as many positions."""
-    rows = [Row(params, position) for position in range(num)]
+    rows = [SamplingRow(params, position) for position in range(num)]
     return Counter(sample(logits.expand(num, -1), rows).tokens.tolist())
 
 
@@ -34,7 +34,7 @@ def test_tokens_come_as_often_as_they_are_likely(temperature):
 @pytest.mark.slow
 def test_noise_is_evenly_spread_over_many_tokens():
     """Of 50,000 that are all as likely none comes often, and neighbours have nothing in common."""
-    rows = [Row(SamplingParams(seed=9), position) for position in range(400)]
+    rows = [SamplingRow(SamplingParams(seed=9), position) for position in range(400)]
     tokens = sample(torch.zeros(400, 50_000), rows).tokens
     assert tokens.unique().numel() > 390
     noise = gumbel(rows[:2], 50_000, torch.device("cpu"))
@@ -51,8 +51,8 @@ def test_greedy_takes_the_most_likely(temperature):
 
 def test_what_is_banned_is_not_drawn():
     rows = [
-        Row(SamplingParams(temperature=0.0), 1, banned=(0, 1)),
-        Row(SamplingParams(temperature=0.0), 1),
+        SamplingRow(SamplingParams(temperature=0.0), 1, banned=(0, 1)),
+        SamplingRow(SamplingParams(temperature=0.0), 1),
     ]
     assert sample(LOGITS.expand(2, -1), rows).tokens.tolist() == [2, 0]
 
@@ -60,18 +60,18 @@ def test_what_is_banned_is_not_drawn():
 def test_a_seed_draws_the_same_whoever_else_is_there():
     torch.manual_seed(0)
     logits = torch.randn(6, 100)
-    rows = [Row(SamplingParams(seed=number, top_p=0.9), 7) for number in range(6)]
+    rows = [SamplingRow(SamplingParams(seed=number, top_p=0.9), 7) for number in range(6)]
     together = sample(logits, rows).tokens
     for place, row in enumerate(rows):
         assert sample(logits[place : place + 1], [row]).tokens[0] == together[place]
-    greedy = [Row(SamplingParams(temperature=0.0), 7), *rows[1:]]
+    greedy = [SamplingRow(SamplingParams(temperature=0.0), 7), *rows[1:]]
     assert sample(logits, greedy).tokens[1:].tolist() == together[1:].tolist()
 
 
 def test_other_seeds_and_positions_draw_others():
     logits = torch.zeros(1, 10_000)
     found = {
-        int(sample(logits, [Row(SamplingParams(seed=seed), position)]).tokens[0])
+        int(sample(logits, [SamplingRow(SamplingParams(seed=seed), position)]).tokens[0])
         for seed in (1, 2, 1 << 40, -5)
         for position in (1, 2, 3)
     }
@@ -126,7 +126,7 @@ def test_bias_makes_tokens_likely_or_impossible():
 
 def row_of(logits, **options) -> int:
     prompt, generated = options.pop("prompt", ()), options.pop("generated", ())
-    row = Row(SamplingParams(temperature=0.0, **options), 1, prompt, generated)
+    row = SamplingRow(SamplingParams(temperature=0.0, **options), 1, prompt, generated)
     return int(sample(torch.tensor([logits]), [row]).tokens[0])
 
 
@@ -146,7 +146,7 @@ def test_penalties():
 
 def test_logprobs_are_of_what_the_model_says():
     sampling = SamplingParams(temperature=0.5, top_k=1, logit_bias={4: 50.0}, num_logprobs=2)
-    found = sample(LOGITS[None], [Row(sampling, 3)])
+    found = sample(LOGITS[None], [SamplingRow(sampling, 3)])
     wanted = LOGITS.log_softmax(0)
     assert found.tokens.tolist() == [4]
     assert found.logprobs[0] == pytest.approx(float(wanted[4]))
@@ -156,11 +156,11 @@ def test_logprobs_are_of_what_the_model_says():
 
 def test_as_many_places_as_the_one_that_wants_most():
     samplings = [SamplingParams(num_logprobs=0), SamplingParams(num_logprobs=3), SamplingParams()]
-    found = sample(LOGITS.expand(3, -1), [Row(each, 1) for each in samplings])
+    found = sample(LOGITS.expand(3, -1), [SamplingRow(each, 1) for each in samplings])
     assert found.top_tokens.shape == (3, 3)
-    nobody = sample(LOGITS[None], [Row(SamplingParams(num_logprobs=0), 1)])
+    nobody = sample(LOGITS[None], [SamplingRow(SamplingParams(num_logprobs=0), 1)])
     assert nobody.logprobs is not None and nobody.top_tokens is None
-    assert sample(LOGITS[None], [Row(SamplingParams(), 1)]).logprobs is None
+    assert sample(LOGITS[None], [SamplingRow(SamplingParams(), 1)]).logprobs is None
 
 
 def test_logits_stay_as_they_were():
@@ -168,15 +168,15 @@ def test_logits_stay_as_they_were():
     sample(
         given,
         [
-            Row(SamplingParams(logit_bias={1: 5.0}, presence_penalty=1.0), 1, (), [0]),
-            Row(SamplingParams(), 1),
+            SamplingRow(SamplingParams(logit_bias={1: 5.0}, presence_penalty=1.0), 1, (), [0]),
+            SamplingRow(SamplingParams(), 1),
         ],
     )
     assert torch.equal(given, LOGITS.expand(2, -1))
 
 
 def test_half_precision_is_drawn_in_full():
-    row = Row(SamplingParams(seed=5), 11)
+    row = SamplingRow(SamplingParams(seed=5), 11)
     logits = torch.randn(1, 1000)
     half = logits.to(torch.bfloat16)
     assert sample(half, [row]).tokens == sample(half.float(), [row]).tokens

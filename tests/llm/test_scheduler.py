@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.llm.blocks import BlockPool
-from penstock.llm.scheduler import Limits, Scheduler, Step, fair_shares
+from penstock.llm.scheduler import BatchStep, Scheduler, StepLimits, fair_shares
 from penstock.llm.sequence import Sequence
 from penstock.sampling_params import SamplingParams
 
@@ -42,7 +42,7 @@ class Device:
     # As the device has them, before anybody was told.
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
-    def run(self, step: Step) -> list[int]:
+    def run(self, step: BatchStep) -> list[int]:
         sampled = []
         for chunk in step.chunks:
             sequence = chunk.sequence
@@ -61,7 +61,7 @@ class Device:
 
 
 def scheduler(num_blocks=64, max_sequences=8, max_tokens=16, max_length=256) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, SIZE), Limits(max_sequences, max_tokens, max_length))
+    return Scheduler(BlockPool(num_blocks, SIZE), StepLimits(max_sequences, max_tokens, max_length))
 
 
 def a_sequence(
@@ -72,11 +72,11 @@ def a_sequence(
     return Sequence(number, list(prompt), params, arrived, leader=leader, is_cached=is_cached)
 
 
-def counts(step: Step) -> dict[int, int]:
+def counts(step: BatchStep) -> dict[int, int]:
     return {chunk.sequence.id: chunk.count for chunk in step.chunks}
 
 
-def ran(planner: Scheduler, device: Device, num_steps: int = 1) -> Step:
+def ran(planner: Scheduler, device: Device, num_steps: int = 1) -> BatchStep:
     """The last of so many steps, each committed before the next."""
     for _ in range(num_steps):
         step = planner.plan()
@@ -353,7 +353,7 @@ def test_law_everybody_ends_with_what_it_would_have_generated_alone(
     due.sort(key=lambda each: each[0])
     everybody = [sequence for _, sequence in due]
     aborted: set[int] = set()
-    under_way: list[tuple[Step, list[int]]] = []
+    under_way: list[tuple[BatchStep, list[int]]] = []
     new: dict[int, list[int]] = {}
     for now in range(3000):
         while due and due[0][0] <= now:

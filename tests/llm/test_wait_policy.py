@@ -5,21 +5,21 @@ import os
 import pytest
 
 from penstock.llm import wait_policy
-from penstock.llm.wait_policy import SLEEP, SPIN, VARIABLE, Load, choose
+from penstock.llm.wait_policy import SLEEP, SPIN, VARIABLE, CpuLoad, choose
 
 
 @pytest.mark.parametrize(
     ("load", "num_threads", "expected"),
     [
-        (Load(2, 0.0), 2, SPIN),
-        (Load(2, 0.2), 2, SPIN),
-        (Load(2, 0.9), 2, SLEEP),
-        (Load(8, 3.0), 4, SPIN),
-        (Load(8, 5.0), 4, SLEEP),
+        (CpuLoad(2, 0.0), 2, SPIN),
+        (CpuLoad(2, 0.2), 2, SPIN),
+        (CpuLoad(2, 0.9), 2, SLEEP),
+        (CpuLoad(8, 3.0), 4, SPIN),
+        (CpuLoad(8, 5.0), 4, SLEEP),
         # One thread waits for nobody.
-        (Load(1, 3.0), 1, SPIN),
-        (Load(64, 0.0, quota=2.0), 64, SLEEP),
-        (Load(64, 0.0, quota=64.0), 64, SPIN),
+        (CpuLoad(1, 3.0), 1, SPIN),
+        (CpuLoad(64, 0.0, quota=2.0), 64, SLEEP),
+        (CpuLoad(64, 0.0, quota=64.0), 64, SPIN),
     ],
 )
 def test_threads_sleep_where_others_need_their_cores(load, num_threads, expected):
@@ -29,10 +29,10 @@ def test_threads_sleep_where_others_need_their_cores(load, num_threads, expected
 
 def test_it_is_set_unless_the_operator_has():
     environment: dict[str, str] = {}
-    told = wait_policy.apply(2, environment, lambda: Load(2, 1.5))
+    told = wait_policy.apply(2, environment, lambda: CpuLoad(2, 1.5))
     assert environment == {VARIABLE: SLEEP} and told == "PASSIVE (others use 1.50 of 2 cores)"
     environment = {VARIABLE: "ACTIVE"}
-    assert "set by" in wait_policy.apply(2, environment, lambda: Load(2, 1.5))
+    assert "set by" in wait_policy.apply(2, environment, lambda: CpuLoad(2, 1.5))
     assert environment == {VARIABLE: "ACTIVE"}
 
 

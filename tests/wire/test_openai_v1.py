@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest
 from penstock.wire import openai_v1 as openai
-from penstock.wire.openai_v1 import Choice, Head, TokenLogprob, Usage
+from penstock.wire.openai_v1 import AnswerChoice, ChunkHead, TokenLogprob, TokenUsage
 
-HEAD = Head("cmpl-1", 1700000000, "smol")
+HEAD = ChunkHead("cmpl-1", 1700000000, "smol")
 
 
 def body(**fields) -> bytes:
@@ -214,8 +214,8 @@ class TestAnswers:
     def test_a_completion(self):
         top = [(b"ab", -0.5), (b"c", -2.0)]
         logprobs = [TokenLogprob(b"ab", -0.5, top), TokenLogprob(b"d", -1.0, offset=2)]
-        choice = Choice(0, "abd", "length", logprobs)
-        found = json.loads(openai.completion(HEAD, [choice], Usage(3, 2, 1)))
+        choice = AnswerChoice(0, "abd", "length", logprobs)
+        found = json.loads(openai.completion(HEAD, [choice], TokenUsage(3, 2, 1)))
         assert (found["object"], found["id"], found["model"]) == (
             "text_completion",
             "cmpl-1",
@@ -236,13 +236,15 @@ class TestAnswers:
         }
 
     def test_a_prompts_first_token_has_no_logprob(self):
-        choice = Choice(0, "a", None, [TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf)])
+        choice = AnswerChoice(
+            0, "a", None, [TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf)]
+        )
         found = event(openai.completion_piece(HEAD, choice))
         assert found["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
 
     def test_a_chat(self):
-        choice = Choice(1, "ü", "stop", [TokenLogprob("ü".encode(), -0.5, [(b"x", -1.0)])])
-        found = json.loads(openai.chat(HEAD, [choice], Usage(1, 1)))
+        choice = AnswerChoice(1, "ü", "stop", [TokenLogprob("ü".encode(), -0.5, [(b"x", -1.0)])])
+        found = json.loads(openai.chat(HEAD, [choice], TokenUsage(1, 1)))
         (answer,) = found["choices"]
         assert answer["message"] == {"role": "assistant", "content": "ü", "refusal": None}
         (token,) = answer["logprobs"]["content"]
@@ -251,16 +253,16 @@ class TestAnswers:
     def test_pieces_of_a_chat(self):
         first = event(openai.chat_begin(HEAD, 0))["choices"][0]
         assert first["delta"]["role"] == "assistant" and first["finish_reason"] is None
-        piece = event(openai.chat_piece(HEAD, Choice(0, "a\nb", None)))
+        piece = event(openai.chat_piece(HEAD, AnswerChoice(0, "a\nb", None)))
         assert piece["object"] == "chat.completion.chunk"
         assert piece["choices"][0]["delta"] == {"content": "a\nb"}
-        last = event(openai.chat_piece(HEAD, Choice(0, "", "stop")))
+        last = event(openai.chat_piece(HEAD, AnswerChoice(0, "", "stop")))
         assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
-        usage = event(openai.chat_usage(HEAD, Usage(1, 2)))
+        usage = event(openai.chat_usage(HEAD, TokenUsage(1, 2)))
         assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 3
 
     def test_usage_of_a_stream_of_text(self):
-        found = event(openai.completion_usage(HEAD, Usage(1, 2)))
+        found = event(openai.completion_usage(HEAD, TokenUsage(1, 2)))
         assert found["choices"] == [] and found["usage"]["completion_tokens"] == 2
 
     def test_models_and_errors(self):
@@ -318,13 +320,13 @@ def test_stop_tokens_that_are_wrong_are_told(tokens, text):
 def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
     top = [(b"\xe6\x97", -0.1), (b"\xe6", -0.2), (b"a", -0.3), (b"a", -0.4), (b"b", -math.inf)]
     token = TokenLogprob(b"\xe6\x97", -0.1, top, offset=3)
-    choice = Choice(0, "x", "stop", [token])
-    told = json.loads(openai.completion(HEAD, [choice], Usage(1, 1)))["choices"][0]["logprobs"]
+    choice = AnswerChoice(0, "x", "stop", [token])
+    told = json.loads(openai.completion(HEAD, [choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
     assert told["tokens"] == [r"bytes:\xe6\x97"] and told["text_offset"] == [3]
     (found,) = told["top_logprobs"]
     expected = {r"bytes:\xe6\x97": -0.1, r"bytes:\xe6": -0.2, "a": -0.3, "b": -9999.0}
     assert list(found.items()) == list(expected.items())
-    found = json.loads(openai.chat(HEAD, [choice], Usage(1, 1)))["choices"][0]["logprobs"]
+    found = json.loads(openai.chat(HEAD, [choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
     assert found["content"][0]["bytes"] == [0xE6, 0x97]
     assert [each["bytes"] for each in found["content"][0]["top_logprobs"]][1] == [0xE6]
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm.models.int4 import int4_product
-from penstock.llm.models.int8 import int8_product
-from penstock.llm.models.products import AnyProduct, Product, fp8_product
-from penstock.llm.models.shape import Shape
+from penstock.llm.models.int4 import int4_linear
+from penstock.llm.models.int8 import int8_linear
+from penstock.llm.models.linear import AnyLinear, Linear, fp8_linear
+from penstock.llm.models.shape import DecoderShape
 
 Weights = Callable[[str], Tensor]
-MakeProduct = Callable[[Tensor, Tensor | None], AnyProduct]
-ON_CPU: Mapping[str, MakeProduct] = {"int8": int8_product, "int4": int4_product}
+MakeLinear = Callable[[Tensor, Tensor | None], AnyLinear]
+ON_CPU: Mapping[str, MakeLinear] = {"int8": int8_linear, "int4": int4_linear}
 EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -32,21 +32,21 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     first_norm: Tensor
-    qkv: AnyProduct
-    out: AnyProduct
+    qkv: AnyLinear
+    out: AnyLinear
     # For queries and for keys.
     head_norms: tuple[Tensor, Tensor] | None
     last_norm: Tensor
-    gate_up: AnyProduct
-    down: AnyProduct
+    gate_up: AnyLinear
+    down: AnyLinear
 
 
 class Decoder:
     def __init__(
         self,
-        shape: Shape,
+        shape: DecoderShape,
         weights: Weights,
         device: str,
         dtype: torch.dtype,
@@ -67,28 +67,28 @@ class Decoder:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         self.embeddings = placed(EMBEDDINGS)
-        product: MakeProduct = Product
+        linear: MakeLinear = Linear
         if is_fp8 or on_cpu:
-            product = fp8_product if is_fp8 else ON_CPU[on_cpu]
+            linear = fp8_linear if is_fp8 else ON_CPU[on_cpu]
         self.layers = [
-            _layer(shape, f"model.layers.{n}", placed, product) for n in range(shape.num_layers)
+            _layer(shape, f"model.layers.{n}", placed, linear) for n in range(shape.num_layers)
         ]
         self.norm = placed(NORM)
         head = self.embeddings if shape.is_tied else placed(HEAD)
-        of_logits: MakeProduct = int8_product if on_cpu else Product
+        of_logits: MakeLinear = int8_linear if on_cpu else Linear
         self._logits = of_logits(head, None)
         # Packed weights replace the original ones.
         self._head = None if on_cpu else head
-        self.turns = _turns(shape).to(self.device)
+        self.rope_table = _rope_table(shape).to(self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the final hidden states, [tokens, width], after the last RMSNorm."""
         x = F.embedding(tokens, self.embeddings)
-        turns = _widened(self.turns[positions])
+        rope_table = _widened(self.rope_table[positions])
         for number, layer in enumerate(self.layers):
-            x = x + self._attended(number, layer, x, turns, attend)
+            x = x + self._attended(number, layer, x, rope_table, attend)
             x = x + self._fed(layer, x)
-        return self._normed(x, self.norm)
+        return self._norm(x, self.norm)
 
     @property
     def head(self) -> Tensor:
@@ -100,29 +100,29 @@ class Decoder:
         return self._logits(hidden)
 
     def _attended(
-        self, number: int, layer: Layer, x: Tensor, turns: Tensor, attend: Attend
+        self, number: int, layer: DecoderLayer, x: Tensor, rope_table: Tensor, attend: Attend
     ) -> Tensor:
         shape = self.shape
-        heads = layer.qkv(self._normed(x, layer.first_norm))
+        heads = layer.qkv(self._norm(x, layer.first_norm))
         heads = heads.unflatten(1, (-1, shape.head_size))
         sizes = [shape.num_heads, shape.num_kv_heads]
         both, values = heads.split([sum(sizes), shape.num_kv_heads], 1)
         if layer.head_norms is not None:
             parts = zip(both.split(sizes, 1), layer.head_norms, strict=True)
-            both = torch.cat([self._normed(part, norm) for part, norm in parts], 1)
-        queries, keys = _turned(both, turns).split(sizes, 1)
+            both = torch.cat([self._norm(part, norm) for part, norm in parts], 1)
+        queries, keys = _fast_rope(both, rope_table).split(sizes, 1)
         mixed = attend(number, queries, keys, values)
         return layer.out(mixed.flatten(1))
 
-    def _fed(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._normed(x, layer.last_norm)).chunk(2, 1)
+    def _fed(self, layer: DecoderLayer, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._norm(x, layer.last_norm)).chunk(2, 1)
         return layer.down(F.silu(gate).mul_(up))
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return normed(x, weight, self.shape.epsilon)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.shape.epsilon)
 
 
-def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Apply RMSNorm in FP32, as the models were trained."""
     wide = x.float()
     wide = wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
@@ -130,21 +130,21 @@ def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _layer(
-    shape: Shape,
+    shape: DecoderShape,
     prefix: str,
     placed: Callable[..., Tensor],
-    product: MakeProduct,
-) -> Layer:
+    linear: MakeLinear,
+) -> DecoderLayer:
     attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     norms = None
     if shape.has_qk_norm:
         norms = tuple(placed(f"{prefix}.self_attn.{name}_norm.weight") for name in "qk")
 
-    def made(*parts: str, has_bias: bool = False) -> AnyProduct:
+    def made(*parts: str, has_bias: bool = False) -> AnyLinear:
         bias = placed(*(f"{part}.bias" for part in parts)) if has_bias else None
-        return product(placed(*(f"{part}.weight" for part in parts)), bias)
+        return linear(placed(*(f"{part}.weight" for part in parts)), bias)
 
-    return Layer(
+    return DecoderLayer(
         placed(f"{prefix}.input_layernorm.weight"),
         made(*attention, has_bias=shape.has_bias),
         made(f"{prefix}.self_attn.o_proj", has_bias=shape.has_bias),
@@ -155,36 +155,36 @@ def _layer(
     )
 
 
-def _turns(shape: Shape) -> Tensor:
+def _rope_table(shape: DecoderShape) -> Tensor:
     """Return the RoPE table [positions, 2, half a head]: cosines and sines."""
     frequencies = torch.tensor(shape.rope.frequencies(shape.head_size), dtype=torch.float64)
     angles = torch.arange(shape.max_length, dtype=torch.float64)[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()], 1).float()
 
 
-def turned(heads: Tensor, turns: Tensor) -> Tensor:
+def rope(heads: Tensor, rope_table: Tensor) -> Tensor:
     """Apply RoPE to [tokens, heads, size]; the two halves of a head form the pairs."""
-    cosines, sines = turns[:, :1], turns[:, 1:]
+    cosines, sines = rope_table[:, :1], rope_table[:, 1:]
     first, second = heads.float().chunk(2, 2)
     found = torch.cat([first * cosines - second * sines, second * cosines + first * sines], 2)
     return found.to(heads.dtype)
 
 
-def _widened(turns: Tensor) -> Tensor:
+def _widened(rope_table: Tensor) -> Tensor:
     """Expand the RoPE table from half heads to whole heads, once for all layers."""
-    cosines, sines = turns.unbind(1)
+    cosines, sines = rope_table.unbind(1)
     wide = torch.cat([cosines, cosines, -sines, sines], 1)
     return wide.unflatten(1, (2, -1))
 
 
-def _turned(heads: Tensor, turns: Tensor) -> Tensor:
-    """Like `turned`, in fewer operations."""
+def _fast_rope(heads: Tensor, rope_table: Tensor) -> Tensor:
+    """Like `rope`, in fewer operations."""
     wide = heads.float()
-    found = wide * turns[:, :1] + wide.roll(heads.shape[2] // 2, 2) * turns[:, 1:]
+    found = wide * rope_table[:, :1] + wide.roll(heads.shape[2] // 2, 2) * rope_table[:, 1:]
     return found.to(heads.dtype)
 
 
-def names(shape: Shape) -> Iterator[str]:
+def names(shape: DecoderShape) -> Iterator[str]:
     """Yield the names of all weights, as in files."""
     yield EMBEDDINGS
     yield NORM
@@ -194,7 +194,7 @@ def names(shape: Shape) -> Iterator[str]:
         yield from (f"model.layers.{number}.{name}" for name in sizes(shape))
 
 
-def sizes(shape: Shape) -> Mapping[str, tuple[int, ...]]:
+def sizes(shape: DecoderShape) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a layer's weights, by name."""
     width, queries = shape.width, shape.num_heads * shape.head_size
     keys = shape.num_kv_heads * shape.head_size

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.llm.exact_attention import ROWS
-from penstock.llm.models.products import AnyProduct, Small
+from penstock.llm.models.linear import AnyLinear, Small
 
 GROUP = 32
 # The number of channels must be a multiple of this.
@@ -29,7 +29,7 @@ SMALLEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Product:
+class Int4Linear:
     """x W^T + b, with FP32 inputs and outputs."""
 
     packed: Tensor
@@ -47,7 +47,7 @@ class Int4Product:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRowsProduct:
+class FixedRowsLinear:
     """x W^T + b in FP32, in matrices of `ROWS` rows: BLAS rounds differently for fewer rows, and
     the result of a token must not depend on the batch size."""
 
@@ -62,15 +62,15 @@ class FixedRowsProduct:
         return wide if self.bias is None else wide + self.bias
 
 
-def int4_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
+def int4_linear(weight: Tensor, bias: Tensor | None) -> AnyLinear:
     """Return a four-bit linear layer, or an FP32 one if torch does not take its size."""
     channels, width = weight.shape
     if channels % MULTIPLE or width % GROUP:
-        return FixedRowsProduct(weight, bias)
+        return FixedRowsLinear(weight, bias)
     numbers, scales, zeros = in_int4(weight)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
     both = torch.stack([scales, zeros], 2).transpose(0, 1).contiguous().bfloat16()
-    return Int4Product(packed, both, bias)
+    return Int4Linear(packed, both, bias)
 
 
 def in_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

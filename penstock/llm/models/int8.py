@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.config import CPU
 from penstock.errors import ConfigError
-from penstock.llm.models.products import AnyProduct, Small
+from penstock.llm.models.linear import AnyLinear, Small
 
 # Largest integers of weights and of inputs. Inputs have one bit less and are stored unsigned: CPUs
 # without VNNI add two products in 16 bits, and 2 x 127 x (63 + 64) fits.
@@ -32,7 +32,7 @@ RANGE_OF_INPUTS, FINER, LEAST = map(torch.tensor, (MOST_OF_INPUTS, FINER_BY, SMA
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Product:
+class Int8Linear:
     """x W^T + b, with FP32 inputs and outputs."""
 
     # Weights as torch packs them for this CPU, scales included.
@@ -50,7 +50,7 @@ class Int8Product:
         return found if self.bias is None else found.add_(self.bias)
 
 
-def int8_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
+def int8_linear(weight: Tensor, bias: Tensor | None) -> AnyLinear:
     ranges = weight.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
     whole = (weight * (MOST / ranges)).round().to(torch.int8)
     # Includes the inputs' constant divisor; their ranges are multiplied in at run time.
@@ -61,16 +61,17 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
         warnings.simplefilter("ignore")
         small = torch._make_per_channel_quantized_tensor(whole, scales, zeros, 0)
         packed = torch.ops.quantized.linear_prepack(small, None)
-    return Int8Product(packed, bias)
+    return Int8Linear(packed, bias)
 
 
 def check_int8(device: str, dtype: str = "int8") -> None:
     """Raise ConfigError if torch has no INT8 GEMM here. Also needed for INT4, whose logits are
     INT8."""
     if device != CPU:
-        raise ConfigError([f"dtype {dtype}: '{device}' is no CPU; expected another one there"])
+        text = f"dtype {dtype} runs on CPUs only; on {device} use bfloat16 or fp8"
+        raise ConfigError([text])
     try:
-        found = int8_product(torch.eye(2), None)(torch.tensor([[1.0, -0.5]]))
+        found = int8_linear(torch.eye(2), None)(torch.tensor([[1.0, -0.5]]))
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError([f"dtype {dtype}: torch cannot on this CPU: {reason}"]) from None

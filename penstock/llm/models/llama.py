@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.llm.models.shape import Reader, Rope, Shape, rope_of_config
+from penstock.llm.models.shape import DecoderShape, Reader, Rope, rope_of_config
 from penstock.types import Array
 
 NAME = "llama"
@@ -27,7 +27,7 @@ OF_LAYERS = {
 }
 
 
-def shape_of_config(values: Mapping[str, Any]) -> Shape:
+def shape_of_config(values: Mapping[str, Any]) -> DecoderShape:
     reader = Reader(values, LABEL)
     width, num_heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
     rope = rope_of_config(values, LABEL)
@@ -49,10 +49,10 @@ def shape_of_config(values: Mapping[str, Any]) -> Shape:
         if values.get(key, served) != served:
             reader.problems.append(f"{LABEL}: {key} is {values[key]!r}; expected {served!r}")
     reader.check()
-    return Shape(**sizes)
+    return DecoderShape(**sizes)
 
 
-def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
+def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> DecoderShape:
     reader = Reader(values, "GGUF")
     width, num_heads = (
         reader.whole(f"{prefix}.{key}") for key in ("embedding_length", "attention.head_count")
@@ -74,7 +74,7 @@ def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
         is_tied=True,
     )
     reader.check()
-    return Shape(**sizes)
+    return DecoderShape(**sizes)
 
 
 def _rope_of_gguf(reader: Reader, values: Mapping[str, Any], prefix: str) -> Rope:
@@ -87,7 +87,7 @@ def _rope_of_gguf(reader: Reader, values: Mapping[str, Any], prefix: str) -> Rop
     return Rope(theta)
 
 
-def from_gguf(name: str, values: Array, shape: Shape) -> Array:
+def from_gguf(name: str, values: Array, shape: DecoderShape) -> Array:
     """Return a weight in the decoder's layout: GGUF files of this family store RoPE pairs next to
     each other, the decoder half a head apart."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -96,7 +96,7 @@ def from_gguf(name: str, values: Array, shape: Shape) -> Array:
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-def gguf_names(shape: Shape) -> dict[str, str]:
+def gguf_names(shape: DecoderShape) -> dict[str, str]:
     names = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",

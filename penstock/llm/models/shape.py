@@ -50,7 +50,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     num_layers: int
     width: int
     num_heads: int

@@ -15,12 +15,12 @@ import numpy as np
 from penstock.errors import PenstockError
 from penstock.llm.engine import Engine
 from penstock.llm.engine_main import load
-from penstock.llm.messages import GenerateRequest, Logprobs, Settings, pack_tokens
+from penstock.llm.messages import EngineSettings, GenerateRequest, Logprobs, pack_tokens
 from penstock.sampling_params import SamplingParams
 
 
 class LikelihoodJob(msgspec.Struct):
-    settings: Settings
+    settings: EngineSettings
     # Tokens of each text.
     texts: list[list[int]]
     # Tokens to generate greedily and append to each text first.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config import CPU
-from penstock.llm.messages import Settings
+from penstock.llm.messages import EngineSettings
 from penstock.llm.settings import ON_CPUS, ON_GPUS
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.machine import Machine
@@ -44,7 +44,7 @@ def bits_of(dtype: str) -> int:
 
 
 def dtype_offers(
-    dtypes: Sequence[str], settings: Settings, machine: Machine, *, is_exhaustive: bool
+    dtypes: Sequence[str], settings: EngineSettings, machine: Machine, *, is_exhaustive: bool
 ) -> tuple[list[Offer], list[Skip]]:
     """Return the datatypes narrower than the original's, widest first; and those skipped because
     this device gains nothing from them."""
@@ -83,7 +83,7 @@ def tpot_limit_ms(slo: Slo | None) -> float | None:
     return min(limits) * 1e3 if limits else None
 
 
-def serving_offers(settings: Settings, slo: Slo | None) -> list[Knob]:
+def serving_offers(settings: EngineSettings, slo: Slo | None) -> list[Knob]:
     """Return pacing, step size and sequence count as knobs. A step holds at least one token of each
     sequence, so the bounds keep the two compatible."""
     found: list[Knob] = []

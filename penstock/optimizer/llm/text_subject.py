@@ -23,7 +23,7 @@ from penstock.serving.placement import place
 from penstock.system import devices
 
 if TYPE_CHECKING:
-    from penstock.llm.models.shape import Shape
+    from penstock.llm.models.shape import DecoderShape
 
 # Files beside the weights: configurations, tokenizers and templates.
 BESIDE = (".json", ".jinja", ".txt", ".model")
@@ -121,7 +121,7 @@ def _on_device(config: ModelConfig, device: str) -> ModelConfig:
     return config
 
 
-def _shape(path: str) -> Shape:
+def _shape(path: str) -> DecoderShape:
     """Return the model's shape; ConfigError if its family is not supported."""
     from penstock.llm.checkpoint import open_checkpoint
 

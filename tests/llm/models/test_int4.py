@@ -1,4 +1,4 @@
-"""Products with weights of four bits beside those that are not."""
+"""Linear layers with weights of four bits beside those that are not."""
 
 import pytest
 
@@ -6,10 +6,10 @@ torch = pytest.importorskip("torch")
 
 from penstock.llm.models.int4 import (  # noqa: E402
     GROUP,
-    FixedRowsProduct,
-    Int4Product,
+    FixedRowsLinear,
+    Int4Linear,
     in_int4,
-    int4_product,
+    int4_linear,
 )
 
 
@@ -32,11 +32,11 @@ def test_a_product_is_that_of_rounded_weights(num, channels, width, has_bias):
     x[:, 3] *= 100
     weight = torch.randn(channels, width) * torch.logspace(-3, 3, channels)[:, None]
     bias = torch.randn(channels) if has_bias else None
-    product = int4_product(weight, bias)
-    found = product(x)
+    linear = int4_linear(weight, bias)
+    found = linear(x)
     wanted = x.double() @ dense(*in_int4(weight)).double().t()
     wanted = wanted if bias is None else wanted + bias
-    assert isinstance(product, Int4Product) and found.dtype == torch.float32
+    assert isinstance(linear, Int4Linear) and found.dtype == torch.float32
     for one, other in zip(found, wanted, strict=True):
         assert relative(one, other) < 3e-2
     assert relative(dense(*in_int4(weight)), weight.double()) < 0.1
@@ -61,12 +61,12 @@ def test_groups_of_one_value_are_that_value():
     weight[:, :32] = 0
     torch.testing.assert_close(dense(*in_int4(weight)), weight)
     x = torch.ones(1, 64)
-    assert int4_product(weight, None)(x)[0].tolist() == pytest.approx([24.0] * 16)
+    assert int4_linear(weight, None)(x)[0].tolist() == pytest.approx([24.0] * 16)
 
 
 @pytest.mark.parametrize("size", [(16, 48), (24, 32), (7, 5)], ids=str)
 def test_sizes_that_torch_does_not_take_are_multiplied_as_they_are(size):
     weight, x = torch.randn(size), torch.randn(3, size[1])
-    product = int4_product(weight, None)
-    assert isinstance(product, FixedRowsProduct)
-    assert torch.allclose(product(x), x @ weight.t(), atol=1e-5)
+    linear = int4_linear(weight, None)
+    assert isinstance(linear, FixedRowsLinear)
+    assert torch.allclose(linear(x), x @ weight.t(), atol=1e-5)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock.errors import ConfigError  # noqa: E402
-from penstock.llm.models.int8 import check_int8, int8_product  # noqa: E402
+from penstock.llm.models.int8 import check_int8, int8_linear  # noqa: E402
 
 # Rows, channels, width: as models have them, and as none has.
 SIZES = [(1, 96, 64), (8, 192, 576), (1, 1, 1), (3, 7, 5), (5, 13, 33), (2, 50, 24), (130, 31, 100)]
@@ -30,7 +30,7 @@ def test_a_product_is_that_of_rounded_weights(size, has_bias):
     x = torch.randn(num, width) * torch.logspace(-3, 3, num)[:, None]
     weight = torch.randn(channels, width) * torch.logspace(-3, 3, channels)[:, None]
     bias = torch.randn(channels) if has_bias else None
-    found = int8_product(weight, bias)(x)
+    found = int8_linear(weight, bias)(x)
     wanted = x.double() @ rounded(weight).double().t()
     wanted = wanted if bias is None else wanted + bias
     assert found.dtype == torch.float32 and found.shape == (num, channels)
@@ -46,7 +46,7 @@ def test_values_that_are_much_larger_than_the_others_leave_them_as_they_are(fact
     x[:, 17] *= factor
     # Of channels that do not look at the large value, nothing covers what the others lose.
     weight[:, 17] = 0
-    found = int8_product(weight, None)(x)
+    found = int8_linear(weight, None)(x)
     wanted = x.double() @ rounded(weight).double().t()
     assert relative(found, wanted) < 1e-4 * factor
     scales = x.abs().amax(1, keepdim=True) / 63
@@ -58,24 +58,24 @@ def test_the_largest_sums_do_not_saturate():
     """Where two products are added in 16 bits, more bits of inputs would."""
     x, weight = torch.ones(2, 64), torch.ones(3, 64)
     x[1] = -1
-    assert int8_product(weight, None)(x).tolist() == [[64.0] * 3, [-64.0] * 3]
+    assert int8_linear(weight, None)(x).tolist() == [[64.0] * 3, [-64.0] * 3]
 
 
 def test_nothing_in_is_nothing_out():
-    product = int8_product(torch.tensor([[0.0, 0.0], [1.0, -2.0]]), None)
-    assert product(torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
-    assert product(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))[0].tolist() == [0.0, 0.0]
+    linear = int8_linear(torch.tensor([[0.0, 0.0], [1.0, -2.0]]), None)
+    assert linear(torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+    assert linear(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))[0].tolist() == [0.0, 0.0]
 
 
 def test_who_else_is_in_the_batch_changes_nothing():
     torch.manual_seed(2)
-    x, product = torch.randn(9, 64), int8_product(torch.randn(48, 64), None)
+    x, linear = torch.randn(9, 64), int8_linear(torch.randn(48, 64), None)
     x[4] *= 1e6
-    alone = torch.cat([product(x[place : place + 1]) for place in range(9)])
-    assert torch.equal(product(x), alone)
+    alone = torch.cat([linear(x[place : place + 1]) for place in range(9)])
+    assert torch.equal(linear(x), alone)
 
 
 def test_a_gpu_is_told_to_take_another():
-    with pytest.raises(ConfigError, match="'cuda:0' is no CPU"):
+    with pytest.raises(ConfigError, match="runs on CPUs only; on cuda:0 use"):
         check_int8("cuda:0")
     check_int8("cpu")

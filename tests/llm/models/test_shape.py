@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.llm.models.shape import Reader, Rope, Shape, rope_of_config
+from penstock.llm.models.shape import DecoderShape, Reader, Rope, rope_of_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -16,13 +16,13 @@ LLAMA3 = {
 }
 
 
-def a_shape(**changes) -> Shape:
+def a_shape(**changes) -> DecoderShape:
     sizes = {
         "num_layers": 2, "width": 8, "num_heads": 6, "num_kv_heads": 2, "head_size": 4,
         "inner": 16, "vocabulary": 10, "max_length": 32, "epsilon": 1e-5, "rope": Rope(),
         "is_tied": True,
     }  # fmt: skip
-    return Shape(**{**sizes, **changes})
+    return DecoderShape(**{**sizes, **changes})
 
 
 def test_groups_may_be_of_any_size_that_divides():

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from penstock.llm.messages import Settings
+from penstock.llm.messages import EngineSettings
 from penstock.llm.settings import DTYPES
 from penstock.optimizer.llm.text_steps import (
     bits_of,
@@ -18,7 +18,7 @@ from penstock.slo import parse
 
 PLAIN = Machine("cpu", 4, 1 << 30, ("avx2",))
 MODERN = msgspec.structs.replace(PLAIN, isa=("avx2", "avx512_bf16", "avx512_fp16"))
-CPU = Settings("p", "cpu", "float32", 4, 16, 0, 16, 256, 1000, 100)
+CPU = EngineSettings("p", "cpu", "float32", 4, 16, 0, 16, 256, 1000, 100)
 GPU = msgspec.structs.replace(CPU, device="cuda:0", dtype="bfloat16")
 ALL = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4")
 

@@ -24,14 +24,14 @@ class Small:
     scales: Tensor
 
 
-class AnyProduct(Protocol):
+class AnyLinear(Protocol):
     """Linear layer x W^T + b, for any weight type."""
 
     def __call__(self, x: Tensor | Small) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Linear:
     """x W^T + b."""
 
     weight: Tensor
@@ -43,7 +43,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Product:
+class Fp8Linear:
     """Linear layer in e4m3; `scales` are [1, channels]."""
 
     weight: Tensor
@@ -77,6 +77,6 @@ def in_fp8(x: Tensor) -> Small:
     return Small((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales)
 
 
-def fp8_product(weight: Tensor, bias: Tensor | None) -> Fp8Product:
+def fp8_linear(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
     small = in_fp8(weight)
-    return Fp8Product(small.values, small.scales.t().contiguous(), bias, weight.dtype)
+    return Fp8Linear(small.values, small.scales.t().contiguous(), bias, weight.dtype)

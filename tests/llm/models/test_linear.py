@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.llm.models.products import Product, fp8_product, in_fp8  # noqa: E402
+from penstock.llm.models.linear import Linear, fp8_linear, in_fp8  # noqa: E402
 
 
 def relative(found, wanted) -> float:
@@ -17,14 +17,14 @@ def test_a_product_in_fp8_is_close(has_bias):
     x = torch.randn(5, 64) * torch.logspace(-2, 2, 5)[:, None]
     weight = torch.randn(48, 64) * torch.logspace(-2, 2, 48)[:, None]
     bias = torch.randn(48) if has_bias else None
-    wanted = Product(weight, bias)(x)
-    product = fp8_product(weight, bias)
-    found = product(x)
-    assert found.dtype == torch.float32 and product.weight.dtype == torch.float8_e4m3fn
+    wanted = Linear(weight, bias)(x)
+    linear = fp8_linear(weight, bias)
+    found = linear(x)
+    assert found.dtype == torch.float32 and linear.weight.dtype == torch.float8_e4m3fn
     for one, other in zip(found, wanted, strict=True):
         assert relative(one, other) < 0.06
     # What is taken already is not taken again.
-    assert torch.equal(product(in_fp8(x)), found)
+    assert torch.equal(linear(in_fp8(x)), found)
 
 
 def test_rows_and_channels_have_scales_of_their_own():
