@@ -6,8 +6,6 @@ SwiGLU. The first and the last also in e4m3, with a scale per row, as input of a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -132,8 +130,12 @@ def _gate_to_e4m3(x, out, scales, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def add_norm(
-    added: Any, residual: Any, weight: Any, epsilon: float, scales: Any = None
-) -> tuple[Any, Any]:
+    added: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of the sum (of the residual without `added`), and the sum. With `scales`
     [rows, 1] the former is in e4m3, and its scales are stored there."""
     num_rows, width = residual.shape
@@ -151,7 +153,13 @@ def add_norm(
 
 
 def turn(
-    qkv: Any, paged: Paged, turns: Any, positions: Any, rows: Any, norms: Any, epsilon: float
+    qkv: torch.Tensor,
+    paged: Paged,
+    turns: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    epsilon: float,
 ) -> None:
     """Apply RoPE to qkv [tokens, queries, keys and values]: queries in place, keys and values to
     the sequence's KV blocks. `turns` [positions, 2, half a head] has cosines and sines; `norms` are
@@ -169,7 +177,7 @@ def turn(
     )  # fmt: skip
 
 
-def gate(x: Any, scales: Any = None) -> Any:
+def gate(x: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
     """Apply SwiGLU: [rows, gate and up] to SiLU(gate) times up. With `scales` [rows, 1] the result
     is in e4m3, and its scales are stored there."""
     num_rows, width = x.shape[0], x.shape[1] // 2

@@ -6,8 +6,6 @@ tensors with one value per row, so a CUDA graph can hold both.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -171,7 +169,13 @@ def _choose(
     tl.store(last + tl.load(rows + number * row_stride), token)
 
 
-def cut(logits: Any, temperatures: Any, most: Any, shares: Any, least: Any) -> Any:
+def cut(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    most: torch.Tensor,
+    shares: torch.Tensor,
+    least: torch.Tensor,
+) -> torch.Tensor:
     """Return for each row the lowest logit that may be sampled, by top_k in `most` (0: off), top_p
     in `shares` (1: off) and min_p in `least` (0: off). Tokens as likely as the last one stay too.
     Rows with temperature 0 are not cut."""
@@ -186,7 +190,13 @@ def cut(logits: Any, temperatures: Any, most: Any, shares: Any, least: Any) -> A
 
 
 def draw(
-    logits: Any, lowest: Any, temperatures: Any, keys: Any, drawn: Any, last: Any, rows: Any
+    logits: torch.Tensor,
+    lowest: torch.Tensor,
+    temperatures: torch.Tensor,
+    keys: torch.Tensor,
+    drawn: torch.Tensor,
+    last: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
     """Sample a token for each row into `drawn`, and into `last` at the row's target in `rows`. No
     noise at temperature 0."""

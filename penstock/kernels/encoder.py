@@ -5,8 +5,6 @@ with a scale per row. `packed_encoder` calls them and has the same in plain torc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -115,8 +113,12 @@ def _quantise_rows(
 
 
 def add_norm(
-    added: Any, residual: Any, norm: Any, inverse: Any = None, scales: Any = None
-) -> tuple[Any, Any]:
+    added: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.nn.LayerNorm,
+    inverse: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the LayerNorm (of the module `norm`) of the sum, and the same in e4m3: multiplied by
     `inverse`, or with a scale per row, which is stored in `scales`; None without either."""
     num_rows, width = added.shape
@@ -133,7 +135,9 @@ def add_norm(
     return out, small
 
 
-def gelu(x: Any, inverse: Any = None, *, is_fast: bool = False) -> Any:
+def gelu(
+    x: torch.Tensor, inverse: torch.Tensor | None = None, *, is_fast: bool = False
+) -> torch.Tensor:
     """Return GELU of each element; with `inverse`, multiplied by it and in e4m3. `is_fast` is the
     tanh form, for which the device has an instruction: up to 5e-4 away from the exact one, less
     than the rounding to e4m3 around 0.01 and above."""
@@ -146,7 +150,9 @@ def gelu(x: Any, inverse: Any = None, *, is_fast: bool = False) -> Any:
     return out
 
 
-def quantise_rows(x: Any, scales: Any, *, has_gelu: bool = False, is_fast: bool = False) -> Any:
+def quantise_rows(
+    x: torch.Tensor, scales: torch.Tensor, *, has_gelu: bool = False, is_fast: bool = False
+) -> torch.Tensor:
     """Quantise rows, or their GELU, to e4m3 by their largest values; scales are stored in
     `scales`."""
     assert x.is_contiguous()

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +45,7 @@ def _place(
     tl.store(line + 2, starts * 0 + end, mask=is_block)
 
 
-def lay_out(mask: Any, num_tokens: int, block: int) -> tuple[Any, Any]:
+def lay_out(mask: torch.Tensor, num_tokens: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return places and blocks of a mask [rows, length], as in `packed_encoder.Layout`."""
     num_rows, length = mask.shape
     device = mask.device

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import triton
@@ -189,7 +188,12 @@ def tokens_of_line(group: int) -> int:
 
 
 def attend_one(
-    queries: Any, paged: Paged, positions: Any, rows: Any, out: Any, splits: int
+    queries: torch.Tensor,
+    paged: Paged,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    splits: int,
 ) -> None:
     """Attend for queries [tokens, heads, size] with their positions (-1 for padding) and rows of
     the block table, into `out` of the same shape. Their keys and values are in the cache already.
@@ -220,7 +224,11 @@ def attend_one(
 
 
 def attend_many(
-    queries: Any, paged: Paged, lines: Any, out: Any, num_stages: int | None = None
+    queries: torch.Tensor,
+    paged: Paged,
+    lines: torch.Tensor,
+    out: torch.Tensor,
+    num_stages: int | None = None,
 ) -> None:
     """Attend for queries [tokens, heads, size]; `lines` [lines, 4] assign them to sequences. Their
     keys and values are in the cache already."""

@@ -6,7 +6,6 @@ calls it; `packed_encoder.padded_attention` is the same in plain torch.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -96,7 +95,9 @@ def _attend(
         tl.store(target, mixed.to(out.dtype.element_ty), mask=is_mine)
 
 
-def attend(qkv: Any, table: Any, num_heads: int, inverse: Any = None) -> Any:
+def attend(
+    qkv: torch.Tensor, table: torch.Tensor, num_heads: int, inverse: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attend within sequences: [tokens, 3 x width], queries, keys and values side by side, to
     [tokens, width]; with `inverse`, multiplied by it and in e4m3. Rows outside all blocks stay
     uninitialised."""
