@@ -11,7 +11,7 @@ from penstock.backends import CHOICES
 torch = pytest.importorskip("torch")
 convolution = pytest.importorskip("penstock.backends.torch_convolution")
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
-Geometry, nn = convolution.Geometry, torch.nn
+Geometry, nn = convolution.ConvGeometry, torch.nn
 # Of Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 torch = pytest.importorskip("torch")
 tracing = pytest.importorskip("penstock.backends.torch_tracing")
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
-Sample, nn = tracing.Sample, torch.nn
+Sample, nn = tracing.TraceInputs, torch.nn
 
 
 class Net(nn.Module):
