@@ -72,7 +72,7 @@ from rich.table import Table
 from penstock.errors import PenstockError
 from penstock.optimizer import journal
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.time_plan import SEARCH_S
 from penstock.repository import layout
 
@@ -152,7 +152,7 @@ def num_served(found: dict[str, Any]) -> int:
         record = json.loads(line)
         if record["kind"] not in SERVED:
             continue
-        for each in msgspec.convert(record.get("value", []), list[Served]):
+        for each in msgspec.convert(record.get("value", []), list[ServedMeasurement]):
             count += each.num_runs + (0 if each.max_rate is None else num_runs_of(each.curve))
     return count
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
-from penstock.serving.metrics import MetricFamily, ModelMetrics, histogram_lines, label_text
+from penstock.serving.metrics import ModelMetrics, ScrapeLines, histogram_lines, label_text
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
@@ -186,7 +186,7 @@ class TextMetrics:
 
     # Scrape.
 
-    def families(self) -> Sequence[MetricFamily]:
+    def families(self) -> Sequence[ScrapeLines]:
         return [*self._gauges(), *self._counters(), *self._distributions()]
 
     @property
@@ -194,7 +194,7 @@ class TextMetrics:
         model = self._model
         return {"model_name": model.name, "version": model.version, **model.tags}
 
-    def _gauges(self) -> list[MetricFamily]:
+    def _gauges(self) -> list[ScrapeLines]:
         return [
             self._one(
                 "num_requests_running", "Texts that steps compute", "gauge", self.num_running
@@ -208,7 +208,7 @@ class TextMetrics:
             ),
         ]
 
-    def _counters(self) -> list[MetricFamily]:
+    def _counters(self) -> list[ScrapeLines]:
         found = [
             self._one(name, text, "counter", value)
             for name, text, value in (
@@ -232,11 +232,11 @@ class TextMetrics:
             f"{name}{label_text(**self._labels, finished_reason=reason)} {count}"
             for reason, count in self.num_ended.items()
         ]
-        return [*found, MetricFamily(name, "Requests that ended, by why", "counter", lines)]
+        return [*found, ScrapeLines(name, "Requests that ended, by why", "counter", lines)]
 
-    def _distributions(self) -> list[MetricFamily]:
+    def _distributions(self) -> list[ScrapeLines]:
         return [
-            MetricFamily(
+            ScrapeLines(
                 name := PREFIX + short,
                 text,
                 "histogram",
@@ -266,6 +266,6 @@ class TextMetrics:
             )
         ]
 
-    def _one(self, short: str, text: str, kind: str, value: float) -> MetricFamily:
+    def _one(self, short: str, text: str, kind: str, value: float) -> ScrapeLines:
         name = PREFIX + short
-        return MetricFamily(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])
+        return ScrapeLines(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])

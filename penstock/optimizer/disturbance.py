@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock import units
 from penstock.benchmark.stats import Interval, Window
-from penstock.optimizer.results import Conditions, Served, Turn
+from penstock.optimizer.results import Conditions, ServedMeasurement, Turn
 
 # Units of SLO terms that depend on the machine's speed.
 TIMED = ("s", "%", "/s", "per million")
@@ -56,9 +56,9 @@ class BuildHistory:
     """One build: its final measurement, and everything else known about it."""
 
     name: str
-    served: Served
+    served: ServedMeasurement
     # Earlier measurements of the same build at the same load.
-    earlier: Sequence[Served] = ()
+    earlier: Sequence[ServedMeasurement] = ()
     predicted_rate: float | None = None
 
     @property
@@ -82,12 +82,12 @@ def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> 
     return list(dict.fromkeys(found))
 
 
-def _is_missed_in_time(served: Served) -> bool:
+def _is_missed_in_time(served: ServedMeasurement) -> bool:
     """Return whether a term is missed that a faster machine might keep."""
     return any(each.outcome == "missed" and each.unit in TIMED for each in served.verdicts)
 
 
-def is_close(served: Served) -> bool:
+def is_close(served: ServedMeasurement) -> bool:
     """Return whether chance may decide: a limit lies inside the measured confidence interval."""
     return any(
         each.measured is not None
@@ -207,14 +207,14 @@ def _drift(turns: Sequence[Turn], every: Sequence[Turn]) -> float:
     return max(last) / min(known) if last else 1.0
 
 
-def _may_be_kept(served: Served, factor: float, rate: float | None) -> bool:
+def _may_be_kept(served: ServedMeasurement, factor: float, rate: float | None) -> bool:
     """Return whether the SLO might be kept on a machine faster by this factor."""
     if rate is not None and served.throughput.value < KEPT_UP * rate:
         return served.throughput.value * factor * RATE_MARGIN >= rate
     return _excess(served) < factor**GROWTH
 
 
-def _excess(served: Served) -> float:
+def _excess(served: ServedMeasurement) -> float:
     """Return the worst latency as a multiple of its limit, without pauses of the machine."""
     calm = [turn.p99_calm_s for turn in served.turns if turn.p99_calm_s is not None]
     lowered = min(calm) / served.p99.value if calm and served.p99.value > 0 else 1.0
@@ -252,7 +252,7 @@ def prediction_gap(history: BuildHistory, rate: float | None) -> str:
 # The state of the machine.
 
 
-def disturbances(servings: Sequence[Served]) -> list[str]:
+def disturbances(servings: Sequence[ServedMeasurement]) -> list[str]:
     """Return signs of other load on the machine, one sentence each; empty without any."""
     turns = [turn for served in servings for turn in served.turns]
     if not turns:
@@ -277,7 +277,7 @@ def disturbances(servings: Sequence[Served]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _spread_text(served: Served) -> list[str]:
+def _spread_text(served: ServedMeasurement) -> list[str]:
     drift = _drift(served.turns, served.turns)
     if drift <= SLOWER:
         return []
@@ -285,7 +285,7 @@ def _spread_text(served: Served) -> list[str]:
     return [f"the speed of the machine changed by {drift:.2f}x between repetitions (p99 {p99s})"]
 
 
-def is_reusable(served: Served) -> bool:
+def is_reusable(served: ServedMeasurement) -> bool:
     """Return whether another run may reuse these figures from the journal."""
     return not served.disturbances and all(
         turn.conditions.foreign_cpu <= MAX_FOREIGN

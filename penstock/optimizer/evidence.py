@@ -15,7 +15,7 @@ from penstock.backends import GPU_MEMORY
 from penstock.errors import StorageFull
 from penstock.optimizer import disk
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.results import Optimization, Served
+from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.repository import layout, versions
 from penstock.repository import manifest as manifests
 
@@ -117,7 +117,7 @@ def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
     return plain
 
 
-def _measured(served: Served) -> dict[str, Any]:
+def _measured(served: ServedMeasurement) -> dict[str, Any]:
     found = msgspec.to_builtins(served, str_keys=True)
     found.pop("curve")
     assert isinstance(found, dict)

@@ -8,7 +8,7 @@ from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Served, Try
+from penstock.optimizer.results import ServedMeasurement, Try
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.simulate import TimeTable
 from penstock.profiling.results import Profile
@@ -57,7 +57,7 @@ class Finalist:
 
     contender: Contender
     build: Build
-    served: Served
+    served: ServedMeasurement
 
     @property
     def simplicity(self) -> int:
@@ -76,13 +76,13 @@ class Findings:
     finalists: list[Finalist] = field(default_factory=list)
     # The finalists by their key, each with its last measurement.
     served: dict[str, Finalist] = field(default_factory=dict)
-    original: Served | None = None
+    original: ServedMeasurement | None = None
     # Profile of the best candidate before quantisation: shows the bottleneck.
     profile: Profile | None = None
     # Key of the profiled candidate.
     profiled: str = ""
     # Proof measurements by key.
-    proofs: dict[str, Served] = field(default_factory=dict)
+    proofs: dict[str, ServedMeasurement] = field(default_factory=dict)
     is_interrupted: bool = False
     is_out_of_time: bool = False
     # Notes on what the time budget did not allow, one sentence each.
@@ -107,14 +107,14 @@ class Findings:
         assert plan.slo is not None
         return goals.is_within_reach(self.best.rate, plan.slo, plan.price_per_hour)
 
-    def add_served(self, contender: Contender, build: Build, served: Served) -> None:
+    def add_served(self, contender: Contender, build: Build, served: ServedMeasurement) -> None:
         """Add a measurement and rank the finalists again."""
         self.served[build.candidate.key] = Finalist(contender, build, served)
         pool = list(self.served.values())
         ranked = goals.order([one.served for one in pool], [one.simplicity for one in pool])
         self.finalists = [pool[index] for index in ranked]
 
-    def note_served(self, build: Build, served: Served, seconds: float) -> None:
+    def note_served(self, build: Build, served: ServedMeasurement, seconds: float) -> None:
         """Record a serving configuration as a try. If it was measured before, the last figures
         count, and the time of both. Its comparison is added once the choice is made."""
         if not build.candidate.steps:

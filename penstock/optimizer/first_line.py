@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from penstock import units
 from penstock.optimizer import outcomes, wording
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.results import Optimization, Served, Try, Verdict
+from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try
 from penstock.system.exit_codes import ExitCode
 
 EXIT_CODES = {
@@ -176,21 +176,21 @@ def _distance(refused: Judgement) -> tuple[bool, float]:
     return refused.num_needed is None, bound
 
 
-def _last(optimization: Optimization) -> Served | None:
+def _last(optimization: Optimization) -> ServedMeasurement | None:
     return optimization.after or optimization.before
 
 
-def _of(verdicts: Sequence[Verdict], outcome: str) -> list[Verdict]:
+def _of(verdicts: Sequence[TermVerdict], outcome: str) -> list[TermVerdict]:
     return [each for each in verdicts if each.outcome == outcome]
 
 
-def _terms(served: Served, outcome: str) -> str:
+def _terms(served: ServedMeasurement, outcome: str) -> str:
     """Return the terms with this outcome, and the load at which they were measured."""
     terms = [wording.term(each) for each in _of(served.verdicts, outcome)]
     return f"{', '.join(terms)} at {served.load}" if terms else ""
 
 
-def _measured(served: Served) -> str:
+def _measured(served: ServedMeasurement) -> str:
     """Return all terms of the SLO that were measured."""
     return "; ".join(filter(None, (_terms(served, "kept"), _terms(served, "missed"))))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock import units
 from penstock.benchmark.stats import Interval
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import ServedMeasurement
 from penstock.slo import Cost, Latency, Slo, Throughput
 
 # Predictions are off by this much and more; candidates this close to the goal are worth a served
@@ -46,7 +46,7 @@ def is_better(rate: float, than: float) -> bool:
     return rate > than * (1 + NOISE)
 
 
-def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
+def order(servings: Sequence[ServedMeasurement], simplicity: Sequence[int]) -> list[int]:
     """Return indices from best to worst: first by whether the SLO is kept, then by differences
     beyond chance, then by simplicity (a lower number is simpler)."""
     left = sorted(range(len(servings)), key=lambda index: simplicity[index])
@@ -61,12 +61,12 @@ def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
     return ranked
 
 
-def compare(one: Served, other: Served) -> int:
+def compare(one: ServedMeasurement, other: ServedMeasurement) -> int:
     """Return 1 if `one` is better beyond chance, -1 if `other` is, 0 if neither."""
     return _beats(one, other) - _beats(other, one)
 
 
-def _beats(one: Served, other: Served) -> bool:
+def _beats(one: ServedMeasurement, other: ServedMeasurement) -> bool:
     """Compare by goodput at the SLO's load first, then by highest rate."""
     if one.is_met != other.is_met:
         return one.is_met
@@ -85,7 +85,7 @@ def _beats(one: Served, other: Served) -> bool:
     return _is_below(one.p50, other.p50)
 
 
-def _has_rate(*servings: Served) -> bool:
+def _has_rate(*servings: ServedMeasurement) -> bool:
     """Return whether a rate was found for any of them."""
     rates = [each.max_rate for each in servings if each.max_rate is not None]
     return not all(math.isnan(rate.value) for rate in rates)
@@ -107,7 +107,7 @@ def _is_above(one: Interval, other: Interval) -> bool:
     return is_better(one.value, other.value) and (low > other.value or one.value > high)
 
 
-def binding(served: Served, slo: Slo, *, can_add_instances: bool) -> str:
+def binding(served: ServedMeasurement, slo: Slo, *, can_add_instances: bool) -> str:
     """Return the bottleneck, where most of a request's time goes: "compute (71 % of a request's 34
     ms)". More instances are advised only if some could be added."""
     total = sum(served.phases.values())

@@ -16,7 +16,7 @@ from penstock.optimizer.answer_source import HELD_OUT, AnswerSource
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.gpu_sessions import GpuProcesses, num_workers
 from penstock.optimizer.inspector import Inspector
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
@@ -87,11 +87,11 @@ class Measurements:
 
     # Served.
 
-    def serve(self, builds: Sequence[Build]) -> list[Served]:
+    def serve(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         """Measure at the SLO's load; several builds in turns."""
         run, plan = self._run, self._plan
 
-        def measure() -> list[Served]:
+        def measure() -> list[ServedMeasurement]:
             kept, limits = self._gpu.kept_servers(builds), self._limits()
             if len(builds) == 1:
                 return [served.measure(builds[0], plan, run.rows, run.tell, kept, limits)]
@@ -101,11 +101,11 @@ class Measurements:
         asked = run.required(builds[0], measure) if len(builds) == 1 else measure
         return self._remember("served", builds, asked)
 
-    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
+    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[ServedMeasurement]:
         """Measure at the SLO's load and up to the highest rate of each, in turns."""
         run = self._run
 
-        def measure() -> list[Served]:
+        def measure() -> list[ServedMeasurement]:
             kept, limits = self._gpu.kept_servers(builds), self._limits()
             limits = replace(limits, search_s=search_s)
             return served.with_rates(builds, self._plan, run.rows, run.tell, limits, kept)
@@ -115,7 +115,7 @@ class Measurements:
 
     def prove(
         self, builds: Sequence[Build], left_s: float | None, attempt: int = 0
-    ) -> list[Served]:
+    ) -> list[ServedMeasurement]:
         """Measure at the SLO's load and, if time allows, up to the highest rate of each, in turns.
         Each attempt is a separate measurement."""
         run, planned = self._run, self._run.budget.planned
@@ -124,7 +124,7 @@ class Measurements:
         has_time = left_s is None or (planned.has_rates and left_s > needed_s)
         limits = _limits_of(planned.num_rounds, SEARCH_S if has_time else 0.0, left_s)
 
-        def measure() -> list[Served]:
+        def measure() -> list[ServedMeasurement]:
             kept = self._gpu.kept_servers(builds)
             return served.prove(builds, self._plan, run.rows, run.tell, limits, kept)
 
@@ -167,9 +167,9 @@ class Measurements:
         self,
         kind: str,
         builds: Sequence[Build],
-        measure: Callable[[], list[Served]],
+        measure: Callable[[], list[ServedMeasurement]],
         suffix: str = "",
-    ) -> list[Served]:
+    ) -> list[ServedMeasurement]:
         """Measure with the machine otherwise idle, or take the figures from the journal, at the
         current price."""
         plan, level_s = self._run.plan, self._plan.duration_s
@@ -180,7 +180,7 @@ class Measurements:
         found = self._run.journal.remember(
             kind,
             " ".join(build.candidate.key for build in builds) + suffix,
-            list[Served],
+            list[ServedMeasurement],
             measure,
             passing=(PenstockError,),
             is_reusable=lambda servings: all(map(disturbance.is_reusable, servings)),

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Outcome, Served, Try
+from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.time_plan import CutOff
 
@@ -60,7 +60,9 @@ def mark_refused(
     return notes
 
 
-def settle_served(tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, Served]) -> None:
+def settle_served(
+    tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, ServedMeasurement]
+) -> None:
     """Set for every served candidate how it compares with the chosen one. `proofs` are by key."""
     own = try_of(tries, chosen.key)
     for each in tries:
@@ -72,7 +74,12 @@ def settle_served(tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, 
             _settle(each, own.served, proofs.get(chosen.key), proofs.get(each.candidate.key))
 
 
-def _settle(each: Try, chosen: Served, chosen_proof: Served | None, proof: Served | None) -> None:
+def _settle(
+    each: Try,
+    chosen: ServedMeasurement,
+    chosen_proof: ServedMeasurement | None,
+    proof: ServedMeasurement | None,
+) -> None:
     """Compare proof with proof and search with search. If the search had this candidate ahead of
     the chosen one, compare it with the proof of the chosen one."""
     assert each.served is not None
@@ -88,7 +95,7 @@ def _settle(each: Try, chosen: Served, chosen_proof: Served | None, proof: Serve
     each.reason = against(one, other) + end[(sign >= 0) + (sign > 0)]
 
 
-def against(one: Served, chosen: Served) -> str:
+def against(one: ServedMeasurement, chosen: ServedMeasurement) -> str:
     """Return the figures in which they differ: `92 % in time, the chosen one 100 %`."""
     shares = [f"{100 * each.goodput:.0f} %" for each in (one, chosen)]
     if shares[0] != shares[1]:
@@ -102,7 +109,7 @@ def against(one: Served, chosen: Served) -> str:
     return f"p99 {times[0]}, the chosen one {times[1]}"
 
 
-def _p99_text(served: Served) -> str:
+def _p99_text(served: ServedMeasurement) -> str:
     """Format p99, which is unknown if the server answers next to nothing."""
     value = served.p99.value
     return "unknown (too few answers)" if math.isnan(value) else f"{value * 1e3:.3g} ms"

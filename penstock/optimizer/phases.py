@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Phase, Served, Try
+from penstock.optimizer.results import Optimization, Phase, ServedMeasurement, Try
 
 ARROW = " → "
 AS_SERVED = "as served: "
@@ -69,7 +69,7 @@ class _Known:
             is_rate_predicted=served is not None and is_predicted,
         )
 
-    def _served(self, candidate: Candidate) -> Served | None:
+    def _served(self, candidate: Candidate) -> ServedMeasurement | None:
         """Return the proof of a candidate, else its figures of the search. An intermediate model
         counts as served in the best way that was measured; the chosen one has a separate bar for
         serving."""
@@ -89,7 +89,7 @@ class _Known:
         ]
         return ways[goals.order(ways, [0] * len(ways))[0]] if ways else None
 
-    def _rate(self, candidate: Candidate, served: Served | None) -> tuple[float, bool]:
+    def _rate(self, candidate: Candidate, served: ServedMeasurement | None) -> tuple[float, bool]:
         """Return the highest rate, and whether it is predicted. The search of a language model
         leaves the rate out if it finds none, which counts as 0."""
         if served is not None and served.max_rate is not None:
@@ -101,7 +101,9 @@ class _Known:
             return math.nan, False
         return own.predicted_rate, True
 
-    def _cost(self, served: Served | None, rate: float, *, is_predicted: bool) -> float | None:
+    def _cost(
+        self, served: ServedMeasurement | None, rate: float, *, is_predicted: bool
+    ) -> float | None:
         if served is not None and served.cost_per_million is not None and not is_predicted:
             return served.cost_per_million
         price = self.found.price_per_hour

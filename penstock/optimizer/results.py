@@ -28,7 +28,7 @@ AT_LEAST = ("/s", "%")
 FAR = 3.0
 
 
-class Verdict(msgspec.Struct):
+class TermVerdict(msgspec.Struct):
     """One term of the SLO and its measurement."""
 
     term: str  # "p99 < 20ms"
@@ -104,7 +104,7 @@ class Turn(msgspec.Struct):
     conditions: Conditions = Conditions()
 
 
-class Served(msgspec.Struct):
+class ServedMeasurement(msgspec.Struct):
     """Measurement through the real serving path, at the SLO's load."""
 
     load: str  # "200/s poisson"
@@ -112,7 +112,7 @@ class Served(msgspec.Struct):
     p99: Interval
     throughput: Interval
     goodput: float
-    verdicts: list[Verdict]
+    verdicts: list[TermVerdict]
     num_requests: int
     num_failed: int
     # Mean seconds of a request by phase: queue, compute input, compute, compute output, network and
@@ -164,7 +164,7 @@ class Try(msgspec.Struct):
     # Highest rate by simulation, with the serving configuration that gives it.
     predicted_rate: float | None = None
     predicted_shape: str = ""
-    served: Served | None = None
+    served: ServedMeasurement | None = None
     seconds: float = 0.0
     # Layers kept in float, with the accuracy regained and the time lost by each.
     fallback: list[FallbackLayer] = []
@@ -220,8 +220,8 @@ class Optimization(msgspec.Struct):
     skipped: list[Skip] = []
     chosen: Candidate | None = None
     # Original and chosen: measured alternately in one run if `is_proven`, else in the search.
-    before: Served | None = None
-    after: Served | None = None
+    before: ServedMeasurement | None = None
+    after: ServedMeasurement | None = None
     is_proven: bool = False
     held_out: Judgement | None = None
     phases: list[Phase] = []

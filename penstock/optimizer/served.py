@@ -39,7 +39,14 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.conditions import CpuMeter
 from penstock.optimizer.disturbance import MIN_CALM, calm_windows, is_void
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Conditions, Curve, Served, Streams, Turn, Verdict
+from penstock.optimizer.results import (
+    Conditions,
+    Curve,
+    ServedMeasurement,
+    Streams,
+    TermVerdict,
+    Turn,
+)
 from penstock.optimizer.simulate import fitted
 from penstock.optimizer.time_plan import (
     MIN_COST_SEARCH_S,
@@ -96,7 +103,7 @@ def measure(
     watch: Watch,
     servers: Servers | None = None,
     limits: MeasurementLimits = UNLIMITED,
-) -> Served:
+) -> ServedMeasurement:
     """Measure at the SLO's load. With a price and a cost term, also search for the highest rate."""
     with _stage([build], rows, servers, limits) as endpoints:
         (served,) = _measured(endpoints, plan, watch, replace(limits, num_rounds=1))
@@ -110,7 +117,7 @@ def measure_alternately(
     watch: Watch,
     servers: Servers | None = None,
     limits: MeasurementLimits = UNLIMITED,
-) -> list[Served]:
+) -> list[ServedMeasurement]:
     """Measure several in turns (A B A B), so that changes of the machine affect all of them."""
     with _stage(builds, rows, servers, limits) as endpoints:
         return _measured(endpoints, plan, watch, limits)
@@ -147,7 +154,7 @@ def with_rates(
     watch: Watch,
     limits: MeasurementLimits = UNLIMITED,
     servers: Servers | None = None,
-) -> list[Served]:
+) -> list[ServedMeasurement]:
     """Measure once at the SLO's load, then up to the highest rate of each, in turns. A search
     without time for another level ends with what it has."""
     with _stage(builds, rows, servers, limits) as endpoints:
@@ -162,7 +169,7 @@ def prove(
     watch: Watch,
     limits: MeasurementLimits = UNLIMITED,
     servers: Servers | None = None,
-) -> list[Served]:
+) -> list[ServedMeasurement]:
     """Measure at the SLO's load and up to the highest rate of each: with rates, costs and curves.
     Rates are left out if there is no time to search for them, unless the SLO limits cost."""
     shortest_s = MIN_COST_SEARCH_S if _has_cost(plan) else MIN_SEARCH_S
@@ -179,11 +186,11 @@ def _search_s(num_builds: int, limits: MeasurementLimits) -> float:
 
 def _rated(
     endpoints: Sequence[ServedEndpoint],
-    found: Sequence[Served],
+    found: Sequence[ServedMeasurement],
     plan: Plan,
     watch: Watch,
     search_s: float,
-) -> list[Served]:
+) -> list[ServedMeasurement]:
     rates = _max_rates(endpoints, plan, watch, search_s)
     return [
         msgspec.structs.replace(priced(each, rate, plan), curve=curve)
@@ -213,7 +220,7 @@ def _p99s(levels: Sequence[Level], metric: str) -> list[float]:
     return [] if all(map(math.isnan, found)) else found
 
 
-def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
+def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedMeasurement:
     """Add the highest rate, the cost of a million answers at it, and the verdict on that."""
     if plan.price_per_hour is None:
         return msgspec.structs.replace(served, max_rate=max_rate)
@@ -230,7 +237,7 @@ def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
     )
 
 
-def repriced(served: Served, plan: Plan) -> Served:
+def repriced(served: ServedMeasurement, plan: Plan) -> ServedMeasurement:
     """Recompute costs with the current price."""
     return served if served.max_rate is None else priced(served, served.max_rate, plan)
 
@@ -586,7 +593,7 @@ class ServedAccount:
 
 def _measured(
     endpoints: Sequence[ServedEndpoint], plan: Plan, watch: Watch, limits: MeasurementLimits
-) -> list[Served]:
+) -> list[ServedMeasurement]:
     found = _in_turns(endpoints, plan, watch, limits)
     if _has_cost(plan):
         search_s = max(MIN_COST_SEARCH_S, _search_s(len(endpoints), limits))
@@ -602,7 +609,7 @@ def _has_cost(plan: Plan) -> bool:
 
 def _in_turns(
     endpoints: Sequence[ServedEndpoint], plan: Plan, watch: Watch, limits: MeasurementLimits
-) -> list[Served]:
+) -> list[ServedMeasurement]:
     """Measure in rounds; those after the first are left out if there is no time for all builds."""
     load = load_of(plan.slo)
     accounts = [ServedAccount(each.build.config) for each in endpoints]
@@ -616,14 +623,14 @@ def _in_turns(
     return [served_of(account, load, plan) for account in accounts]
 
 
-def served_of(account: ServedAccount, load: Load, plan: Plan) -> Served:
+def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasurement:
     """Combine all rounds; intervals cover the spread between them."""
     windows = account.windows
     turns = [_turn(*each, plan) for each in account.rounds]
     num_due = sum(window.num_due for window in windows)
     num_executions = sum(each.num_executions for each in account.counters)
     num_inferences = sum(each.num_inferences for each in account.counters)
-    return Served(
+    return ServedMeasurement(
         load=pacer.label(load),
         p50=spread(stats.percentile_interval(windows, "latency", 50), [t.p50_s for t in turns]),
         p99=spread(stats.percentile_interval(windows, "latency", 99), [t.p99_s for t in turns]),
@@ -749,7 +756,9 @@ def _terms(plan: Plan) -> Sequence[Term]:
     return () if plan.slo is None else plan.slo.terms
 
 
-def _verdicts(rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan) -> list[Verdict]:
+def _verdicts(
+    rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan
+) -> list[TermVerdict]:
     if plan.slo is None:
         return []
     found = verdicts.measured([window for each in rounds for window in each], plan.slo)
@@ -763,10 +772,10 @@ def _verdicts(rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan)
     return [_verdict(term, found.get(term.name)) for term in plan.slo.terms]
 
 
-def _verdict(term: Term, measured: Interval | None) -> Verdict:
+def _verdict(term: Term, measured: Interval | None) -> TermVerdict:
     limit, unit = _limit(term)
     judged = verdicts.IntervalVerdict(term, measured)
-    return Verdict(str(term), judged.outcome, measured, limit, unit)
+    return TermVerdict(str(term), judged.outcome, measured, limit, unit)
 
 
 def _limit(term: Term) -> tuple[float, str]:

@@ -13,7 +13,7 @@ from penstock.optimizer.finalists import ServingSteps
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress_reporter import ProgressReporter, to_measure
-from penstock.optimizer.results import Served, Try
+from penstock.optimizer.results import ServedMeasurement, Try
 from penstock.optimizer.time_budget import TimeBudget
 
 # Time to search for the highest rate of one finalist.
@@ -87,13 +87,13 @@ class ServingRounds:
             )
         budget.enter(stage)
 
-    def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
+    def _serve_rated(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         return self.evaluator.measurements.with_rates(builds, RATE_S)
 
     def _serve(
         self,
         runners: Sequence[tuple[Contender, Build]],
-        serve: Callable[[Sequence[Build]], list[Served]],
+        serve: Callable[[Sequence[Build]], list[ServedMeasurement]],
     ) -> None:
         """Serve in turns, and add each with its share of the time. If that fails, serve one by one,
         so that only the failing one is lost."""

@@ -14,7 +14,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.phases import ARROW, AS_SERVED
-from penstock.optimizer.results import Optimization, Verdict
+from penstock.optimizer.results import Optimization, TermVerdict
 from penstock.profiling.results import NextStep
 
 # Losses from this number on mean that there is no bound.
@@ -144,7 +144,7 @@ def ratio(before: Interval | None, after: Interval | None) -> float | None:
     return after.value / before.value if is_known and before.value > 0 < after.value else None
 
 
-def term(found: Verdict) -> str:
+def term(found: TermVerdict) -> str:
     """Format `p99 12.1 ms (11.8-12.6) < 20 ms`."""
     return term_text(verdicts.IntervalVerdict(promises.parse(found.term).terms[0], found.measured))
 
@@ -156,7 +156,7 @@ def metric_of(optimization: Optimization) -> str:
     return named or optimization.accuracy_budget.partition(" ")[0]
 
 
-def excess(found: Verdict) -> float | None:
+def excess(found: TermVerdict) -> float | None:
     """Return how far a missed term is from its limit, as a share of the limit."""
     if found.measured is None or not math.isfinite(found.measured.value) or not found.limit:
         return None

@@ -11,7 +11,7 @@ from penstock import units
 from penstock.benchmark.stats import Interval
 from penstock.optimizer import wording
 from penstock.optimizer.first_line import is_original
-from penstock.optimizer.results import Optimization, Served
+from penstock.optimizer.results import Optimization, ServedMeasurement
 
 # Relative half-width of the interval given to figures without one.
 NEAR = 0.01
@@ -65,7 +65,7 @@ def has_after(optimization: Optimization) -> bool:
     return optimization.after is not None and not is_original(optimization)
 
 
-def keeps_up(served: Served) -> bool:
+def keeps_up(served: ServedMeasurement) -> bool:
     """Return whether the server keeps up with the arrivals. If not, queue and latency grow for as
     long as the run lasts, so its latencies are not comparable."""
     asked = float(match[0]) if (match := re.match(r"[0-9.]+(?=/s)", served.load)) else 0.0
@@ -76,7 +76,9 @@ def keeps_up(served: Served) -> bool:
     return not reached < KEPT_UP * asked
 
 
-def _measured_rows(before: Served | None, after: Served | None) -> Iterator[BeforeAfterRow]:
+def _measured_rows(
+    before: ServedMeasurement | None, after: ServedMeasurement | None
+) -> Iterator[BeforeAfterRow]:
     both = before, after
     rates = [None if each is None else each.max_rate for each in both]
     yield _row("highest rate", *map(_highest, rates))
@@ -93,7 +95,7 @@ def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Befo
 
 
 def _stream_rows(
-    before: Served | None, after: Served | None, *, is_overloaded: bool
+    before: ServedMeasurement | None, after: ServedMeasurement | None, *, is_overloaded: bool
 ) -> Iterator[BeforeAfterRow]:
     """Yield the rows of streamed answers."""
     both = [None if each is None else each.streams for each in (before, after)]
@@ -177,13 +179,13 @@ def _duration(measured: Interval | None) -> _Valued:
     return _Valued(FormattedValue(units.duration(measured.value), range_text), measured)
 
 
-def _goodput(served: Served | None) -> _Valued:
+def _goodput(served: ServedMeasurement | None) -> _Valued:
     if served is None or math.isnan(served.goodput):
         return UNKNOWN
     return _Valued(FormattedValue(f"{100 * served.goodput:.4g} %"), _exactly(served.goodput))
 
 
-def _cost(served: Served | None) -> _Valued:
+def _cost(served: ServedMeasurement | None) -> _Valued:
     """Return the cost; infinite if nothing can be answered in time."""
     if served is None or served.cost_per_million is None:
         return UNKNOWN
@@ -194,7 +196,7 @@ def _cost(served: Served | None) -> _Valued:
     return _Valued(FormattedValue(text), _exactly(served.cost_per_million))
 
 
-def _memory(served: Served | None) -> _Valued:
+def _memory(served: ServedMeasurement | None) -> _Valued:
     if served is None or not served.memory_bytes:
         return UNKNOWN
     return _Valued(FormattedValue(units.size(served.memory_bytes)), _exactly(served.memory_bytes))

@@ -15,7 +15,7 @@ from penstock import units
 from penstock.optimizer import outcomes, wording
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.first_line import chosen_try
-from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
+from penstock.optimizer.results import Curve, Optimization, Phase, ServedMeasurement, Try
 from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
 from penstock.report.plots import Axis, Limit, Plot, Series, Symbol
@@ -371,7 +371,9 @@ def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Se
 
 def _sides(optimization: Optimization) -> list[tuple[str, Curve, str]]:
     """Return the curves of the original and of the chosen candidate, as far as they exist."""
-    sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
+    sides: list[tuple[str, ServedMeasurement | None, str]] = [
+        ("original", optimization.before, BEFORE_COLOUR)
+    ]
     if has_after(optimization):
         sides.append(("chosen", optimization.after, AFTER_COLOUR))
     return [

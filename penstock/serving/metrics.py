@@ -99,7 +99,7 @@ class BatchStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class MetricFamily:
+class ScrapeLines:
     """One metric of one model, as lines of a scrape."""
 
     name: str
@@ -109,7 +109,7 @@ class MetricFamily:
 
 
 class Exposed(Protocol):
-    def families(self) -> Sequence[MetricFamily]: ...
+    def families(self) -> Sequence[ScrapeLines]: ...
 
 
 class ModelMetrics:
@@ -454,7 +454,7 @@ def histogram_lines(
 
 def _others(items: Sequence[Pending]) -> list[str]:
     """Render the models' own families; one shared by several models is written once."""
-    found: dict[str, list[MetricFamily]] = {}
+    found: dict[str, list[ScrapeLines]] = {}
     for item in items:
         if item.metrics.others is not None:
             for family in item.metrics.others.families():

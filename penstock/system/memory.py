@@ -10,22 +10,22 @@ import psutil
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MachineMemory:
     """Memory of the machine, or of the container if that has less, in bytes."""
 
     available: int
     total: int
 
 
-def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
+def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> MachineMemory:
     """Return the memory available to processes, including reclaimable page cache."""
     machine = psutil.virtual_memory()
     limit = _read_number(cgroups / "memory.max")
     used = _read_number(cgroups / "memory.current")
     if limit is None or used is None or limit >= machine.total:
-        return Memory(machine.available, machine.total)
+        return MachineMemory(machine.available, machine.total)
     used -= _read_field(cgroups / "memory.stat", "inactive_file") or 0
-    return Memory(min(machine.available, max(0, limit - used)), limit)
+    return MachineMemory(min(machine.available, max(0, limit - used)), limit)
 
 
 def read_oom_kills(

@@ -15,10 +15,10 @@ from penstock.optimizer.results import (
     Optimization,
     Outcome,
     Phase,
-    Served,
+    ServedMeasurement,
     Streams,
+    TermVerdict,
     Try,
-    Verdict,
 )
 from penstock.optimizer.simulate import TimeTable
 from penstock.profiling.results import (
@@ -119,9 +119,9 @@ def times(first_s: float = 0.004) -> TimeTable:
     return TimeTable(2, 1, {32: seconds, 128: {rows: 3 * s for rows, s in seconds.items()}})
 
 
-def verdict(p99: Interval, limit_s: float = 0.02) -> Verdict:
+def verdict(p99: Interval, limit_s: float = 0.02) -> TermVerdict:
     outcome = "kept" if p99.value < limit_s else "missed"
-    return Verdict("p99 < 20ms", outcome, p99, limit_s, "s")
+    return TermVerdict("p99 < 20ms", outcome, p99, limit_s, "s")
 
 
 def curve(max_rate: float, floor_s: float) -> Curve:
@@ -136,10 +136,10 @@ def curve(max_rate: float, floor_s: float) -> Curve:
     )
 
 
-def served(p99_s: float, max_rate: float, memory_mib: int) -> Served:
+def served(p99_s: float, max_rate: float, memory_mib: int) -> ServedMeasurement:
     p99 = around(p99_s)
     compute_s = 0.35 * min(p99_s, 0.05)
-    return Served(
+    return ServedMeasurement(
         load="200/s poisson",
         p50=around(0.45 * p99_s, 0.01),
         p99=p99,
@@ -414,7 +414,7 @@ def unknown_figures() -> Optimization:
     endless = Interval(math.inf, math.inf, math.inf)
     found.before.p50 = found.before.p99 = endless
     found.before.max_rate = Interval(0.0, 0.0, 0.0)
-    found.before.verdicts = [Verdict("p99 < 20ms", "missed", endless, 0.02, "s")]
+    found.before.verdicts = [TermVerdict("p99 < 20ms", "missed", endless, 0.02, "s")]
     found.before.curve = Curve([50.0, 100.0], [20.0, 20.0], [math.inf] * 2, [math.nan] * 2)
     found.before.cost_per_million = math.inf
     found.phases[0] = Phase("original", math.inf, 0.0, math.nan, math.inf, True)
@@ -426,7 +426,7 @@ DTYPE = Step("dtype", {"dtype": "bfloat16"})
 PACE = Step("pace", {"tpot_ms": "100"})
 
 
-def served_text(rate: float, tpot_s: float) -> Served:
+def served_text(rate: float, tpot_s: float) -> ServedMeasurement:
     """Answers in pieces; how long a request was in which phase nobody knows."""
     ttft, tpot = around(3 * tpot_s), around(tpot_s)
     rates = [0.5 * rate, rate, 2 * rate]
@@ -438,15 +438,15 @@ def served_text(rate: float, tpot_s: float) -> Served:
         ttft_p99_s=[2 * tpot_s, 3 * tpot_s, 9 * tpot_s],
         tpot_p99_s=[0.8 * tpot_s, tpot_s, 4 * tpot_s],
     )
-    return Served(
+    return ServedMeasurement(
         load="2/s poisson",
         p50=around(20 * tpot_s),
         p99=around(30 * tpot_s),
         throughput=around(2.0),
         goodput=1.0 if tpot_s < 0.1 else 0.7,
         verdicts=[
-            Verdict("p99 ttft < 500ms", "kept", ttft, 0.5, "s"),
-            Verdict("p99 tpot < 100ms", "kept" if tpot_s < 0.1 else "missed", tpot, 0.1, "s"),
+            TermVerdict("p99 ttft < 500ms", "kept", ttft, 0.5, "s"),
+            TermVerdict("p99 tpot < 100ms", "kept" if tpot_s < 0.1 else "missed", tpot, 0.1, "s"),
         ],
         num_requests=40,
         num_failed=0,

@@ -28,7 +28,7 @@ from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Conditions, Optimization, Served, Try
+from penstock.optimizer.results import Conditions, Optimization, ServedMeasurement, Try
 from penstock.slo import parse
 from penstock.types import Array
 
@@ -242,7 +242,9 @@ class SimulatedLab:
         self.servers = servers
         self.num_proofs = 0
 
-    def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+    def prove(
+        self, builds: Sequence[Build], left_s: float | None, attempt: int
+    ) -> list[ServedMeasurement]:
         self.num_proofs += 1
         servers: Any = self.servers
         return served.prove(builds, self.plan, [], lambda doing: None, servers=servers)

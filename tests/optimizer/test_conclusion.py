@@ -26,7 +26,7 @@ from penstock.optimizer.first_line import (
     headline,
 )
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Optimization, Served, Try, Verdict
+from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 from penstock.system.exit_codes import ExitCode
@@ -38,13 +38,13 @@ def near(value: float) -> Interval:
     return Interval(value, value * 0.99, value * 1.01)
 
 
-def served(goodput: float) -> Served:
+def served(goodput: float) -> ServedMeasurement:
     """In time for so many; all of them keep the SLO."""
     p99_s = 0.02 if goodput == 1.0 else 0.2
     outcome = "kept" if goodput == 1.0 else "missed"
-    verdict = Verdict("p99 < 50ms", outcome, near(p99_s), 0.05, "s")
+    verdict = TermVerdict("p99 < 50ms", outcome, near(p99_s), 0.05, "s")
     throughput = near(200 * goodput)
-    return Served(
+    return ServedMeasurement(
         "200/s", near(0.01), near(p99_s), throughput, goodput, [verdict], 100, 0, {}, 1.0, 0
     )
 
@@ -90,7 +90,9 @@ class MadeLab:
         self.of_original = original
         self.proven: list[str] = []
 
-    def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+    def prove(
+        self, builds: Sequence[Build], left_s: float | None, attempt: int
+    ) -> list[ServedMeasurement]:
         name = builds[-1].candidate.steps[-1].pass_name if builds[-1].candidate.steps else ""
         self.proven.append(name)
         goodput = self.proofs[name]
@@ -288,14 +290,14 @@ def test_what_the_held_out_part_refused_is_no_longer_told_as_kept() -> None:
 # A proof that contradicts itself.
 
 
-def with_rate(found: Served, max_rate: float) -> Served:
+def with_rate(found: ServedMeasurement, max_rate: float) -> ServedMeasurement:
     return msgspec.structs.replace(found, max_rate=near(max_rate))
 
 
 class DoubtfulLab(MadeLab):
     """Each attempt is told; its journal says what is forgotten."""
 
-    def __init__(self, attempts: Sequence[tuple[Served, Served]]) -> None:
+    def __init__(self, attempts: Sequence[tuple[ServedMeasurement, ServedMeasurement]]) -> None:
         super().__init__({})
         self.attempts = attempts
         self.forgotten: list[str] = []
@@ -304,7 +306,9 @@ class DoubtfulLab(MadeLab):
             path=Path("work/journal.jsonl"), forget=self.forgotten.extend
         )
 
-    def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+    def prove(
+        self, builds: Sequence[Build], left_s: float | None, attempt: int
+    ) -> list[ServedMeasurement]:
         assert attempt == self.num_attempts
         self.num_attempts += 1
         return list(self.attempts[attempt])
@@ -350,7 +354,9 @@ class TestInterrupted:
     def test_during_the_proof_the_choice_is_kept_with_the_figures_of_the_search(self) -> None:
         lab = MadeLab({})
 
-        def interrupt(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+        def interrupt(
+            builds: Sequence[Build], left_s: float | None, attempt: int
+        ) -> list[ServedMeasurement]:
             raise KeyboardInterrupt
 
         lab.prove = interrupt  # type: ignore[method-assign]
@@ -367,7 +373,9 @@ class TestInterrupted:
         lab = MadeLab({})
         said: list[str] = []
 
-        def interrupt(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+        def interrupt(
+            builds: Sequence[Build], left_s: float | None, attempt: int
+        ) -> list[ServedMeasurement]:
             raise KeyboardInterrupt
 
         lab.prove = interrupt  # type: ignore[method-assign]
@@ -415,7 +423,9 @@ def test_a_proof_that_fails_is_no_kept_slo() -> None:
 def test_a_proof_that_the_budget_cuts_off_has_not_failed() -> None:
     lab = MadeLab({})
 
-    def cut_off(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+    def cut_off(
+        builds: Sequence[Build], left_s: float | None, attempt: int
+    ) -> list[ServedMeasurement]:
         raise CutOff("not ready after 5 s")
 
     lab.prove = cut_off  # type: ignore[method-assign]

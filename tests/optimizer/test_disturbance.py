@@ -20,7 +20,7 @@ from penstock.optimizer.disturbance import (
     original_doubts,
     prediction_gap,
 )
-from penstock.optimizer.results import Conditions, Served, Turn, Verdict
+from penstock.optimizer.results import Conditions, ServedMeasurement, TermVerdict, Turn
 
 RATE, LIMIT_S = 300.0, 0.05
 QUIET = Conditions(own_cpu=0.4, speed_s=1e-3, load_average=0.8, num_cores=2)
@@ -38,26 +38,28 @@ def turn(p99_s: float, conditions: Conditions = QUIET, **more: object) -> Turn:
 
 def served(
     *turns: Turn, max_rate: float | None = None, throughput: float = RATE, share: float = 0.02
-) -> Served:
+) -> ServedMeasurement:
     p99_s = float(np.mean([each.p99_s for each in turns]))
     outcome = "kept" if p99_s < LIMIT_S else "missed"
-    verdict = Verdict("p99 < 50ms", outcome, near(p99_s, share), LIMIT_S, "s")
+    verdict = TermVerdict("p99 < 50ms", outcome, near(p99_s, share), LIMIT_S, "s")
     goodput = 1.0 if outcome == "kept" else 0.5
-    found = Served(
+    found = ServedMeasurement(
         "300/s", near(0.01), near(p99_s), near(throughput), goodput, [verdict], 900, 0, {}, 1.0, 0
     )
     rate = None if max_rate is None else near(max_rate)
     return msgspec.structs.replace(found, turns=list(turns), max_rate=rate)
 
 
-def history(found: Served, *earlier: Served, predicted: float | None = None) -> BuildHistory:
+def history(
+    found: ServedMeasurement, *earlier: ServedMeasurement, predicted: float | None = None
+) -> BuildHistory:
     return BuildHistory("chosen", found, earlier, predicted)
 
 
 CALM_ORIGINAL = BuildHistory("original", served(turn(0.4), turn(0.4)))
 
 
-def doubted(found: Served, *earlier: Served) -> list[str]:
+def doubted(found: ServedMeasurement, *earlier: ServedMeasurement) -> list[str]:
     return doubts(history(found, *earlier), CALM_ORIGINAL, RATE)
 
 
@@ -145,7 +147,7 @@ def test_others_on_the_machine() -> None:
 def test_what_no_machine_changes_is_no_doubt() -> None:
     slower = msgspec.structs.replace(QUIET, speed_s=1.5e-3)
     found = served(turn(0.03, slower), max_rate=900)
-    memory = Verdict("memory <= 1MiB", "missed", near(1e9), 1e6, "bytes")
+    memory = TermVerdict("memory <= 1MiB", "missed", near(1e9), 1e6, "bytes")
     large = msgspec.structs.replace(found, verdicts=[*found.verdicts, memory])
     assert not large.is_met and doubted(large, served(turn(0.02))) == []
 

@@ -7,7 +7,7 @@ import pytest
 from penstock import slo
 from penstock.benchmark.stats import Interval
 from penstock.optimizer import goals
-from penstock.optimizer.results import Served, Verdict
+from penstock.optimizer.results import ServedMeasurement, TermVerdict
 
 
 def around(value: float, share: float = 0.02) -> Interval:
@@ -22,15 +22,15 @@ def served(
     max_rate: float | None = None,
     goodput: float = 1.0,
     phases: dict[str, float] | None = None,
-) -> Served:
+) -> ServedMeasurement:
     outcome = "kept" if is_met else "missed"
-    return Served(
+    return ServedMeasurement(
         load="200/s poisson",
         p50=around(p99_s / 2),
         p99=around(p99_s, spread),
         throughput=around(200),
         goodput=goodput,
-        verdicts=[Verdict("p99 < 20ms", outcome, around(p99_s, spread), 0.02, "s")],
+        verdicts=[TermVerdict("p99 < 20ms", outcome, around(p99_s, spread), 0.02, "s")],
         num_requests=2000,
         num_failed=0 if goodput == 1 else round(2000 * (1 - goodput)),
         phases=phases or {},

@@ -25,7 +25,7 @@ from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.progress_reporter import ProgressReporter
-from penstock.optimizer.results import FallbackLayer, Served, Verdict
+from penstock.optimizer.results import FallbackLayer, ServedMeasurement, TermVerdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_budget import TimeBudget
@@ -172,13 +172,13 @@ class MadeLab:
         self.asked.append("fall back")
         return self.kept
 
-    def serve(self, builds: Sequence[Build]) -> list[Served]:
+    def serve(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         if any(model_step(build.candidate) in self.unservable for build in builds):
             raise BackendFailed("it does not start")
         self.served += [str(build.candidate) for build in builds]
         return [self._served(build) for build in builds]
 
-    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
+    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[ServedMeasurement]:
         self.rated += [model_step(build.candidate) for build in builds]
         rates = [self.highest_rates.get(model_step(each.candidate), math.nan) for each in builds]
         return [
@@ -186,12 +186,14 @@ class MadeLab:
             for each, rate in zip(self.serve(builds), rates, strict=True)
         ]
 
-    def _served(self, build: Build) -> Served:
+    def _served(self, build: Build) -> ServedMeasurement:
         name = model_step(build.candidate)
         rate = self.served_rates.get(name, 1e3 / self.row_ms[name])
         p99_s = 0.01 * 200 / rate if rate >= 200 else 1.0
-        verdict = Verdict("p99 < 50ms", "kept" if rate >= 200 else "missed", near(p99_s), 0.05, "s")
-        return Served(
+        verdict = TermVerdict(
+            "p99 < 50ms", "kept" if rate >= 200 else "missed", near(p99_s), 0.05, "s"
+        )
+        return ServedMeasurement(
             "200/s", near(p99_s / 2), near(p99_s), near(rate), 1.0, [verdict], 100, 0, {}, 1.0, 0
         )
 
@@ -820,7 +822,7 @@ def test_those_that_are_measured_together_share_the_time() -> None:
     serve = lab.serve
     calls: list[int] = []
 
-    def timed(builds: Sequence[Build]) -> list[Served]:
+    def timed(builds: Sequence[Build]) -> list[ServedMeasurement]:
         calls.append(len(builds))
         lab.clock.now += 12.0
         return serve(builds)
@@ -838,7 +840,7 @@ def test_one_that_cannot_be_served_took_its_time_too() -> None:
     lab.unservable = {"solid"}
     serve = lab.serve
 
-    def timed(builds: Sequence[Build]) -> list[Served]:
+    def timed(builds: Sequence[Build]) -> list[ServedMeasurement]:
         lab.clock.now += 5.0
         return serve(builds)
 

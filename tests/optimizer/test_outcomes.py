@@ -9,25 +9,29 @@ from optimizer import made_optimizations as made
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Candidate, Skip, Step
-from penstock.optimizer.results import Optimization, Served, Try
+from penstock.optimizer.results import Optimization, ServedMeasurement, Try
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 
 CHOSEN = made.QUANTISED.then(made.BATCHING)
 OTHER = made.FUSED.then(made.BATCHING)
 
 
-def served(goodput: float = 1.0, p99_s: float = 0.0118, rate: float | None = None) -> Served:
+def served(
+    goodput: float = 1.0, p99_s: float = 0.0118, rate: float | None = None
+) -> ServedMeasurement:
     found = made.served(p99_s, 300.0 if rate is None else rate, 212)
     found.max_rate = None if rate is None else found.max_rate
     return msgspec.structs.replace(found, goodput=goodput)
 
 
-def served_try(candidate: Candidate, figures: Served) -> Try:
+def served_try(candidate: Candidate, figures: ServedMeasurement) -> Try:
     return Try(candidate, "batching", "equal", "served", served=figures)
 
 
 def settled(
-    one: Served, chosen: Served, proofs: Mapping[str, Served] | None = None
+    one: ServedMeasurement,
+    chosen: ServedMeasurement,
+    proofs: Mapping[str, ServedMeasurement] | None = None,
 ) -> tuple[str, str]:
     """Outcome and reason of another candidate."""
     tries = [served_try(OTHER, one), served_try(CHOSEN, chosen)]

@@ -21,7 +21,7 @@ from penstock.data import InputSpec, RequestForm, open_source
 from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Conditions, Served, Verdict
+from penstock.optimizer.results import Conditions, ServedMeasurement, TermVerdict
 from penstock.optimizer.time_plan import CutOff, MeasurementLimits
 from penstock.slo import parse
 from penstock.types import TensorSpec
@@ -191,10 +191,10 @@ class TestPhases:
 class TestPrice:
     PLAN = a_plan("p99 < 20ms, cost <= 1 per million", price_per_hour=3.6)
 
-    def made(self) -> Served:
+    def made(self) -> ServedMeasurement:
         terms = ("p99 < 20ms", "kept", NAN, 0.02, "s"), ("cost", "not measured", None, 1.0, "")
-        verdicts = [Verdict(*each) for each in terms]
-        return Served("", NAN, NAN, NAN, 1.0, verdicts, 1, 0, {}, 1.0, 0)
+        verdicts = [TermVerdict(*each) for each in terms]
+        return ServedMeasurement("", NAN, NAN, NAN, 1.0, verdicts, 1, 0, {}, 1.0, 0)
 
     def test_is_by_the_million_at_the_highest_rate(self):
         found = served.priced(self.made(), Interval(2000, 1000, 4000), self.PLAN)

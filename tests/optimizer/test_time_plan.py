@@ -21,7 +21,7 @@ from penstock.optimizer.first_line import headline
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Optimization, Served
+from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import CutOff, TimePlan, describe, plan_time
 
@@ -222,7 +222,7 @@ class SlowLab(MadeLab):
         self.spend(self.profile_of(5.0, 8.0))
         super().profile(build)
 
-    def serve(self, builds: Sequence[Build]) -> list[Served]:
+    def serve(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         left_s = self.time_budget.stage_left_s
         self._serve(len(builds), 1 if len(builds) == 1 else self.time.num_rounds, left_s)
         return super().serve(builds)
@@ -241,13 +241,15 @@ class SlowLab(MadeLab):
     def draw_s(self, low_s: float, high_s: float) -> float:
         return self.profile_of.draw.uniform(low_s, high_s)
 
-    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
+    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[ServedMeasurement]:
         left_s = self.time_budget.stage_left_s
         assert left_s is not None
         self.spend(len(builds) * max(0.0, min(search_s, left_s / len(builds))))
         return super().with_rates(builds, search_s)
 
-    def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+    def prove(
+        self, builds: Sequence[Build], left_s: float | None, attempt: int
+    ) -> list[ServedMeasurement]:
         assert left_s is not None
         began = self.clock.now
         self.proven += 1

@@ -10,7 +10,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer import wording
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Try, Verdict
+from penstock.optimizer.results import Optimization, TermVerdict, Try
 from penstock.profiling.results import NextStep
 
 
@@ -67,13 +67,13 @@ def test_what_is_infinite_or_nothing_is_no_ratio() -> None:
 def test_terms_of_every_kind() -> None:
     def text(term: str, value: float, limit: float) -> str:
         measured = Interval(value, value * 0.99, value * 1.01)
-        return wording.term(Verdict(term, "kept", measured, limit, ""))
+        return wording.term(TermVerdict(term, "kept", measured, limit, ""))
 
     assert text("p99 < 20ms", 0.0121, 0.02) == "p99 12.1 ms (12.0-12.2) < 20 ms"
     assert text("p99 < 20ms", 0.0242, 0.02) == "p99 24.2 ms (24.0-24.4) >= 20 ms"
     assert text("memory <= 2GiB", 2**29, 2**31) == "memory 512 MiB <= 2 GiB"
     assert text("throughput >= 100/s", 120.0, 100.0).startswith("throughput 120/s (")
-    assert wording.term(Verdict("p50 < 5ms", "not measured", None, 0.005, "s")) == (
+    assert wording.term(TermVerdict("p50 < 5ms", "not measured", None, 0.005, "s")) == (
         "p50 was not measured (p50 < 5ms)"
     )
 

@@ -6,7 +6,7 @@ import sys
 
 import psutil
 
-from penstock.system.memory import Memory, read_memory, read_oom_kills, resident_bytes
+from penstock.system.memory import MachineMemory, read_memory, read_oom_kills, resident_bytes
 
 
 def test_memory_is_that_of_the_container_where_it_has_less(tmp_path):
@@ -18,7 +18,7 @@ def test_memory_is_that_of_the_container_where_it_has_less(tmp_path):
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500000\n")
-    assert read_memory(tmp_path) == Memory(available=2_500_000, total=5_000_000)
+    assert read_memory(tmp_path) == MachineMemory(available=2_500_000, total=5_000_000)
 
 
 def test_a_process_that_has_gone_takes_no_memory():

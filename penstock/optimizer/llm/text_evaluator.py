@@ -23,7 +23,7 @@ from penstock.optimizer.llm.text_served import TextServers
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.served import repriced
 from penstock.optimizer.time_plan import TookTooLong
 
@@ -49,7 +49,7 @@ class CutShort(Exception):
     """Results found before the time ran out. A run with more time finds more, so the journal does
     not keep them."""
 
-    def __init__(self, found: list[Served]) -> None:
+    def __init__(self, found: list[ServedMeasurement]) -> None:
         super().__init__("the time was up")
         self.found = found
 
@@ -91,10 +91,10 @@ class TextEvaluator:
 
     # Speed.
 
-    def rated(self, candidate: Candidate, start: float | None) -> Served:
+    def rated(self, candidate: Candidate, start: float | None) -> ServedMeasurement:
         build = self.build(candidate)
 
-        def measured() -> tuple[list[Served], bool]:
+        def measured() -> tuple[list[ServedMeasurement], bool]:
             found, is_through = text_served.rated(
                 self._servers, build, self.plan, self._tell, start, self._time.search_s
             )
@@ -106,11 +106,11 @@ class TextEvaluator:
 
     def prove(
         self, candidates: Sequence[Candidate], starts: Sequence[float | None]
-    ) -> list[Served]:
+    ) -> list[ServedMeasurement]:
         builds = [self.build(each) for each in candidates]
         key = " ".join(each.key for each in candidates)
 
-        def measured() -> tuple[list[Served], bool]:
+        def measured() -> tuple[list[ServedMeasurement], bool]:
             return text_served.prove(
                 self._servers, builds, self.plan, self._tell, starts, lambda: self._time.left_s
             )
@@ -118,12 +118,12 @@ class TextEvaluator:
         return self._served("proof", key, measured)
 
     def _served(
-        self, kind: str, key: str, measured: Callable[[], tuple[list[Served], bool]]
-    ) -> list[Served]:
+        self, kind: str, key: str, measured: Callable[[], tuple[list[ServedMeasurement], bool]]
+    ) -> list[ServedMeasurement]:
         """Return the results at today's price. Failures are not kept: a busy machine may be free
         the next time."""
 
-        def through() -> list[Served]:
+        def through() -> list[ServedMeasurement]:
             try:
                 found, is_through = measured()
             finally:
@@ -135,7 +135,7 @@ class TextEvaluator:
 
         try:
             found = self.journal.remember(
-                kind, key, list[Served], through, passing=(PenstockError,)
+                kind, key, list[ServedMeasurement], through, passing=(PenstockError,)
             )
         except CutShort as error:
             found = error.found

@@ -10,7 +10,7 @@ from penstock.optimizer.llm.text_search import STAGES, TextFindings
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.progress_reporter import UNLESS_REFUSED
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import ServedMeasurement
 
 
 class TextProgress:
@@ -59,7 +59,7 @@ class TextProgress:
         return f"{found.candidate}{UNLESS_REFUSED if is_judged else ''}"
 
 
-def is_as_good(original: Served | None, chosen: Served | None) -> bool:
+def is_as_good(original: ServedMeasurement | None, chosen: ServedMeasurement | None) -> bool:
     """Return whether the original is no worse after all; it wins ties because it is simplest."""
     if original is None or chosen is None:
         return False

@@ -29,7 +29,7 @@ from penstock.optimizer.llm.text_subject import TextSubject, open_text_subject
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.optimize_call import OptimizeCall, RunOutcome
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Optimization, Served
+from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.served import repriced
 
 MIN_PROOF_S = 20.0
@@ -200,7 +200,7 @@ def _note_disturbances(evaluator: TextEvaluator, found: Optimization) -> None:
         evaluator.journal.forget(TIMINGS)
 
 
-def _with_rate(proven: Served, finalist: TextFinalist, plan: Plan) -> Served:
+def _with_rate(proven: ServedMeasurement, finalist: TextFinalist, plan: Plan) -> ServedMeasurement:
     """Use the search's highest rate and its cost if the proof had no time to measure one."""
     if proven.max_rate is not None:
         return proven

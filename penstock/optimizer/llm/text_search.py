@@ -15,7 +15,7 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Served, Try
+from penstock.optimizer.results import ServedMeasurement, Try
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
 AHEAD = 1.1
@@ -28,7 +28,7 @@ NO_ANSWER = "keeps the SLO at no rate that was tried"
 class Evaluates(Protocol):
     """Evaluates candidates for the search."""
 
-    def rated(self, candidate: Candidate, start: float | None) -> Served:
+    def rated(self, candidate: Candidate, start: float | None) -> ServedMeasurement:
         """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
 
     def judge(self, candidate: Candidate) -> Judgement:
@@ -38,7 +38,7 @@ class Evaluates(Protocol):
 @dataclass(slots=True)
 class TextFinalist:
     candidate: Candidate
-    served: Served
+    served: ServedMeasurement
     rate: float
 
     @property
@@ -205,13 +205,13 @@ def instead(candidate: Candidate, step: Step) -> Candidate:
     return Candidate((*others, step))
 
 
-def _behind(start: float, served: Served) -> str:
+def _behind(start: float, served: ServedMeasurement) -> str:
     missed = [each.term for each in served.verdicts if each.outcome == "missed"]
     why = f": {', '.join(missed)} missed" if missed else ""
     return f"does not keep the SLO at {units.number(start)}/s{why}"
 
 
-def rate_of(served: Served) -> float:
+def rate_of(served: ServedMeasurement) -> float:
     """Return the highest rate that meets the SLO, or 0 if none does."""
     if served.max_rate is None or math.isnan(served.max_rate.value):
         return 0.0

@@ -26,7 +26,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.llm.text_prompts import Prompts, write_load
 from penstock.optimizer.llm.text_time import SEARCH_S
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.served import (
     LONG_PATIENCE_S,
     PATIENCE,
@@ -155,7 +155,7 @@ def rated(
     watch: Watch,
     start: float | None,
     search_s: float,
-) -> tuple[Served, bool]:
+) -> tuple[ServedMeasurement, bool]:
     """Find the highest rate that meets the SLO, from `start` on; if `start` is given, lower rates
     are not tried. The figures are those of the highest rate that met it, or else of the lowest one
     tried. Also return whether the result is final: more time would not have improved it."""
@@ -204,7 +204,7 @@ def _first_rate(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> float:
     return max(LOWEST_RATE, 1 / mean_s)
 
 
-def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
+def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> ServedMeasurement:
     """Measure the saturation rate, and one level at the SLO's load: it limits no request."""
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
@@ -221,7 +221,7 @@ def prove(
     watch: Watch,
     starts: Sequence[float | None],
     left: Callable[[], float | None],
-) -> tuple[list[Served], bool]:
+) -> tuple[list[ServedMeasurement], bool]:
     """Measure the builds at the SLO's load in turns (A B A B), then search for the highest rate of
     each, in turns too if all servers may run at once. Rates are left out if time is short. Also
     return whether there was time for them."""

@@ -11,7 +11,7 @@ from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm.text_search import TextFindings, TextSearch, instead, is_lossy, rate_of
 from penstock.optimizer.llm.text_steps import Offer
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Served, Verdict
+from penstock.optimizer.results import ServedMeasurement, TermVerdict
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 
@@ -27,13 +27,13 @@ PACE = Offer("batching", Step("pace", {"tpot_ms": "50"}))
 
 
 def a_served(rate):
-    return Served(
+    return ServedMeasurement(
         "2/s poisson",
         NAN,
         NAN,
         NAN,
         1.0,
-        [Verdict("p99 ttft < 1s", "kept" if rate else "missed", NAN, 1.0, "s")],
+        [TermVerdict("p99 ttft < 1s", "kept" if rate else "missed", NAN, 1.0, "s")],
         10,
         0,
         {},
