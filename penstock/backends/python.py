@@ -104,7 +104,7 @@ class Code:
         folder = str(self._path.parent)
         if folder in sys.path:
             sys.path.remove(folder)
-        for name in [n for n in sys.modules if n.partition(".")[0] == self._package]:
+        for name in [n for n in list(sys.modules) if n.partition(".")[0] == self._package]:
             del sys.modules[name]
 
     def _says_all(self, error: BaseException) -> bool:

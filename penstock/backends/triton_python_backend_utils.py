@@ -247,7 +247,7 @@ class InferenceResponse:
 
 
 class Logger:
-    """Logger of models on top of Python's logging, `penstock.repository.model_code`."""
+    """Logger of models on top of Python's logging, `penstock.model_code`."""
 
     INFO = logging.INFO
     WARNING = logging.WARNING

@@ -90,7 +90,7 @@ def test_prints_and_logs_go_through_and_the_end_is_called(tmp_path):
     served.finish([])
     assert all(
         word in text
-        for word in ("printed", "penstock.repository.model_code", "logged", "finalized")
+        for word in ("printed", "penstock.model_code", "logged", "finalized")
     )
 
 
