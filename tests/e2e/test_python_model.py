@@ -88,10 +88,7 @@ def test_prints_and_logs_go_through_and_the_end_is_called(tmp_path):
     served.errors.seek(0)
     text = served.errors.read()
     served.finish([])
-    assert all(
-        word in text
-        for word in ("printed", "penstock.model_code", "logged", "finalized")
-    )
+    assert all(word in text for word in ("printed", "penstock.model_code", "logged", "finalized"))
 
 
 def test_a_model_that_ends_its_process_is_replaced(tmp_path):
