@@ -7,7 +7,7 @@ import http.client
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -70,6 +70,13 @@ class _Generated(msgspec.Struct):
     text_output: str
 
 
+# Made when this is imported: msgspec crashes when several threads are the first to use a type.
+_METADATA = msgspec.json.Decoder(_ModelMetadata)
+_INDEX = msgspec.json.Decoder(list[_Indexed])
+_GENERATED = msgspec.json.Decoder(_Generated)
+Decoded = TypeVar("Decoded")
+
+
 class HttpCalls:
     """Thread-safe: each call takes a connection of its own, and keeps it open for the next."""
 
@@ -93,10 +100,10 @@ class HttpCalls:
 
     def models(self) -> Sequence[str]:
         body = self._ask("POST", "/v2/repository/index", b'{"ready":true}')
-        return [each.name for each in _decode(body, list[_Indexed])]
+        return [each.name for each in _decode(body, _INDEX)]
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
-        found: _ModelMetadata = _decode(self._ask("GET", _path(model, version)), _ModelMetadata)
+        found = _decode(self._ask("GET", _path(model, version)), _METADATA)
         return ModelMetadata(
             found.name,
             tuple(found.versions),
@@ -120,7 +127,7 @@ class HttpCalls:
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
         body = msgspec.json.encode(fields)
         answer = self._ask("POST", f"{_path(model, version)}/generate", body)
-        generated: _Generated = _decode(answer, _Generated)
+        generated = _decode(answer, _GENERATED)
         return generated.text_output
 
     def close(self) -> None:
@@ -214,9 +221,9 @@ def _spec(tensor: _TensorMetadata) -> TensorSpec:
     return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape))
 
 
-def _decode(body: bytes, kind: Any) -> Any:
+def _decode(body: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decoder.decode(body)
     except msgspec.DecodeError as error:
         raise BackendFailed(f"the server's answer cannot be read: {error}") from None
 

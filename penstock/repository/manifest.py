@@ -62,6 +62,11 @@ class _FormatNumber:
     format: int
 
 
+# Made when this is imported: msgspec crashes when several threads are the first to use a type.
+_formats = msgspec.json.Decoder(_FormatNumber)
+_manifests = msgspec.json.Decoder(Manifest)
+
+
 def is_plain(name: str) -> bool:
     """Whether a file name stays inside its folder and is normalised."""
     parts = PurePosixPath(name).parts
@@ -84,10 +89,10 @@ def read(folder: Path) -> Manifest | None:
         raise ConfigError([f"{where}: not a file"])
     try:
         data = path.read_bytes()
-        found = msgspec.json.decode(data, type=_FormatNumber).format
+        found = _formats.decode(data).format
         if found != FORMAT:
             raise ConfigError([f"{where}: format {found}; this version of Penstock reads {FORMAT}"])
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = _manifests.decode(data)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"{where}: cannot be read: {error}"]) from None
     strange = [name for name in manifest.files if not is_plain(name)]

@@ -29,6 +29,10 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+# Made when this is imported: msgspec crashes when several threads are the first to use a type.
+_headers = msgspec.json.Decoder(_Tensor)
+
+
 def need_of(config: ModelConfig) -> Need:
     """Return the GPU memory that one instance needs."""
     if config.gpu_memory_bytes is not None:
@@ -71,7 +75,7 @@ def _tensors(file: Path) -> list[_Tensor] | None:
                 return None
             header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        return [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
+        return [_headers.decode(raw) for raw in header.values()]
     except (OSError, msgspec.MsgspecError):
         return None
 

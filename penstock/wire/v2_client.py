@@ -42,6 +42,10 @@ class _BinaryAnswer(msgspec.Struct):
     outputs: list[_BinaryOutput]
 
 
+# Made when this is imported: msgspec crashes when several threads are the first to use a type.
+_answers = msgspec.json.Decoder(_BinaryAnswer)
+
+
 def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
     """Return the head's length and the whole binary request, which asks for binary outputs."""
     inputs = [
@@ -60,7 +64,7 @@ def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
 def decode_answer(head_length: int, body: bytes) -> dict[str, Array]:
     """Return outputs by name from an answer whose tensors are all binary."""
     try:
-        answer = msgspec.json.decode(body[:head_length], type=_BinaryAnswer)
+        answer = _answers.decode(body[:head_length])
     except msgspec.DecodeError as error:
         raise BackendFailed(f"the server's answer cannot be read: {error}") from None
     found = {}

@@ -1,5 +1,7 @@
 """Requests and answers as a client sees them, through the server's own codec."""
 
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -46,3 +48,22 @@ def test_the_client_reads_what_the_server_writes() -> None:
 def test_an_answer_that_is_none() -> None:
     with pytest.raises(BackendFailed, match="cannot be read"):
         decode_answer(2, b"{}")
+
+
+def test_several_threads_may_be_the_first_to_read_an_answer() -> None:
+    script = (
+        "import sys, threading\n"
+        "from penstock.wire.v2_client import decode_answer\n"
+        "sys.setswitchinterval(1e-6)\n"
+        'head = b\'{"outputs":[{"name":"y","datatype":"FP32","shape":[1],\'\n'
+        'head += b\'"parameters":{"binary_data_size":4}}]}\'\n'
+        "barrier = threading.Barrier(16)\n"
+        "def read():\n"
+        "    barrier.wait()\n"
+        "    decode_answer(len(head), head + bytes(4))\n"
+        "threads = [threading.Thread(target=read) for _ in range(16)]\n"
+        "for thread in threads:\n    thread.start()\n"
+        "for thread in threads:\n    thread.join()\n"
+    )
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", script], check=True)
