@@ -113,7 +113,7 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 1:
             raise reader.problem(f"{ALIGNMENT}: {alignment!r}; expected a positive number")
         start = -(-reader.at // alignment) * alignment
-        tensors = {head.name: reader.placed(head, start) for head in heads}
+        tensors = {head.name: reader.locate(head, start) for head in heads}
         if len(tensors) != len(heads):
             raise reader.problem("two tensors have the same name")
         return metadata, tensors
@@ -180,7 +180,7 @@ class _GgufReader:
         dimensions = [self.number("<Q") for _ in range(num_dimensions)]
         return _TensorHead(name, dimensions, self.number("<I"), self.number("<Q"))
 
-    def placed(self, head: _TensorHead, start: int) -> TensorEntry:
+    def locate(self, head: _TensorHead, start: int) -> TensorEntry:
         where = f"tensor '{head.name}'"
         form = FORMATS.get(head.kind)
         if form is None:

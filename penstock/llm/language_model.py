@@ -45,7 +45,7 @@ TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
-# What the engine and the renderer import.
+# Packages that the engine and the renderer import.
 PACKAGES = ("torch", "tokenizers")
 # Limit of sequences per request.
 MAX_CHOICES = QueueLimits().max_sequences_of_request

@@ -34,8 +34,8 @@ class Proposals:
     has_data: bool
 
     def propose(self, each: Pass) -> tuple[list[tuple[Contender, list[Step]]], list[Skip]]:
-        """Return the steps that the pass proposes for the best contender of each family; if there
-        are none, the reasons."""
+        """Return the steps that the pass proposes for the best contender of each family, or the
+        reasons why it proposes none."""
         if each.changes_answers and not self.has_data:
             return [], [Skip(each.name, NEEDS_DATA)]
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}

@@ -336,12 +336,12 @@ class ServedEndpoint:
     def measured(self, plan: bench.BenchPlan, watch: Watch) -> BenchRun:
         """Run the bench once; BackendFailed with the server's log if it failed."""
 
-        def told(progress: LevelProgress) -> None:
-            watch(_told(progress))
+        def report(progress: LevelProgress) -> None:
+            watch(_describe(progress))
 
         meter = CpuMeter()
         try:
-            run = asyncio.run(Conductor(plan, told, lambda run: None).measure())
+            run = asyncio.run(Conductor(plan, report, lambda run: None).measure())
         except ConfigError as error:
             raise ConfigError(
                 [f"{text}{self._process.tail('the server')}" for text in error.problems]
@@ -377,7 +377,7 @@ class ServedEndpoint:
         self._process.stop(STOP_TIMEOUT_S)
 
 
-def _told(progress: LevelProgress) -> str:
+def _describe(progress: LevelProgress) -> str:
     p99 = "" if math.isnan(progress.p99_s) else f", p99 {progress.p99_s * 1e3:.3g} ms"
     return f"{progress.level}, {progress.phase} {progress.elapsed_s:.0f} s{p99}"
 

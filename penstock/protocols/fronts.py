@@ -151,7 +151,7 @@ def http_opening(
 
 @dataclass(frozen=True, slots=True)
 class CoreApi:
-    """What the core does for its fronts. `http` handles messages of HTTP fronts; `gate` resolves
+    """The core, as its fronts call it. `http` handles messages of HTTP fronts; `gate` resolves
     the names of callers."""
 
     management: ManagementApi

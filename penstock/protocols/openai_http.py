@@ -155,35 +155,36 @@ class OpenAiHttp:
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)
         form = CompletionForm(self._head("cmpl", asked.model), asked.streaming.has_usage)
-        call = GenerateCall(
-            exchange=exchange,
-            model=self._models.find(asked.model),
-            guarded=self._guarded,
-            field="prompt",
-            form=form,
-            params=asked.params,
-            answer=StreamedAnswer if asked.streaming.is_on else WholeAnswer,
-            id=form.head.id,
-            is_logged=self._is_logged,
-            echoed=asked.prompts if asked.is_echoed else (),
-        )
+        echoed = asked.prompts if asked.is_echoed else ()
+        call = self._generate_call(exchange, asked, form, "prompt", echoed)
         call.tokenize(asked.prompts, is_whole=asked.has_special_tokens)
 
     def _chats(self, exchange: Exchange) -> None:
         asked = openai_v1.read_chat(exchange.body)
         form = ChatForm(self._head("chatcmpl", asked.model), asked.streaming.has_usage)
-        call = GenerateCall(
+        call = self._generate_call(exchange, asked, form, "messages")
+        call.tokenize_chat(asked.messages, asked.template_options)
+
+    def _generate_call(
+        self,
+        exchange: Exchange,
+        asked: openai_v1.CompletionRequest | openai_v1.ChatRequest,
+        form: CompletionForm | ChatForm,
+        field: str,
+        echoed: Sequence[str | list[int]] = (),
+    ) -> GenerateCall:
+        return GenerateCall(
             exchange=exchange,
             model=self._models.find(asked.model),
             guarded=self._guarded,
-            field="messages",
+            field=field,
             form=form,
             params=asked.params,
             answer=StreamedAnswer if asked.streaming.is_on else WholeAnswer,
             id=form.head.id,
             is_logged=self._is_logged,
+            echoed=echoed,
         )
-        call.tokenize_chat(asked.messages, asked.template_options)
 
     def _tokenize(self, exchange: Exchange) -> None:
         asked = openai_v1.read_tokenize(exchange.body)

@@ -53,8 +53,8 @@ Guarded = Callable[[Exchange, Callable[[], None]], None]
 
 @dataclass(slots=True, kw_only=True)
 class TextCall:
-    """A request for tokens of texts. The model's renderer tokenizes them, then `take` goes on with
-    the tokens. A client that disconnects meanwhile gets no answer."""
+    """A request for tokens of texts. The model's renderer tokenizes them, then `take` gets the
+    tokens. A client that disconnects meanwhile gets no answer."""
 
     exchange: Exchange
     model: LanguageModel

@@ -48,7 +48,7 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[StepOutcome]]
         (
             stage,
             [
-                _told(each, each is chosen, counts)
+                _outcome(each, each is chosen, counts)
                 for each in optimization.tries
                 if each.stage == stage
             ],
@@ -58,7 +58,7 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[StepOutcome]]
     return [(stage, found) for stage, found in groups if found]
 
 
-def _told(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> StepOutcome:
+def _outcome(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> StepOutcome:
     last = wording.last_step(attempt.candidate)
     return StepOutcome(
         # If several candidates end with the same step, show all steps.

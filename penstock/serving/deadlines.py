@@ -21,7 +21,7 @@ class Deadlines:
 
     @property
     def first(self) -> float:
-        """The earliest deadline; infinity if there is none."""
+        """Return the earliest deadline, or infinity."""
         first = self._in_order[0][0] if self._in_order else math.inf
         return min(first, self._others[0][0]) if self._others else first
 

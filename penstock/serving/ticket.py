@@ -1,4 +1,4 @@
-"""What a model keeps of a request that it admitted: how it runs, and what it holds meanwhile."""
+"""A model's record of an admitted request: how it runs, and which memory and quota it holds."""
 
 from __future__ import annotations
 
