@@ -93,14 +93,10 @@ def file_facts(build: Build) -> Facts:
 def describe_weights(build: Build) -> str:
     """Return "22.7 M parameters, FP32", or the size of the file if their number is unknown."""
     facts = file_facts(build)
-    num_bytes = {
-        name: size
-        for name, size in facts.weight_bytes.items()
-        if name not in onnx_model.NOT_WEIGHTS
-    }
     if not facts.num_parameters:
         return f"{build.artifact.stat().st_size / 1e6:.1f} MB"
-    datatype = max(num_bytes, key=lambda name: num_bytes[name])
+    datatypes = [name for name in facts.weight_bytes if name not in onnx_model.NOT_WEIGHTS]
+    datatype = max(datatypes, key=lambda name: facts.weight_bytes[name])
     for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if facts.num_parameters >= limit:
             return f"{facts.num_parameters / limit:.1f}{unit} parameters, {datatype}"

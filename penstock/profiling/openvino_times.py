@@ -136,7 +136,7 @@ def _shaped(port: Any) -> Shaped:
 
 def _datatype(name: str) -> str:
     """Return the name of one of OpenVINO's datatypes here; empty if it has none."""
-    found = datatype_name(name.removesuffix("ean")).lower()
+    found = "bool" if name == "boolean" else datatype_name(name).lower()
     return found if found in BITS else ""
 
 
