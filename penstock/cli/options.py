@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from typing import Any, TypeVar, get_type_hints
 
@@ -66,9 +66,9 @@ def add_options(kind: type[Options], name: str) -> Callable[[Function], Function
 
     def decorate(function: Function) -> Function:
         def call(*args: object, **given: Any) -> object:
-            own = {option: given.pop(option) for option in options}
-            made = kind(**{option: value for option, value in own.items() if value is not None})
-            return function(*args, **given, **{name: made})
+            made = from_params(kind, given)
+            rest = {key: value for key, value in given.items() if key not in options}
+            return function(*args, **rest, **{name: made})
 
         call.__name__, call.__doc__ = function.__name__, inspect.getdoc(function)
         made = [_option(each, flag, types[each.name]) for each, flag in options.values()]
@@ -76,6 +76,12 @@ def add_options(kind: type[Options], name: str) -> Callable[[Function], Function
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def from_params(kind: type[Options], params: Mapping[str, object]) -> Options:
+    """Make options of parsed flags."""
+    given = {name: params[name] for name in options_of(kind)}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def from_environment(ctx: click.Context, kind: type) -> set[str]:
