@@ -440,8 +440,8 @@ def _describe(name: str, model: Model) -> str:
     """Describe a stage in one line."""
     metrics = model.metrics
     phases, count = metrics.phases, max(1, metrics.num_success)
-    queue_s = phases["queue"].sum_s / count
-    compute_s = sum(phases[f"compute_{each}"].sum_s for each in ("input", "infer", "output"))
+    queue_s = phases["queue"].total / count
+    compute_s = sum(phases[f"compute_{each}"].total for each in ("input", "infer", "output"))
     num_rows = metrics.num_inferences / max(1, metrics.num_executions)
     return (
         f"stage {name}: {len(model.instances)} instances, {metrics.num_executions} batches of "
