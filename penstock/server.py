@@ -23,6 +23,7 @@ from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
+from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
@@ -44,7 +45,6 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
-from penstock.serving.supervisor import limited
 from penstock.system.exit_codes import ExitCode
 from penstock.wire.openai_v1 import Known
 

@@ -28,6 +28,7 @@ from penstock.errors import (
     NotReady,
     PenstockError,
 )
+from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
@@ -36,7 +37,6 @@ from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
 from penstock.serving.request_queue import QUEUE_TIMEOUT
-from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
