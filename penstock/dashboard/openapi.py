@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 import penstock
-from penstock.protocols.openai_errors import is_openai
+from penstock.protocols.http_errors import is_openai
 from penstock.protocols.route_table import MISSING, ROUTES, Route
 from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
 

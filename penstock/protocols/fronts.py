@@ -33,9 +33,7 @@ from penstock.processes.restarts import backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
-from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.http import Exchange, Handler
-from penstock.protocols.http_errors import status_of
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
@@ -77,8 +75,7 @@ MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
 
 @dataclass(frozen=True, slots=True)
 class FrontSpec:
-    """One kind of front: its `name` in the log, the mapping of errors to its protocol's `status`,
-    and the `opening` frame sent first."""
+    """One kind of front: its `name` in the log, and the `opening` frame sent first."""
 
     name: str
     protocol: str
@@ -87,8 +84,6 @@ class FrontSpec:
     opening: frames.OpenFront
     hang_s: float
     max_text: int
-    status_ok: object
-    status: Callable[[PenstockError], object]
     start_life: StartLife
 
 
@@ -109,10 +104,7 @@ def grpc_spec(
         _keys(gate),
         tls=tls,
     )
-    name = "gRPC front"
-    return FrontSpec(
-        name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life
-    )
+    return FrontSpec("gRPC front", "grpc", 0, opening, config.hang_s, MAX_TEXT, start_life)
 
 
 def http_spec(
@@ -120,9 +112,7 @@ def http_spec(
 ) -> FrontSpec:
     hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
     name = f"HTTP front {number}"
-    return FrontSpec(
-        name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life
-    )
+    return FrontSpec(name, "http", number, opening, hang_s, MAX_HTTP_TEXT, start_life)
 
 
 def http_opening(
@@ -170,7 +160,7 @@ class CoreApi:
         if ask.kind not in ADMIN_ACTIONS:
             return await answer
         call = AdminCall("grpc", self.gate.name_of(ask.key), ask.kind, name)
-        return await audit_log.record_answer(call, answer, "OK", status_name)
+        return await audit_log.record_answer(call, answer)
 
 
 class FrontCall:
@@ -217,12 +207,7 @@ class LoggedCall(FrontCall):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        spec, config = self._session.spec, self.model.config
-        if isinstance(answer, Response):
-            access_log.ended(spec.protocol, spec.status_ok, config, request, "")
-        else:
-            kind = type(answer).__name__
-            access_log.ended(spec.protocol, spec.status(answer), config, request, kind)
+        access_log.ended(self._session.spec.protocol, self.model.config, request, answer)
 
 
 class Relay:
@@ -233,8 +218,6 @@ class Relay:
         self._session = session
         self._number = frame.call
         self.received = frame.received
-        self.writable = asyncio.Event()
-        self.writable.set()
         head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
@@ -441,10 +424,8 @@ class Session:
         except PenstockError as error:
             self.refuse(frame.call, error)
             if self._core.logs_requests:
-                what, spec = {"model": frame.model_name}, self.spec
-                kind = type(error).__name__
-                status = spec.status(error)
-                access_log.refused(spec.protocol, status, what, frame.received, kind)
+                what = {"model": frame.model_name}
+                access_log.refused(self.spec.protocol, what, frame.received, error)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))

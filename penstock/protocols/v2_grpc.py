@@ -36,7 +36,6 @@ from penstock.processes.start import take_part
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
@@ -44,6 +43,7 @@ from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
 from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
+from penstock.wire.statuses import status_of
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
@@ -106,7 +106,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             if RPC_ROUTES[call.method].scope == "admin":
                 caller = self._gate.rpc_caller_name(call.invocation_metadata)
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
-                audit_log.record(denied, status_name(error), str(error))
+                audit_log.record(denied, error)
             return _refusing(error)
         return self._methods.get(call.method) if is_known else None
 
@@ -330,13 +330,9 @@ class InferStream:
         return answer
 
 
-def status_of(error: PenstockError) -> grpc.StatusCode:
-    return grpc.StatusCode[status_name(error)]
-
-
 async def _abort(context: Context, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
-    await context.abort(status_of(error), str(error)[:MAX_DETAILS])
+    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS])
     raise AssertionError("abort raises")
 
 

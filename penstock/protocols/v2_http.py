@@ -25,7 +25,7 @@ from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange, Handler
-from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
+from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.route_table import Match
 from penstock.protocols.v2_routes import make_handlers
@@ -122,10 +122,7 @@ class LoggedSink(InferSink):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        config = cast(Served, self._model).config
-        status = status_of(answer) if isinstance(answer, PenstockError) else 200
-        error = "" if isinstance(answer, Response) else type(answer).__name__
-        access_log.ended("http", status, config, request, error)
+        access_log.ended("http", cast(Served, self._model).config, request, answer)
 
 
 class Router(Protocol):
@@ -273,8 +270,7 @@ class V2Http:
                 what = {"model": call.model_name}
             else:
                 what = {"path": exchange.head.path[:MAX_PATH].decode("latin-1")}
-            kind = type(error).__name__
-            access_log.refused("http", status_of(error), what, exchange.received, kind)
+            access_log.refused("http", what, exchange.received, error)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -400,15 +396,14 @@ def check_head(head: MessageHead, match: Match | None, gate: Gate) -> Match:
 def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
     """Write an administrative call that never reached its handler to the audit log."""
     if match.route.scope == "admin":
-        audit_log.record(_admin_call(match, caller), status_of(error), str(error))
+        audit_log.record(_admin_call(match, caller), error)
 
 
 def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
-        admin = _admin_call(call.match, caller)
-        return await audit_log.record_answer(admin, handler(call), 200, status_of)
+        return await audit_log.record_answer(_admin_call(call.match, caller), handler(call))
 
     return run
 

@@ -449,12 +449,10 @@ def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received:
 def _parse(head: Buffer) -> InferBody:
     try:
         wire = _decode(head)
-    except msgspec.DecodeError as error:
+    except json_errors.UNREADABLE as error:
         raise InvalidRequest(
             f"failed to parse the request JSON: {json_errors.explain(head, error)}"
         ) from None
-    except (RecursionError, UnicodeDecodeError):
-        raise InvalidRequest("failed to parse the request JSON: too deep, or not UTF-8") from None
     if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     _check_integers(wire.parameters)
