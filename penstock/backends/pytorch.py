@@ -73,20 +73,10 @@ DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-TORCH_TYPES = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "UINT16": torch.uint16,
-    "UINT32": torch.uint32,
-    "UINT64": torch.uint64,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-    "BF16": torch.bfloat16,
+TORCH_TYPES: dict[str, torch.dtype] = {
+    name: torch.bfloat16 if name == "BF16" else getattr(torch, datatype.numpy.name)
+    for name, datatype in DATATYPES.items()
+    if name != "BYTES"
 }
 
 
@@ -850,6 +840,3 @@ def _num_graphs() -> int:
 
 def _join(values: set[Any]) -> str:
     return ",".join(sorted(str(value).removeprefix("torch.") for value in values)) or "none"
-
-
-assert set(TORCH_TYPES) == set(DATATYPES) - {"BYTES"}

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from penstock.config import ModelConfig
+from penstock.optimizer.facts import datatype_name
 from penstock.profiling.times import Event, OperatorTime, Timed
-from penstock.profiling.work import Shaped
+from penstock.profiling.work import BITS, Shaped
 from penstock.types import Array
 
 # ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
@@ -45,21 +46,6 @@ KINDS: Mapping[str, str] = {
     "Select": "Where",
     "StridedSlice": "Slice",
     "Broadcast": "Expand",
-}
-DATATYPES: Mapping[str, str] = {
-    "f64": "fp64",
-    "f32": "fp32",
-    "f16": "fp16",
-    "bf16": "bf16",
-    "i64": "int64",
-    "i32": "int32",
-    "i16": "int16",
-    "i8": "int8",
-    "u64": "uint64",
-    "u32": "uint32",
-    "u16": "uint16",
-    "u8": "uint8",
-    "boolean": "bool",
 }
 NUM_WARM_UP = 2
 CONSTANT = "Const"
@@ -109,7 +95,7 @@ def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorT
     name, kind, how = key
     kind = KINDS.get(kind, kind)
     # "brgemm_avx512_f32": the last part is the compute datatype.
-    datatype = DATATYPES.get(how.rpartition("_")[2], "")
+    datatype = _datatype(how.rpartition("_")[2])
     if datatype == "uint8":
         datatype = "int8"
     if node is None or any(each.get_partial_shape().is_dynamic for each in node.inputs()):
@@ -145,7 +131,13 @@ def _fact(node: Any, name: str) -> str:
 def _shaped(port: Any) -> Shaped:
     shape = port.get_partial_shape()
     sizes = () if shape.is_dynamic else tuple(size.get_length() for size in shape)
-    return Shaped(DATATYPES.get(port.get_element_type().get_type_name(), "fp32"), sizes)
+    return Shaped(_datatype(port.get_element_type().get_type_name()) or "fp32", sizes)
+
+
+def _datatype(name: str) -> str:
+    """Return the name of one of OpenVINO's datatypes here; empty if it has none."""
+    found = "bool" if name == "boolean" else datatype_name(name).lower()
+    return found if found in BITS else ""
 
 
 def _in_a_row(operators: list[OperatorTime]) -> list[Event]:

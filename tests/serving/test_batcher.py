@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
 from penstock.serving.batcher import LOOKS, Batcher, Sequencer
-from penstock.serving.plan import UNPLANNED
-from penstock.serving.ticket import Ticket
+from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 

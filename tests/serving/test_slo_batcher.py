@@ -13,9 +13,8 @@ from penstock.errors import Overloaded
 from penstock.serving.batch_times import BatchTimes
 from penstock.serving.batcher import Batcher
 from penstock.serving.paces import MAX_COST, GeometryPace
-from penstock.serving.plan import UNPLANNED
+from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.ticket import Ticket
 from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
