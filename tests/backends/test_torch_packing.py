@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import RecordingSink
 
 from penstock.backends import Batch, Rehearses, backend
 from penstock.config import ModelConfig
@@ -16,7 +17,6 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
 from penstock.serving.proof import prove
 from penstock.serving.worker import warm_up_all
-from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
 torch = pytest.importorskip("torch")
