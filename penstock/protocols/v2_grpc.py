@@ -182,11 +182,10 @@ class Service:
         return await self._infer(data, _caller(self._gate, context))
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        caller = _caller(self._gate, context)
-        stream = InferStream(self._infer, messages, context, caller, self._gate)
+        stream = InferStream(self._infer, context, _caller(self._gate, context), self._gate)
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(stream.read(group))
+                reader = group.create_task(stream.read(messages, group))
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
                 group.create_task(stream.write())
@@ -270,21 +269,13 @@ class Service:
 class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
-    def __init__(
-        self,
-        infer: Answer,
-        messages: AsyncIterator[bytes],
-        context: Context,
-        caller: bytes,
-        gate: Gate,
-    ) -> None:
+    def __init__(self, infer: Answer, context: Context, caller: bytes, gate: Gate) -> None:
         self._infer = infer
+        self._context = context
         self._caller = caller
         self._gate = gate
         # Why the stream ends before its client ends it.
         self.refusal: BaseException | None = None
-        self._messages = messages
-        self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
         # In request order; None is the end.
         self._answers: asyncio.Queue[asyncio.Task[Proto] | None] = asyncio.Queue()
@@ -292,9 +283,9 @@ class InferStream:
         # An error ends the stream, as in Triton.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
 
-    async def read(self, group: asyncio.TaskGroup) -> None:
+    async def read(self, messages: AsyncIterator[bytes], group: asyncio.TaskGroup) -> None:
         try:
-            async for data in self._messages:
+            async for data in messages:
                 # NotAllowed once the key is no longer allowed to send requests.
                 self._gate.check_caller("infer", self._caller)
                 await self._slots.acquire()
