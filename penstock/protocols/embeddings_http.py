@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -155,27 +155,20 @@ def _told(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(told + more) or "no tensors"
 
 
+@dataclass(slots=True, eq=False)
 class EmbeddingsAnswer:
     """The answer to one HTTP request; ends once, with all vectors or with an error."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        model: Served,
-        asked: EmbeddingsBody,
-        embedder: Embedder,
-        is_logged: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._model = model
-        self._asked = asked
-        self._embedder = embedder
-        self._is_logged = is_logged
-        self._requests: list[Request] = []
-        self._num_submitted = 0
-        # Keyed by the `id()` of their request.
-        self._vectors: dict[int, Vectors] = {}
-        self._is_over = False
+    _exchange: Exchange
+    _model: Served
+    _asked: EmbeddingsBody
+    _embedder: Embedder
+    _is_logged: bool
+    _requests: list[Request] = field(default_factory=list)
+    _num_submitted: int = 0
+    # Keyed by the `id()` of their request.
+    _vectors: dict[int, Vectors] = field(default_factory=dict)
+    _is_over: bool = False
 
     def begin(self, texts: Sequence[str]) -> None:
         outputs = [RequestedOutput(self._embedder.vector)]

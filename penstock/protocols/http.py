@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from penstock.config import HttpLimits
 from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
@@ -437,15 +437,7 @@ class HttpServer:
         """Listen and return the port, which differs from the given one if that was 0. With
         `shares_port` others may listen there too, and the kernel distributes connections."""
         self.tls = tls
-        listener = await self._loop.create_server(
-            lambda: Connection(self),
-            host,
-            port,
-            backlog=BACKLOG,
-            reuse_port=shares_port or None,
-            ssl=tls,
-            ssl_handshake_timeout=self.limits.header_timeout_s if tls else None,
-        )
+        listener = await self._listen(host=host, port=port, reuse_port=shares_port or None)
         self._listeners = [listener]
         self._sweeper = self._loop.create_task(self._sweep())
         bound: int = listener.sockets[0].getsockname()[1]
@@ -464,16 +456,17 @@ class HttpServer:
         ]
         for listener in old:
             listener.close()
-        self._listeners = [
-            await self._loop.create_server(
-                lambda: Connection(self),
-                sock=each,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=self.limits.header_timeout_s,
-            )
-            for each in sockets
-        ]
+        self._listeners = [await self._listen(sock=each) for each in sockets]
+
+    async def _listen(self, **where: Any) -> asyncio.Server:
+        timeout_s = self.limits.header_timeout_s if self.tls else None
+        return await self._loop.create_server(
+            lambda: Connection(self),
+            backlog=BACKLOG,
+            ssl=self.tls,
+            ssl_handshake_timeout=timeout_s,
+            **where,
+        )
 
     def forget_heads(self) -> None:
         """Clear the cached heads, because handlers' notes on them may be outdated."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from penstock.config import HttpLimits
@@ -62,26 +63,17 @@ class InferCall:
         self.wants_timing = b"penstock-timing" in headers
 
 
+@dataclass(slots=True, eq=False)
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_call", "_codec", "_exchange", "_model", "_specs", "request")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        codec: Codec,
-        call: InferCall,
-        model: Servable,
-        specs: Sequence[TensorSpec] | None,
-    ) -> None:
-        """`specs` are the model's outputs, as for `Codec.encode_answer`."""
-        self._exchange = exchange
-        self._codec = codec
-        self._call = call
-        self._model = model
-        self._specs = specs
-        self.request: Request | None = None
+    _exchange: Exchange
+    _codec: Codec
+    _call: InferCall
+    _model: Servable
+    # The model's outputs, as for `Codec.encode_answer`.
+    _specs: Sequence[TensorSpec] | None
+    request: Request | None = None
 
     def abandon(self) -> None:
         """Cancel: the client disconnected."""
@@ -357,6 +349,25 @@ class V2Http:
         return TooLarge(
             f"the JSON of a request may have {most} bytes; {advice}raise --max-json-bytes"
         )
+
+
+class MetricsHttp:
+    """The handler of the metrics listener: scrapes and health, behind the same gate. Scrapers then
+    need no access to the inference port, which serves these paths too."""
+
+    def __init__(self, gate: Gate, management: ManagementApi) -> None:
+        self._gate = gate
+        self._handlers = make_handlers(management)
+        self._tasks = HandlerTasks(reply_error)
+        self.close = self._tasks.close
+
+    def handle(self, exchange: Exchange) -> None:
+        try:
+            match = admit(exchange, self._gate, is_metrics_port=True)
+        except (PenstockError, WrongHead) as error:
+            reply_error(exchange, error)
+        else:
+            self._tasks.start(exchange, self._handlers[match.route.handler], match)
 
 
 def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:

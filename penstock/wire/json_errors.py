@@ -15,6 +15,7 @@ from penstock.types import Buffer
 
 # JSON from a client, whose values may be anything.
 JsonObject: TypeAlias = dict[str, Any]
+JsonList: TypeAlias = list[Any]
 # What decoders raise.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

@@ -463,35 +463,6 @@ def encode_error(text: str) -> bytes:
     return _encode(_Error(text))
 
 
-def encode_metadata(
-    name: str,
-    versions: Sequence[str],
-    platform: str,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    has_batch: bool,
-) -> bytes:
-    def rows(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": spec.name,
-                "datatype": spec.datatype,
-                "shape": [-1, *spec.shape] if has_batch else list(spec.shape),
-            }
-            for spec in specs
-        ]
-
-    return _encode(
-        {
-            "name": name,
-            "versions": list(versions),
-            "platform": platform,
-            "inputs": rows(inputs),
-            "outputs": rows(outputs),
-        }
-    )
-
-
 def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:
     """Return the data of an input with parameters, usually `binary_data_size`."""
     if "shared_memory_region" in item.parameters:
