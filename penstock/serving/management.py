@@ -26,7 +26,7 @@ from penstock.serving.metrics import FrontUse, Labels, expose
 from penstock.serving.served import Served
 from penstock.serving.usage import ProcessUsage, cpu_s
 from penstock.types import Parameter
-from penstock.wire.v2 import encode_metadata
+from penstock.wire.documented import ModelDescription, describe_tensors
 
 EXTENSIONS = (
     "classification",
@@ -115,14 +115,15 @@ class ManagementApi:
 
     async def metadata(self, call: ManagementCall) -> bytes:
         config = self._find(call).config
-        return encode_metadata(
+        has_batch = config.max_batch_size > 0
+        described = ModelDescription(
             config.name,
             self.catalog.versions(config.name),
             config.platform,
-            config.inputs,
-            config.outputs,
-            config.max_batch_size > 0,
+            describe_tensors(config.inputs, has_batch),
+            describe_tensors(config.outputs, has_batch),
         )
+        return _json(described)
 
     async def model_ready(self, call: ManagementCall) -> bytes:
         model, is_draining = self._find(call), self.lifecycle.is_draining
