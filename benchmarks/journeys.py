@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "penstock"
-NUM_REQUESTS = 100
+NUM_REQUESTS = 300
 FLUSH_S = 1.0
 MAX_PATH_LINES, MAX_MODULE_LINES = 2500, 6000
 VARIABLE = "PENSTOCK_TRACE_FOLDER"
