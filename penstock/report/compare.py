@@ -204,9 +204,8 @@ def _cdf(runs: Sequence[Named], index: int) -> Plot | None:
         if level is not None:
             seen, dash = stats.histogram(level.windows, "latency"), DASHES[number % len(DASHES)]
             found.append(bench_figures.cdf_series(seen, each.name, colour, dash))
-    series = [each for each in found if each is not None]
     lines = bench_figures.limit_lines("x", bench_figures.limits(runs[0].run))
-    return bench_figures.cdf_plot(series, lines=lines)
+    return bench_figures.cdf_plot(found, lines)
 
 
 def _curve(runs: Sequence[Named]) -> Plot | None:
