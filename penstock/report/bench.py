@@ -7,7 +7,7 @@ import math
 
 from penstock import units
 from penstock.benchmark import findings, summary
-from penstock.benchmark.headline import Outcome, headline_of, level_outcome
+from penstock.benchmark.headline import headline_of, level_outcome
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Figures
 from penstock.report import bench_figures, bench_table
@@ -15,13 +15,6 @@ from penstock.report.page import Card, Drawn, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment
 from penstock.report.tables import Cell
 
-OUTCOME_STYLES: dict[Outcome, str] = {
-    "kept": "kept",
-    "missed": "missed",
-    "partly kept": "mixed",
-    "not measured": "mixed",
-    "no SLO": "plain",
-}
 DEFINITIONS = {
     "Latency": "From the moment a request was due to the last byte of its answer, so that waiting"
     " to be sent counts. In a closed loop a request is due when it can be sent.",
@@ -87,7 +80,7 @@ def page(run: BenchRun) -> str:
     levels = _drawn_levels(run, figures, chosen or 0)
     values = {
         "verdict": verdict.text,
-        "style": OUTCOME_STYLES[verdict.outcome],
+        "style": bench_table.OUTCOME_STYLES[verdict.outcome],
         "about": bench_table.about(run),
         "tiles": tiles(run, figures),
         "remarks": remarks(run),
@@ -117,7 +110,7 @@ def fragment(run: BenchRun) -> str:
     words = {name: (RUN_PLOTS | LEVEL_PLOTS)[name] for name in ("curve", "cdf", "over_time")}
     return page_fragment(
         verdict.text,
-        OUTCOME_STYLES[verdict.outcome],
+        bench_table.OUTCOME_STYLES[verdict.outcome],
         tiles(run, figures)[:5],
         drawn(plots, words)[:2],
         _levels(run, figures),
@@ -280,7 +273,7 @@ def _machine_note(run: BenchRun) -> str:
 def _record(run: BenchRun) -> dict[str, str]:
     target, machine = run.target, run.environment
     cores, memory = units.count(machine.num_cores, "core"), units.size(machine.memory_bytes)
-    known = {
+    return {
         "target": f"{target.protocol}, {target.address}",
         "model": " ".join(part for part in (target.model, target.version) if part),
         "server": " ".join(part for part in (target.server, target.backend) if part),
@@ -298,4 +291,3 @@ def _record(run: BenchRun) -> dict[str, str]:
         "started": run.created,
         "seed": str(run.seed),
     }
-    return {name: text for name, text in known.items() if text}

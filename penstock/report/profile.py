@@ -68,14 +68,13 @@ def fragment(profile: Profile) -> str:
 
 
 def about(profile: Profile) -> dict[str, str]:
-    known = {
+    return {
         "model": f"{profile.model} on {profile.backend}",
         "batch": profile.batch,
         "time": f"{units.duration(profile.total_s)}, median of"
         f" {units.count(profile.num_runs, 'run')}",
         "inputs": profile.inputs,
     }
-    return {name: text for name, text in known.items() if text}
 
 
 def tiles(profile: Profile) -> list[Card]:
@@ -131,7 +130,7 @@ def _rows(profile: Profile) -> list[list[Cell]]:
 
 
 def _record(profile: Profile) -> dict[str, str]:
-    known = {
+    return {
         "model": f"{profile.model} on {profile.backend}",
         "batch": profile.batch,
         "inputs": profile.inputs,
@@ -139,4 +138,3 @@ def _record(profile: Profile) -> dict[str, str]:
         "with the profiler": units.duration(profile.profiled_s) if profile.operators else "",
         "versions": ", ".join(f"{name} {text}" for name, text in profile.versions.items()),
     }
-    return {name: text for name, text in known.items() if text}

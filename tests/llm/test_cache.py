@@ -9,12 +9,12 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, bytes_of_block, spans_of  # noqa: E402
-from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
-SHAPE = llama.shape_of_config(tiny.CONFIG)
+SHAPE = LLAMA.shape_of_config(tiny.CONFIG)
 SIZE = 4
 
 
