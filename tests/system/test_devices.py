@@ -2,11 +2,11 @@
 
 import fake_nvml
 import pytest
+from doubles import FakeClock
 from fake_nvml import GIB
 
 from penstock.system import devices
 from penstock.system.devices import GpuUse, Nvml, NvmlError, Watch
-from penstock.testing import FakeClock
 
 
 @pytest.fixture(scope="module")
