@@ -146,7 +146,7 @@ def test_made_up_weights_need_no_tokenizer(tmp_path):
     folder = write_model(tmp_path)
     own = read_text(str(folder / "config.json"), is_made_up=True)
     assert own.encode("the cat") == TOKENIZER.encode("the cat").ids
-    assert all(own.decode([token]) for token in range(TOKENIZER.get_vocab_size()))
+    assert all(own.vocabulary.decode([token]) for token in range(TOKENIZER.get_vocab_size()))
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path):
