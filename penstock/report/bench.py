@@ -15,27 +15,6 @@ from penstock.report.page import Card, Drawn, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment
 from penstock.report.tables import Cell
 
-DEFINITIONS = {
-    "Latency": "From the moment a request was due to the last byte of its answer, so that waiting"
-    " to be sent counts. In a closed loop a request is due when it can be sent.",
-    "Percentiles": "Of good answers, from a histogram whose buckets are at most 0.4 % off. The SLO"
-    " is judged with failed requests counted as never answered.",
-    "Interval": "Holds the true value 19 times of 20. It widens when latencies hang together, as"
-    " they do in queues.",
-    "Throughput": "Good answers that arrived in the time measured, per second.",
-    "Goodput": "Share of all requests that were answered well and within every limit of the SLO.",
-    "Knee": "Where two lines meet: throughput that grows with each client, and its plateau. More"
-    " clients than that only wait for each other.",
-    "Busy": "The busiest of what can be seen of the server: CPU and GPU when it runs on the same"
-    " machine, and the share of time its model instances were computing.",
-}
-STREAM_DEFINITIONS = {
-    "TTFT": "From due to the first piece of the answer.",
-    "ITL": "Time between two pieces of an answer.",
-    "TPOT": bench_table.TPOT_FORMULA,
-}
-
-
 RUN_PLOTS = {
     "curve": (
         "Throughput and latency",
@@ -93,7 +72,7 @@ def page(run: BenchRun) -> str:
         "num_left_out": len(figures) - len(levels),
         "chosen": chosen,
         "record": _record(run),
-        "definitions": DEFINITIONS | (STREAM_DEFINITIONS if stream_rows else {}),
+        "tpot": bench_table.TPOT_FORMULA,
         "command": run.command,
     }
     return rendered("bench.html.jinja", values)

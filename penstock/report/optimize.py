@@ -24,41 +24,6 @@ from penstock.report.tried import StepOutcome
 
 # Rows of the table without a card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")
-BUILD = "Build the chosen candidate by hand; any other with its steps from the table above."
-TEXT_BUILD = "config.pbtxt of the chosen candidate; any other by its steps in the table above."
-DEFINITIONS = {
-    "Highest rate": "The most requests a second, arriving by chance, at which the latency terms of"
-    " the SLO hold. The original is compared by it also where it misses the SLO.",
-    "Measured": "Sent over the network to a real server, original and chosen in turns, so that a"
-    " machine that changes changes for both. The range holds the true value 19 times of 20.",
-    "Predicted": "From batch times measured in process, with the server's own batcher on a made-up"
-    " clock. Orders candidates; none is accepted by it. Marked ≈, outlined or hollow.",
-    "Accuracy": "Original and candidate on the same examples. The loss is at most the bound, 19"
-    " times of 20; a bound beyond the limit is refused, also when the loss itself is not. The"
-    " held-out part is looked at once, for what was chosen.",
-    "Equal, slower": "Compared with the chosen candidate's served figures: no difference beyond the"
-    " noise, or behind. Of equal candidates the simplest is chosen.",
-    "Cost": "Of a million answers at the highest rate, in the unit of the price given.",
-}
-
-
-TEXT_DEFINITIONS = {
-    "Highest rate": "The most requests a second, arriving by chance, at which the SLO holds, to"
-    " about 15 %: answers of language models take long, so few come in the time measured.",
-    "Measured": "Streamed over the network from a real server, original and chosen in turns. All"
-    " answers are as long as was asked for, and prompts that come again begin otherwise, so that"
-    " nothing is found in the cache that was not computed.",
-    "First token, per token": "From when a request was due to its first piece of text; from that to"
-    " the last, by the tokens between them.",
-    "Accuracy": "What the engine says of the prompts and of the original's own answers, token by"
-    " token. kl: how far the candidate's next-token distribution is from the original's, in nats."
-    " agreement: places with the same likeliest token. nll: how unlikely the text is, in nats a"
-    " token. The loss is at most the bound, 19 times of 20; the held-out part is looked at once.",
-    "Equal": "Faster or slower by less than the noise: the simpler one is taken.",
-    "Cost": "Of a million answers at the highest rate, in the unit of the price given.",
-}
-
-
 STEP_PLOTS = {
     "rate_steps": (
         "Highest rate that keeps the SLO",
@@ -102,7 +67,6 @@ def page(optimization: Optimization) -> str:
     has_after = before_after.has_after(optimization)
     head, rows = before_after.table(optimization)
     plots = all_plots(optimization)
-    is_text = optimization.form == "text"
     values = {
         "headline": optimize_table.headline(optimization),
         "style": optimize_table.style(optimization),
@@ -129,8 +93,7 @@ def page(optimization: Optimization) -> str:
         else "",
         "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
-        "definitions": TEXT_DEFINITIONS if is_text else DEFINITIONS,
-        "build_title": TEXT_BUILD if is_text else BUILD,
+        "is_text": optimization.form == "text",
         "command": optimization.command,
         "outcome_style": _outcome_style,
     }

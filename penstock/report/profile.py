@@ -11,21 +11,6 @@ from penstock.report.tables import Cell
 
 NUM_OPERATORS = 40
 HEAD = ["operator", "type", "bound", "time", "share", "FLOP", "bytes", "FLOP/B", "of roof"]
-DEFINITIONS = {
-    "Roof": "The least time for an operator's work: its operations at the peak of their datatype,"
-    " or its bytes at the bandwidth of where they lie, or one launch, whichever is longest.",
-    "Of roof": "That time over the time it took. Far below 100 %: a poor kernel, threads that wait,"
-    " memory in the wrong order.",
-    "Peaks": "Measured on this device with these threads, never taken from a data sheet; no lower"
-    " than what an operator was seen to reach.",
-    "Bytes": "Inputs read once and outputs written once. Weights count as memory unless all of the"
-    " model's fit the caches.",
-    "Ceiling": "What a step could give if it were perfect and the rest stayed as it is (Amdahl).",
-    "One request": "Through codec, batcher and worker loop in one process, alone. Sockets are not"
-    " in it; penstock bench shows them.",
-}
-
-
 PLOTS = {
     "roofline": (
         "Roofline",
@@ -55,7 +40,6 @@ def page(profile: Profile, command: str = "") -> str:
         "rows": _rows(profile),
         "num_operators": len(profile.operators),
         "record": _record(profile),
-        "definitions": DEFINITIONS,
         "command": command,
     }
     return rendered("profile.html.jinja", values)
