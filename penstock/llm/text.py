@@ -12,7 +12,7 @@ import datetime
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -67,28 +67,22 @@ class TemplateRefused(TemplateError):
     """Raised by a template that does not take the messages."""
 
 
+@dataclass(eq=False)
 class Text:
     """The tokenizer and chat template of one model. Safe for several threads."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: str = "",
-        stop_tokens: frozenset[int] = frozenset(),
-        names: Mapping[str, str] | None = None,
-        *,
-        parses_special: bool = False,
-    ) -> None:
-        """`names` are those of special tokens, as templates know them (`bos_token` and so on);
-        `parses_special`: special tokens within messages are special, not text."""
+    tokenizer: Tokenizer
+    template: str = ""
+    stop_tokens: frozenset[int] = frozenset()
+    # Special tokens by the names that templates use (`bos_token` and so on).
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Special tokens within messages are special, not text.
+    parses_special: bool = False
+
+    def __post_init__(self) -> None:
         # Files may ask for truncation or padding, which serving never wants.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self.parses_special = parses_special
-        self.template = template
-        self.names = dict(names or {})
-        self.stop_tokens = stop_tokens
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
 
     @property
     def has_template(self) -> bool:
@@ -97,7 +91,7 @@ class Text:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         return replace(
-            read_vocabulary(self._tokenizer),
+            read_vocabulary(self.tokenizer),
             stop_tokens=self.stop_tokens,
             names=self.names,
             template=self.template,
@@ -107,7 +101,7 @@ class Text:
         """Return the tokens of a text; `is_whole`: with the special tokens that the model wants
         around it. Releases the GIL."""
         # The only call of the library that releases the GIL.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
         tokens: list[int] = found.ids
         return tokens
 
@@ -168,7 +162,7 @@ class Text:
 
     @cached_property
     def _control(self) -> ControlTokens:
-        return ControlTokens(self._tokenizer)
+        return ControlTokens(self.tokenizer)
 
     @cached_property
     def _compiled(self) -> Template:

@@ -48,7 +48,9 @@ class Pair:
         ones = sum(chunk.count == 1 for chunk in step.chunks)
         self.num_mixed += 0 < ones < len(step.chunks)
         self.num_compared += 1
-        tokens = [random.randrange(50) for _ in range(step.num_sampled)]
+        tokens = [
+            random.randrange(50) for _ in range(sum(chunk.is_sampled for chunk in step.chunks))
+        ]
         self.scheduler.commit(step, tokens)
 
     def kept(self):
