@@ -7,13 +7,12 @@ passed on to the model's own metrics. docs/observability.md lists all of them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.llm.messages import StepReport
-from penstock.serving.metrics import ModelMetrics, ScrapeLines, histogram_lines, label_text
+from penstock.serving.metrics import Histogram, ModelMetrics, ScrapeLines
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
@@ -48,25 +47,6 @@ def token_bounds(max_length: int) -> tuple[float, ...]:
         found += [float(step * power) for step in (1, 2, 5) if step * power <= max_length]
         power *= 10
     return tuple(found)
-
-
-class Distribution:
-    """Histogram: counts per bucket, and the sum of values."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
 
 # Totals of an engine that has not reported yet.
@@ -130,15 +110,15 @@ class TextMetrics:
         self.num_cached = 0
         self.num_preemptions = 0
         self.num_ended = dict.fromkeys(REASONS, 0)
-        self.first_token_s = Distribution(FIRST_TOKEN_S)
-        self.next_token_s = Distribution(NEXT_TOKEN_S)
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.next_token_s = Histogram(NEXT_TOKEN_S)
         # Mean time per output token of a request, without the first.
-        self.mean_token_s = Distribution(NEXT_TOKEN_S)
-        self.request_s = Distribution(REQUEST_S)
-        self.queue_s = Distribution(REQUEST_S)
-        self.prompt_tokens = Distribution(())
-        self.generated_tokens = Distribution(())
-        self.step_tokens = Distribution(STEP_TOKENS)
+        self.mean_token_s = Histogram(NEXT_TOKEN_S)
+        self.request_s = Histogram(REQUEST_S)
+        self.queue_s = Histogram(REQUEST_S)
+        self.prompt_tokens = Histogram(())
+        self.generated_tokens = Histogram(())
+        self.step_tokens = Histogram(STEP_TOKENS)
         self._reported = NOTHING
         self._num_blocks = 0
 
@@ -150,7 +130,7 @@ class TextMetrics:
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
         if bounds != self.prompt_tokens.bounds:
-            self.prompt_tokens, self.generated_tokens = Distribution(bounds), Distribution(bounds)
+            self.prompt_tokens, self.generated_tokens = Histogram(bounds), Histogram(bounds)
 
     def step(self, report: StepReport) -> None:
         last = self._reported
@@ -222,18 +202,18 @@ class TextMetrics:
     def families(self) -> Sequence[ScrapeLines]:
         model = self._model
         labels = {"model_name": model.name, "version": model.version, **model.tags}
-        found = []
-        for short, kind, text, attribute in NUMBERS:
-            name, value = PREFIX + short, round(getattr(self, attribute), 6)
-            found.append(ScrapeLines(name, text, kind, [f"{name}{label_text(**labels)} {value}"]))
-        name = f"{PREFIX}request_success_total"
-        lines = [
-            f"{name}{label_text(**labels, finished_reason=reason)} {count}"
-            for reason, count in self.num_ended.items()
+        ended = [({**labels, "finished_reason": why}, n) for why, n in self.num_ended.items()]
+        name, text = f"{PREFIX}request_success_total", "Requests that ended, by why"
+        return [
+            *(
+                ScrapeLines.of(
+                    PREFIX + name, text, kind, [(labels, round(getattr(self, field), 6))]
+                )
+                for name, kind, text, field in NUMBERS
+            ),
+            ScrapeLines.of(name, text, "counter", ended),
+            *(
+                ScrapeLines.of_histograms(PREFIX + name, text, [(labels, getattr(self, field))])
+                for name, text, field in HISTOGRAMS
+            ),
         ]
-        found.append(ScrapeLines(name, "Requests that ended, by why", "counter", lines))
-        for short, text, attribute in HISTOGRAMS:
-            name, each = PREFIX + short, getattr(self, attribute)
-            lines = histogram_lines(name, labels, each.bounds, each.counts, repr(each.total))
-            found.append(ScrapeLines(name, text, "histogram", lines))
-        return found
