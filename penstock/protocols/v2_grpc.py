@@ -100,7 +100,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
             if RPC_ROUTES[call.method].scope == "admin":
-                caller = self._gate.rpc_caller_name(call.invocation_metadata)
+                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, error)
             return _refusing(error)
@@ -242,14 +242,11 @@ class Service:
                 if status != last:
                     await context.write(health_pb2.HealthCheckResponse(status=status))
                     last = status
-                await self._pause()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WATCH_S):
+                        await self._is_stopping.wait()
         except PenstockError as error:
             await _abort(context, error)
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WATCH_S):
-                await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""

@@ -154,7 +154,7 @@ class Models:
         self._catalog = management.catalog
         self._lifecycle = management.lifecycle
         self._codec = Codec()
-        self._tasks = HandlerTasks(reply_error)
+        self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
         self._direct = {
             "openai": handle_openai,
@@ -358,7 +358,7 @@ class MetricsHttp:
     def __init__(self, gate: Gate, management: ManagementApi) -> None:
         self._gate = gate
         self._handlers = make_handlers(management)
-        self._tasks = HandlerTasks(reply_error)
+        self._tasks = HandlerTasks()
         self.close = self._tasks.close
 
     def handle(self, exchange: Exchange) -> None:
