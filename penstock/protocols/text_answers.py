@@ -238,22 +238,9 @@ class PartialChoice:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
-    # Text offsets of its tokens; None if logprobs were not requested.
-    places: TokenPlaces | None = None
-
-
-class TokenPlaces:
-    """Text offsets of a choice's tokens, in characters."""
-
-    def __init__(self, stream: Detokenizer) -> None:
-        self._stream = stream
-        self._num_chars = 0
-
-    def add(self, token: int) -> int:
-        """Return the text offset of the next token."""
-        place = self._num_chars
-        self._num_chars += len(self._stream.add(token))
-        return place
+    # Measures the text offsets of its tokens, in characters; None if logprobs were not requested.
+    stream: Detokenizer | None = None
+    num_chars: int = 0
 
 
 class Answer:
@@ -294,15 +281,15 @@ class Answer:
         """Return the logprobs of a token; before the first, those of the prompt if wanted."""
         found: list[TokenLogprob] = []
         vocabulary, generation = self._model.vocabulary, self.generations[number]
-        if choice.places is None:
+        if choice.stream is None:
             tokens = generation.request.tokens
             before = () if self.call.has_prompt_logprobs else tokens
-            choice.places = TokenPlaces(vocabulary.stream(before))
+            choice.stream = vocabulary.stream(before)
             if self.call.has_prompt_logprobs:
                 for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
-                    found.append(self._named(token, logprobs, choice.places))
+                    found.append(self._named(token, logprobs, choice))
         if event.logprobs is not None and not self.call.is_prompt_only:
-            found.append(self._named(event.token, event.logprobs, choice.places))
+            found.append(self._named(event.token, event.logprobs, choice))
         return found
 
     def finished(self, totals: Totals) -> None:
@@ -348,16 +335,16 @@ class Answer:
                 spans["first_token"] = min(firsts) - received
             access_log.answered("http", self._model.config, sizes, spans, error, path)
 
-    def _named(self, token: int, logprobs: Logprobs | None, places: TokenPlaces) -> TokenLogprob:
+    def _named(self, token: int, logprobs: Logprobs | None, choice: PartialChoice) -> TokenLogprob:
         """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
-        vocabulary, place = self._model.vocabulary, places.add(token)
+        piece, place = self._model.vocabulary.piece, choice.num_chars
+        assert choice.stream is not None
+        choice.num_chars += len(choice.stream.add(token))
         if logprobs is None:
-            return TokenLogprob(vocabulary.piece(token), math.nan, offset=place)
-        top = [
-            (vocabulary.piece(other), logprob)
-            for other, logprob in zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
-        ]
-        return TokenLogprob(vocabulary.piece(token), logprobs.logprob, top, place)
+            return TokenLogprob(piece(token), math.nan, offset=place)
+        pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
+        top = [(piece(other), logprob) for other, logprob in pairs]
+        return TokenLogprob(piece(token), logprobs.logprob, top, place)
 
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
