@@ -21,13 +21,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
-from penstock.errors import (
-    BackendFailed,
-    ConfigError,
-    NotReady,
-    Overloaded,
-    PenstockError,
-)
+from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
