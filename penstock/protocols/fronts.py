@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
+from penstock.config import MIB, GrpcConfig, ServerConfig, TlsConfig
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import backoff_s, deaths_in_a_row
@@ -104,34 +104,25 @@ def grpc_spec(
 
 
 def http_spec(
-    number: int, opening: frames.OpenFront, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
+    number: int, port: int, config: ServerConfig, gate: Gate, start_life: StartLife = HTTP_FRONT
 ) -> FrontSpec:
-    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
-    return FrontSpec("http", opening, hang_s, start_life, number)
-
-
-def http_opening(
-    host: str,
-    port: int,
-    limits: HttpLimits,
-    gate: Gate,
-    logs_requests: bool,
-    tls: TlsConfig | None = None,
-) -> frames.OpenFront:
-    """Make the opening frame, identical for all HTTP fronts; they share the port."""
+    """Describe one of the HTTP fronts, which share the port."""
+    limits = config.limits
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
-    return frames.OpenFront(
+    opening = frames.OpenFront(
         frames.VERSION,
-        host,
+        config.host,
         port,
         max(HTTP_SEGMENT_BYTES, 2 * largest),
         limits.max_body_bytes,
         keys=_keys(gate),
         limits=limits,
         hosts=None if gate.hosts is None else tuple(gate.hosts),
-        logs_requests=logs_requests,
-        tls=tls,
+        logs_requests=config.logs_requests,
+        tls=config.tls,
     )
+    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
+    return FrontSpec("http", opening, hang_s, start_life, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from penstock.protocols.tls import TlsFiles
 from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
 from penstock.wire.statuses import status_of
-from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
+from penstock.wire.v2_pb import Proto, decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
 
@@ -64,8 +64,7 @@ STOP_GRACE_S = 2.0
 # Fields of answers that hold the core's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
-# Neither protobuf's generated classes nor gRPC's contexts have types.
-Proto: TypeAlias = Any
+# gRPC's contexts have no types.
 Context: TypeAlias = Any
 # Called with the message, parsed or for inference as bytes, and the caller.
 Answer = Callable[..., Awaitable[Proto]]
