@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from urllib.parse import unquote
 
 import msgspec
@@ -66,13 +65,11 @@ class OpenAiHttp:
         }
 
     def handle(self, exchange: Exchange) -> None:
-        is_logged = self._is_logged and exchange.head.path in INFERENCE
-        guarded(exchange, is_logged, partial(self._handle, exchange))
-
-    def _handle(self, exchange: Exchange) -> None:
-        if exchange.head.method == b"POST" and self._is_draining():
-            raise NotReady("the server is shutting down")
-        self._handlers.get(exchange.head.path, self._describe_model)(exchange)
+        path, is_post = exchange.head.path, exchange.head.method == b"POST"
+        with guarded(exchange, self._is_logged and path in INFERENCE):
+            if is_post and self._is_draining():
+                raise NotReady("the server is shutting down")
+            self._handlers.get(path, self._describe_model)(exchange)
 
     def _list_models(self, exchange: Exchange) -> None:
         exchange.reply_json(openai_v1.models(self._known()))

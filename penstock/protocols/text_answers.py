@@ -11,10 +11,9 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -59,11 +58,12 @@ def counted(model: Served, received: float) -> Iterator[None]:
         raise
 
 
-def guarded(exchange: Exchange, is_logged: bool, answer: Callable[[], None]) -> None:
-    """Call `answer`; reply what it raises, in the form of the path's protocol."""
+@contextmanager
+def guarded(exchange: Exchange, is_logged: bool) -> Iterator[None]:
+    """Answer errors that are raised here, in the form of the path's protocol."""
     path = exchange.head.path
     try:
-        answer()
+        yield
     except PenstockError as error:
         reply_error(exchange, error)
         if is_logged:
@@ -109,19 +109,13 @@ class TextCall:
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
-        guarded(self.exchange, self.is_logged, partial(self._take, tokens))
-
-    def failed(self, error: Exception) -> None:
-        guarded(self.exchange, self.is_logged, partial(self._fail, error))
-
-    def _take(self, tokens: Sequence[list[int]]) -> None:
-        with self._counted():
+        with guarded(self.exchange, self.is_logged), self._counted():
             if self.exchange.is_finished:
                 raise Cancelled("the client left")
             self.take(tokens)
 
-    def _fail(self, error: Exception) -> None:
-        with self._counted():
+    def failed(self, error: Exception) -> None:
+        with guarded(self.exchange, self.is_logged), self._counted():
             raise error
 
     @contextmanager
@@ -179,8 +173,9 @@ class GenerateCall(TextCall):
             cache_salt=salt_of(exchange.head.headers, self.params.cache_salt),
             num_prompt_logprobs=self.params.num_logprobs if self.has_prompt_logprobs else None,
         )
-        answer = self.answer(self)
-        echoes = self._echoes() or [""] * len(tokens)
+        answer, decode = self.answer(self), model.vocabulary.decode
+        echoes = [each if isinstance(each, str) else decode(each) for each in self.echoed]
+        echoes = echoes or [""] * len(tokens)
         for number, (prompt, echo) in enumerate(zip(tokens, echoes, strict=True)):
             sink = PromptSink(answer, number, echo)
             generation = model.new_generation(prompt, params, sink)
@@ -194,10 +189,6 @@ class GenerateCall(TextCall):
         for generation in list(answer.generations):
             if not answer.is_over:
                 model.submit(generation)
-
-    def _echoes(self) -> list[str]:
-        decode = self.model.vocabulary.decode
-        return [each if isinstance(each, str) else decode(each) for each in self.echoed]
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
