@@ -19,7 +19,7 @@ import numpy.typing as npt
 from penstock.errors import Cancelled, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.serving.ticket import Ticket
+    from penstock.serving.plan import Ticket
 
 log = logging.getLogger("penstock")
 

@@ -33,7 +33,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve
 from penstock.optimizer.subject import open_subject
 from penstock.optimizer.this_machine import read_machine
-from penstock.optimizer.time_plan import SEARCH_S
+from penstock.optimizer.time_plan import SEARCH_S, MeasurementLimits
 from penstock.repository import layout, pbtxt
 from penstock.slo import parse
 
@@ -114,11 +114,18 @@ def _max_rates(
     builds = _builds(contenders, case)
     with tempfile.TemporaryDirectory() as scratch:
         rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
-    found = served.max_rates(builds, plan, rows, lambda doing: None, search_s)
+    found = _bench(plan, rows, search_s).max_rates(builds)
     return [
         Rate(0.0 if math.isnan(rate.value) else rate.value, num_runs_of(curve))
         for rate, curve in found
     ]
+
+
+def _bench(
+    plan: Plan, rows: Sequence[served.Row], search_s: float = SEARCH_S
+) -> served.ServedBench:
+    limits = MeasurementLimits(search_s=search_s)
+    return served.ServedBench(plan, rows, lambda doing: None, limits=limits)
 
 
 def _builds(contenders: Sequence[Contender], case: Case) -> list[Build]:
@@ -137,7 +144,7 @@ def saturated(case: Case, duration: str) -> float:
     plan = _plan(case, ANY_LATENCY, duration)
     with tempfile.TemporaryDirectory() as scratch:
         build = open_subject(plan, Path(scratch) / case.name).build
-        [(rate, _)] = served.max_rates([build], plan, _rows(plan, build), lambda doing: None)
+        [(rate, _)] = _bench(plan, _rows(plan, build)).max_rates([build])
     return rate.value
 
 

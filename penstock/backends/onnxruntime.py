@@ -21,7 +21,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import Batch, Execution, Finished
+from penstock.backends import Batch, Execution, Finished, PlainRunner
 from penstock.backends.checks import (
     check_signature,
     first_line,
@@ -56,21 +56,11 @@ EXECUTION_MODES = {
     "0": ort.ExecutionMode.ORT_SEQUENTIAL,
     "1": ort.ExecutionMode.ORT_PARALLEL,
 }
+# The library's names of element types, where they are not numpy's.
+OTHER_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
 ELEMENT_TYPES = {
-    "tensor(bool)": "BOOL",
-    "tensor(uint8)": "UINT8",
-    "tensor(uint16)": "UINT16",
-    "tensor(uint32)": "UINT32",
-    "tensor(uint64)": "UINT64",
-    "tensor(int8)": "INT8",
-    "tensor(int16)": "INT16",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-    "tensor(float16)": "FP16",
-    "tensor(float)": "FP32",
-    "tensor(double)": "FP64",
-    "tensor(bfloat16)": "BF16",
-    "tensor(string)": "BYTES",
+    f"tensor({OTHER_NAMES.get(name, datatype.numpy.name)})": name
+    for name, datatype in DATATYPES.items()
 }
 ONNX_BFLOAT16 = 16
 # The type of a ZipMap output, and the option that says where a model from memory has its weights.
@@ -85,11 +75,7 @@ _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 CPU = "CPUExecutionProvider"
 
 
-class OnnxRunner:
-    needs_requests = False
-    keeps_rows_apart = False
-    runs_ahead = False
-
+class OnnxRunner(PlainRunner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         problems: list[str] = []
@@ -106,7 +92,11 @@ class OnnxRunner:
         self.inputs = _specs(self._session.get_inputs())
         self.outputs = _specs(self._session.get_outputs())
         check_signature(config, self.inputs, self.outputs)
-        self._check_providers([name for name, _ in providers])
+        got = self._session.get_providers()
+        # ONNX Runtime falls back to the CPU silently.
+        if missing := [name for name, _ in providers if name not in got]:
+            asked = ", ".join(missing)
+            raise ConfigError([f"parameters.providers: asked for {asked}, got {', '.join(got)}"])
         self._output_names = [spec.name for spec in config.outputs]
         self._special = {
             spec.name: spec.datatype for spec in config.inputs if spec.datatype in ("BF16", "BYTES")
@@ -162,16 +152,6 @@ class OnnxRunner:
             outputs[spec.name] = _bits(value) if spec.datatype == "BF16" else value.numpy()
         return outputs
 
-    def _check_providers(self, asked: Sequence[str]) -> None:
-        """Raise ConfigError if a provider is missing; ONNX Runtime falls back to the CPU
-        silently."""
-        got = self._session.get_providers()
-        missing = [name for name in asked if name not in got]
-        if missing:
-            raise ConfigError(
-                [f"parameters.providers: asked for {', '.join(missing)}, got {', '.join(got)}"]
-            )
-
 
 def _session(
     path: str, options: ort.SessionOptions, providers: list[tuple[str, dict[str, str]]]
@@ -214,12 +194,8 @@ def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpti
         known = ", ".join(GRAPH_LEVELS)
         problems.append(f"parameters.graph_level: '{level}' is not one of {known}")
     options.graph_optimization_level = GRAPH_LEVELS.get(level, GRAPH_LEVELS["all"])
-    options.enable_cpu_mem_arena = _flag(
-        "enable_mem_arena", settings.get("enable_mem_arena", "1"), problems
-    )
-    options.enable_mem_pattern = _flag(
-        "enable_mem_pattern", settings.get("enable_mem_pattern", "1"), problems
-    )
+    options.enable_cpu_mem_arena = _flag(settings, "enable_mem_arena", problems)
+    options.enable_mem_pattern = _flag(settings, "enable_mem_pattern", problems)
     options.log_severity_level = 3
     # Spinning threads would take the cores that the front and other instances need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -229,7 +205,8 @@ def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpti
     return options
 
 
-def _flag(name: str, text: str, problems: list[str]) -> bool:
+def _flag(settings: Mapping[str, str], name: str, problems: list[str]) -> bool:
+    text = settings.get(name, "1")
     if text not in ("0", "1"):
         problems.append(f"parameters.{name}: '{text}' is not 0 or 1")
     return text != "0"
@@ -284,6 +261,3 @@ def _text(array: Array) -> Array:
     return np.array([item.decode() for item in array.ravel()], dtype=np.object_).reshape(
         array.shape
     )
-
-
-assert set(ELEMENT_TYPES.values()) == set(DATATYPES)

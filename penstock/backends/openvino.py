@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished
+from penstock.backends import Batch, Execution, Finished, PlainRunner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
@@ -35,21 +34,11 @@ PROPERTIES = {
 }
 HINTS = ("LATENCY", "THROUGHPUT")
 PRECISIONS = ("f32", "bf16", "f16")
+OTHER_NAMES = {"BOOL": "boolean", "BF16": "bf16", "BYTES": "string"}
+# v2 datatypes by the library's names of element types, such as u8 and f32.
 ELEMENT_TYPES = {
-    "boolean": "BOOL",
-    "u8": "UINT8",
-    "u16": "UINT16",
-    "u32": "UINT32",
-    "u64": "UINT64",
-    "i8": "INT8",
-    "i16": "INT16",
-    "i32": "INT32",
-    "i64": "INT64",
-    "f16": "FP16",
-    "f32": "FP32",
-    "f64": "FP64",
-    "bf16": "BF16",
-    "string": "BYTES",
+    OTHER_NAMES.get(name, f"{each.numpy.kind}{8 * each.numpy.itemsize}"): name
+    for name, each in DATATYPES.items()
 }
 # Computed as INT32.
 NARROWED = ("INT64", "UINT32", "UINT64")
@@ -57,11 +46,7 @@ INT32 = np.iinfo(np.int32)
 DEVICE = "CPU"
 
 
-class OpenVinoRunner:
-    needs_requests = False
-    keeps_rows_apart = False
-    runs_ahead = False
-
+class OpenVinoRunner(PlainRunner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         properties = properties_of(config)
@@ -179,7 +164,7 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
     return properties
 
 
-def read_model(path: Path, label: str) -> Any:
+def read_model(path: Path, label: str) -> ov.Model:
     if path.suffix not in (".xml", ".onnx"):
         raise ConfigError([f"{label}: expected model.xml with model.bin, or model.onnx"])
     weights = path.with_suffix(".bin")
@@ -191,7 +176,7 @@ def read_model(path: Path, label: str) -> Any:
         raise BackendFailed(f"{label}: OpenVINO cannot read it: {_reason(error)}") from None
 
 
-def _specs(ports: Sequence[Any], configured: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+def _specs(ports: Sequence[ov.Output], configured: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return the specs of ports. A tensor may have several names; the configured one is used."""
     wanted = {spec.name for spec in configured}
     specs = []
@@ -203,14 +188,14 @@ def _specs(ports: Sequence[Any], configured: Sequence[TensorSpec]) -> tuple[Tens
     return tuple(specs)
 
 
-def _shape(port: Any) -> tuple[int, ...]:
+def _shape(port: ov.Output) -> tuple[int, ...]:
     shape = port.get_partial_shape()
     if shape.rank.is_dynamic:
         return ()
     return tuple(-1 if size.is_dynamic else size.get_length() for size in shape)
 
 
-def _feed(spec: TensorSpec, array: Array) -> Any:
+def _feed(spec: TensorSpec, array: Array) -> Array | ov.Tensor:
     """Return an input for the library, which copies arrays; BF16 becomes a tensor of its bits."""
     if spec.datatype == "BF16":
         return ov.Tensor(array.copy(), ov.Shape(array.shape), ov.Type.bf16)
@@ -230,7 +215,7 @@ def _reason(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _property(compiled: Any, name: str) -> str:
+def _property(compiled: ov.CompiledModel, name: str) -> str:
     try:
         value = compiled.get_property(name)
     except RuntimeError:
@@ -239,6 +224,3 @@ def _property(compiled: Any, name: str) -> str:
         return str(value.get_type_name())
     is_plain = type(value).__module__ == "builtins"
     return str(value) if is_plain else str(value).rpartition(".")[2]
-
-
-assert set(ELEMENT_TYPES.values()) == set(DATATYPES)

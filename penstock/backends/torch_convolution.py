@@ -452,7 +452,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
 
     def _own(self, own: Any, x: torch.Tensor) -> dict[str, Run]:
         out, channels, *size = self.weight.shape
-        window = own.Window(tuple(size), self.geometry.stride, self.geometry.padding)
+        window = own.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
         batch, _, high, wide = self._out_shape(x)
         num_rows = batch * high * wide
         found: dict[str, Run] = {}
@@ -510,7 +510,7 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         found: dict[str, Run] = {REFERENCE: self._plain}
         own = kernels()
         if own is not None and x.dtype in TOLERANCE and x.numel() <= own.MAX_ELEMENTS:
-            window = own.Window(self.size, self.stride, self.padding)
+            window = own.ConvWindow(self.size, self.stride, self.padding)
             found["triton"] = lambda x, _: own.max_pool(_last(x), window)
         return found
 

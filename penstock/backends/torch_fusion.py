@@ -79,7 +79,7 @@ class Fusion:
         )
         return [each for each in found if isinstance(each, Convolution)]
 
-    def built(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Report the number of layers and their implementations, for the smallest and largest
         batch."""
         layers = self.layers

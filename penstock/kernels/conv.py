@@ -14,8 +14,7 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 import torch
 import triton
@@ -47,8 +46,7 @@ class Tile:
     split: int = 1
 
     def __str__(self) -> str:
-        sizes = self.rows, self.columns, self.depth, self.num_warps, self.num_stages, self.split
-        return "x".join(map(str, sizes))
+        return "x".join(map(str, astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,6 @@ def _shared(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.conste
     return total, is_last
 
 
-# fmt: off
 @triton.jit(do_not_specialize=["num_rows", "split"])
 def _convolve(
     x, weight, bias, residual, y, parts, arrived, num_rows, split,
@@ -124,7 +121,7 @@ def _convolve(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     IS_SPLIT: tl.constexpr, IS_FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: on
+):  # fmt: skip
     """`weight` is [OUT, SIZE_H, SIZE_W, IN]. IS_FLAT: one tap and stride 1, so rows of the image
     are rows of the matrix."""
     at_m, at_n = _place(num_rows, OUT // COLUMNS, ROWS, COLUMNS)
@@ -184,23 +181,11 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["num_pixels"])
 def _pool(
-    x,
-    y,
-    num_pixels,
-    CHANNELS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT_H: tl.constexpr,
-    OUT_W: tl.constexpr,
-    SIZE_H: tl.constexpr,
-    SIZE_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    PIXELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, y, num_pixels, CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
+    SIZE_H: tl.constexpr, SIZE_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at_p = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     at_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_pixel = at_p < num_pixels
@@ -225,23 +210,10 @@ def _pool(
 
 @triton.jit(do_not_specialize=["num_pixels", "step_n", "step_c", "step_h", "step_w"])
 def _pack(
-    x,
-    y,
-    num_pixels,
-    step_n,
-    step_c,
-    step_h,
-    step_w,
-    CHANNELS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PACKED_H: tl.constexpr,
-    PACKED_W: tl.constexpr,
-    ABOVE: tl.constexpr,
-    BEFORE: tl.constexpr,
-    WIDE: tl.constexpr,
-    PIXELS: tl.constexpr,
-):
+    x, y, num_pixels, step_n, step_c, step_h, step_w, CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PACKED_H: tl.constexpr, PACKED_W: tl.constexpr,
+    ABOVE: tl.constexpr, BEFORE: tl.constexpr, WIDE: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
     at_p = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     at_c = tl.arange(0, WIDE)
     is_pixel = at_p < num_pixels
@@ -338,31 +310,13 @@ def _launch_convolve(
     bias, residual = epilogue.bias, epilogue.residual
     is_exact = x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
     _launch(
-        _convolve,
-        (num_tiles, tile.split),
-        x,
-        weight,
-        y if bias is None else bias,
-        y if residual is None else residual,
-        y,
-        workspace.parts,
-        workspace.arrived,
-        num_rows,
-        tile.split,
-        out_channels,
-        *sizes,
-        bias is not None,
-        residual is not None,
-        epilogue.has_relu,
-        tile.rows,
-        tile.columns,
-        tile.depth,
-        tile.split > 1,
-        is_flat,
-        "ieee" if is_exact else "tf32",
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        _convolve, (num_tiles, tile.split),
+        x, weight, y if bias is None else bias, y if residual is None else residual, y,
+        workspace.parts, workspace.arrived, num_rows, tile.split, out_channels, *sizes,
+        bias is not None, residual is not None, epilogue.has_relu,
+        tile.rows, tile.columns, tile.depth, tile.split > 1, is_flat,
+        "ieee" if is_exact else "tf32", num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def num_packed(width: int) -> int:
@@ -407,23 +361,10 @@ def convolve_packed(
     num_values = batch * high * wide * PIXEL
     widened = torch.empty(num_values + pixels * PIXEL, dtype=x.dtype, device=x.device)
     _launch(
-        _pack,
-        (-(-(num_values // PIXEL) // PACK_PIXELS),),
-        x,
-        widened,
-        num_values // PIXEL,
-        *x.stride(),
-        channels,
-        height,
-        width,
-        high,
-        wide,
-        pad_h,
-        before,
-        PIXEL,
-        PACK_PIXELS,
-        num_warps=4,
-    )
+        _pack, (-(-(num_values // PIXEL) // PACK_PIXELS),),
+        x, widened, num_values // PIXEL, *x.stride(), channels, height, width, high, wide,
+        pad_h, before, PIXEL, PACK_PIXELS, num_warps=4,
+    )  # fmt: skip
     y = _empty(x, batch, out, out_h, out_w)
     steps = high * wide * PIXEL, wide * PIXEL, PIXEL
     sizes = (pixels * PIXEL, size_h, 1, high, wide, out_h, out_w, *window.stride, 0, 0, *steps)
@@ -439,23 +380,10 @@ def max_pool(x: torch.Tensor, window: ConvWindow) -> torch.Tensor:
     num_pixels = batch * out_h * out_w
     block = min(POOL_CHANNELS, triton.next_power_of_2(channels))
     _launch(
-        _pool,
-        (-(-num_pixels // POOL_PIXELS), -(-channels // block)),
-        x,
-        y,
-        num_pixels,
-        channels,
-        height,
-        width,
-        out_h,
-        out_w,
-        *window.size,
-        *window.stride,
-        *window.padding,
-        POOL_PIXELS,
-        block,
-        num_warps=4,
-    )
+        _pool, (-(-num_pixels // POOL_PIXELS), -(-channels // block)),
+        x, y, num_pixels, channels, height, width, out_h, out_w,
+        *window.size, *window.stride, *window.padding, POOL_PIXELS, block, num_warps=4,
+    )  # fmt: skip
     return y
 
 
@@ -473,7 +401,9 @@ def compiling(num_threads: int) -> Iterator[None]:
             _is_ahead.reset(token)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: int) -> None:
+def _launch(
+    kernel: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: int
+) -> None:
     if _is_ahead.get():
         kernel.warmup(*args, grid=grid, **options)
     else:

@@ -46,7 +46,7 @@ def _place(
 
 
 def lay_out(mask: torch.Tensor, num_tokens: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return places and blocks of a mask [rows, length], as in `packed_encoder.Layout`."""
+    """Return places and blocks of a mask [rows, length], as in `packed_encoder.PackedLayout`."""
     num_rows, length = mask.shape
     device = mask.device
     mask = mask.contiguous()

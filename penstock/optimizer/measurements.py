@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.optimizer import disturbance, served, trials
+from penstock.optimizer import disturbance, trials
 from penstock.optimizer.accuracy_gate import AccuracyGate
 from penstock.optimizer.answer_source import HELD_OUT, AnswerSource
 from penstock.optimizer.candidates import Build
@@ -18,6 +18,7 @@ from penstock.optimizer.gpu_sessions import GpuProcesses, num_workers
 from penstock.optimizer.inspector import Inspector
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.served import ServedBench, repriced
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits
@@ -89,48 +90,29 @@ class Measurements:
 
     def serve(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         """Measure at the SLO's load; several builds in turns."""
-        run, plan = self._run, self._plan
-
-        def measure() -> list[ServedMeasurement]:
-            kept, limits = self._gpu.kept_servers(builds), self._limits()
-            if len(builds) == 1:
-                return [served.measure(builds[0], plan, run.rows, run.tell, kept, limits)]
-            return served.measure_alternately(builds, plan, run.rows, run.tell, kept, limits)
-
-        run.tell("start servers")
-        asked = run.required(builds[0], measure) if len(builds) == 1 else measure
-        return self._remember("served", builds, asked)
+        self._run.tell("start servers")
+        return self._remember("served", builds, ServedBench.measure, self._limits())
 
     def with_rates(self, builds: Sequence[Build], search_s: float) -> list[ServedMeasurement]:
         """Measure at the SLO's load and up to the highest rate of each, in turns."""
-        run = self._run
-
-        def measure() -> list[ServedMeasurement]:
-            kept, limits = self._gpu.kept_servers(builds), self._limits()
-            limits = replace(limits, search_s=search_s)
-            return served.with_rates(builds, self._plan, run.rows, run.tell, limits, kept)
-
-        run.tell("start servers")
-        return self._remember("served with rates", builds, measure)
+        self._run.tell("start servers")
+        limits = replace(self._limits(), search_s=search_s)
+        return self._remember("served with rates", builds, ServedBench.with_rates, limits)
 
     def prove(
         self, builds: Sequence[Build], left_s: float | None, attempt: int = 0
     ) -> list[ServedMeasurement]:
         """Measure at the SLO's load and, if time allows, up to the highest rate of each, in turns.
         Each attempt is a separate measurement."""
-        run, planned = self._run, self._run.budget.planned
+        planned = self._run.budget.planned
         needed_s = planned.prove_s(len(builds), planned.num_rounds)
         needed_s += len(builds) * MIN_SEARCH_S
         has_time = left_s is None or (planned.has_rates and left_s > needed_s)
         limits = _limits_of(planned.num_rounds, SEARCH_S if has_time else 0.0, left_s)
-
-        def measure() -> list[ServedMeasurement]:
-            kept = self._gpu.kept_servers(builds)
-            return served.prove(builds, self._plan, run.rows, run.tell, limits, kept)
-
-        run.tell("start servers for the proof")
+        self._run.tell("start servers for the proof")
         kind = "proof with rates" if has_time else "proof"
-        return self._remember(kind, builds, measure, f" attempt {attempt}" if attempt else "")
+        suffix = f" attempt {attempt}" if attempt else ""
+        return self._remember(kind, builds, ServedBench.prove, limits, suffix)
 
     def check_answers(
         self, build: Build, source: AnswerSource, gate: AccuracyGate, *, is_lossy: bool
@@ -145,8 +127,8 @@ class Measurements:
             rows = [run.rows[index] for index in indices]
             left_s = run.budget.stage_left_s
             seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
-            limits, kept = self._limits(), self._gpu.kept_servers([build])
-            found = served.answers(build, rows, seconds, limits, kept)
+            bench = replace(self._bench([build], self._limits()), rows=rows)
+            found = bench.answers(build, seconds)
             if not found:
                 return "the server refused every row of the held-out examples"
             pairs = [judged[place] for place, _ in found], [answer for _, answer in found]
@@ -163,15 +145,26 @@ class Measurements:
         planned = budget.planned
         return _limits_of(planned.num_rounds, planned.cost_search_s, budget.stage_left_s)
 
+    def _bench(self, builds: Sequence[Build], limits: MeasurementLimits) -> ServedBench:
+        run, kept = self._run, self._gpu.kept_servers(builds)
+        return ServedBench(self._plan, run.rows, run.tell, kept, limits)
+
     def _remember(
         self,
         kind: str,
         builds: Sequence[Build],
-        measure: Callable[[], list[ServedMeasurement]],
+        measure: Callable[[ServedBench, Sequence[Build]], list[ServedMeasurement]],
+        limits: MeasurementLimits,
         suffix: str = "",
     ) -> list[ServedMeasurement]:
         """Measure with the machine otherwise idle, or take the figures from the journal, at the
         current price."""
+
+        def measured() -> list[ServedMeasurement]:
+            return measure(self._bench(builds, limits), builds)
+
+        is_original = kind == "served" and len(builds) == 1
+        asked = self._run.required(builds[0], measured) if is_original else measured
         plan, level_s = self._run.plan, self._plan.duration_s
         self._gpu.settle()
         if level_s < plan.duration_s:
@@ -181,11 +174,11 @@ class Measurements:
             kind,
             " ".join(build.candidate.key for build in builds) + suffix,
             list[ServedMeasurement],
-            measure,
+            asked,
             passing=(PenstockError,),
             is_reusable=lambda servings: all(map(disturbance.is_reusable, servings)),
         )
-        return [served.repriced(each, plan) for each in found]
+        return [repriced(each, plan) for each in found]
 
 
 def _limits_of(num_rounds: int, search_s: float, left_s: float | None) -> MeasurementLimits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.optimizer.budget import Budget
-from penstock.slo import Slo
+from penstock.slo import Slo, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +49,7 @@ class Plan:
     outputs: tuple[str, ...] = ()
     # Discard the measurements of an interrupted run of the same command.
     is_fresh: bool = False
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return () if self.slo is None else self.slo.terms

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -52,7 +51,6 @@ from penstock.optimizer.time_plan import (
     MIN_COST_SEARCH_S,
     MIN_SEARCH_S,
     PROBE_COST_S,
-    SEARCH_S,
     WARM_UP_S,
     CutOff,
     MeasurementLimits,
@@ -86,6 +84,8 @@ SEARCH_REQUESTS = 400
 SEARCH_WARM_UP_S = 1.0
 SEARCH_PRECISION = 0.05
 PROBE_S = 2.0
+# Duration of a single-client measurement that gives the first rate of streams, and the lowest rate.
+ALONE_S, LOWEST_RATE = 5.0, 0.01
 MAX_CLIENTS = 256
 # Client timeouts: this long, or this multiple of the SLO's latency limit; LONG_PATIENCE_S without
 # such a limit. Overloaded builds are not waited for.
@@ -96,106 +96,154 @@ NO_RATE = Interval(math.nan, math.nan, math.nan)
 UNLIMITED = MeasurementLimits()
 
 
-def measure(
-    build: Build,
-    plan: Plan,
-    rows: Sequence[Row],
-    watch: Watch,
-    servers: Servers | None = None,
-    limits: MeasurementLimits = UNLIMITED,
-) -> ServedMeasurement:
-    """Measure at the SLO's load. With a price and a cost term, also search for the highest rate."""
-    with _stage([build], rows, servers, limits) as endpoints:
-        (served,) = _measured(endpoints, plan, watch, replace(limits, num_rounds=1))
-        return served
+@dataclass(frozen=True, slots=True)
+class ServedBench:
+    """Measures builds of a plan's model, each behind its server. `watch` receives what is being
+    done. Several builds take turns (A B A B), so that changes of the machine affect all of them."""
 
+    plan: Plan
+    rows: Sequence[Row]
+    watch: Watch
+    # Kept running for the next measurement; None: each measurement starts its own.
+    servers: Servers | None = None
+    limits: MeasurementLimits = UNLIMITED
 
-def measure_alternately(
-    builds: Sequence[Build],
-    plan: Plan,
-    rows: Sequence[Row],
-    watch: Watch,
-    servers: Servers | None = None,
-    limits: MeasurementLimits = UNLIMITED,
-) -> list[ServedMeasurement]:
-    """Measure several in turns (A B A B), so that changes of the machine affect all of them."""
-    with _stage(builds, rows, servers, limits) as endpoints:
-        return _measured(endpoints, plan, watch, limits)
+    def measure(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
+        """Measure at the SLO's load, one build once. With a price and a cost term, also search for
+        highest rates."""
+        with self._stage(builds) as opened:
+            found = self._in_turns(opened, 1 if len(builds) == 1 else self.limits.num_rounds)
+            if not _has_cost(self.plan):
+                return found
+            return self._rated(opened, found, max(MIN_COST_SEARCH_S, self._search_s(opened)))
 
+    def with_rates(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
+        """Measure once at the SLO's load, then up to the highest rate of each. A search without
+        time for another level ends with what it has."""
+        with self._stage(builds) as opened:
+            return self._rated(opened, self._in_turns(opened, 1), self._search_s(opened))
 
-def answers(
-    build: Build,
-    rows: Sequence[Row],
-    seconds: float,
-    limits: MeasurementLimits = UNLIMITED,
-    servers: Servers | None = None,
-) -> list[tuple[int, dict[str, Array]]]:
-    """Return the answers of the build behind its server, with the index of each row."""
-    with _stage([build], rows, servers, limits) as endpoints:
-        return served_answers.ask(endpoints[0].address, build.config, rows, seconds)
+    def prove(
+        self, builds: Sequence[Build], starts: Sequence[float | None] = ()
+    ) -> list[ServedMeasurement]:
+        """Measure at the SLO's load and up to the highest rate of each, from its start if that is
+        given: with rates, costs and curves. Rates are left out if there is no time to search for
+        them, unless the SLO limits cost."""
+        shortest_s = MIN_COST_SEARCH_S if _has_cost(self.plan) else MIN_SEARCH_S
+        with self._stage(builds) as opened:
+            found = self._in_turns(opened, self.limits.num_rounds)
+            search_s = self._search_s(opened)
+            return found if search_s < shortest_s else self._rated(opened, found, search_s, starts)
 
+    def max_rates(self, builds: Sequence[Build]) -> list[tuple[Interval, Curve | None]]:
+        """Return only the highest rate of each; used by the benchmarks."""
+        with self._stage(builds) as opened:
+            return self._max_rates(opened, self.limits.search_s)
 
-def max_rates(
-    builds: Sequence[Build],
-    plan: Plan,
-    rows: Sequence[Row],
-    watch: Watch,
-    search_s: float = SEARCH_S,
-) -> list[tuple[Interval, Curve | None]]:
-    """Return only the highest rate of each, measured in turns; used by the benchmarks."""
-    with _stage(builds, rows, None, UNLIMITED) as endpoints:
-        return _max_rates(endpoints, plan, watch, search_s)
+    def rate_from(self, build: Build, start: float | None) -> tuple[ServedMeasurement, bool]:
+        """Find the highest rate that keeps the SLO, from `start` on; if that is given, lower rates
+        are not tried. The figures are those of the highest rate that kept it, or else of the lowest
+        one tried. Also return whether the search ended before its time was up."""
+        if not has_limits(self.plan):
+            return self.with_rates([build])[0], True
+        with self._stage([build]) as opened:
+            endpoint = opened[0]
+            search = RateSearch(self, endpoint, self.limits.search_s, start, is_floor=True)
+            while search.is_open:
+                search.step()
+            level = shown_level(search.levels, search.rate)
+            account = ServedAccount(build.config)
+            account.add(level, endpoint)
+        found = served_of(account, level.load, self.plan)
+        rate = None if math.isnan(search.rate.value) else search.rate
+        found = msgspec.structs.replace(found, max_rate=rate, curve=curve_of(search.levels))
+        return found, search.has_ended
 
+    def answers(self, build: Build, seconds: float) -> list[tuple[int, dict[str, Array]]]:
+        """Return the answers of the build behind its server, with the index of each row."""
+        with self._stage([build]) as opened:
+            return served_answers.ask(opened[0].address, build.config, self.rows, seconds)
 
-def with_rates(
-    builds: Sequence[Build],
-    plan: Plan,
-    rows: Sequence[Row],
-    watch: Watch,
-    limits: MeasurementLimits = UNLIMITED,
-    servers: Servers | None = None,
-) -> list[ServedMeasurement]:
-    """Measure once at the SLO's load, then up to the highest rate of each, in turns. A search
-    without time for another level ends with what it has."""
-    with _stage(builds, rows, servers, limits) as endpoints:
-        found = _in_turns(endpoints, plan, watch, replace(limits, num_rounds=1))
-        return _rated(endpoints, found, plan, watch, _search_s(len(builds), limits))
+    @contextlib.contextmanager
+    def _stage(self, builds: Sequence[Build]) -> Iterator[Endpoints]:
+        """Open endpoints for a measurement. Kept servers stay up unless it fails, as their state is
+        unknown then."""
+        own = Servers() if self.servers is None else self.servers
+        own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s()))
+        try:
+            yield Endpoints(own, builds, self.rows)
+        except BaseException:
+            own.close()
+            raise
+        if self.servers is None:
+            own.close()
 
+    def _search_s(self, opened: Endpoints) -> float:
+        """Return the time for each search for a highest rate; searches take turns."""
+        return min(self.limits.search_s, self.limits.left_s() / len(opened) - PROBE_COST_S)
 
-def prove(
-    builds: Sequence[Build],
-    plan: Plan,
-    rows: Sequence[Row],
-    watch: Watch,
-    limits: MeasurementLimits = UNLIMITED,
-    servers: Servers | None = None,
-) -> list[ServedMeasurement]:
-    """Measure at the SLO's load and up to the highest rate of each: with rates, costs and curves.
-    Rates are left out if there is no time to search for them, unless the SLO limits cost."""
-    shortest_s = MIN_COST_SEARCH_S if _has_cost(plan) else MIN_SEARCH_S
-    with _stage(builds, rows, servers, limits) as endpoints:
-        found = _in_turns(endpoints, plan, watch, limits)
-        search_s = _search_s(len(builds), limits)
-        return found if search_s < shortest_s else _rated(endpoints, found, plan, watch, search_s)
+    def _in_turns(self, opened: Endpoints, num_rounds: int) -> list[ServedMeasurement]:
+        """Measure in rounds; those after the first are left out if there is no time for all."""
+        load = load_of(self.plan.slo)
+        accounts = [ServedAccount(build.config) for build in opened.builds]
+        for number in range(num_rounds):
+            round_s = len(accounts) * level_cost_s(self.plan.duration_s)
+            if number and self.limits.left_s() < round_s:
+                break
+            for place, account in enumerate(accounts):
+                endpoint = opened[place]
+                run = endpoint.measured(bench_plan(endpoint, self.plan, [load]), self.watch)
+                account.add(run.levels[0], endpoint)
+        return [served_of(account, load, self.plan) for account in accounts]
 
+    def _rated(
+        self,
+        opened: Endpoints,
+        found: Sequence[ServedMeasurement],
+        search_s: float,
+        starts: Sequence[float | None] = (),
+    ) -> list[ServedMeasurement]:
+        rates = self._max_rates(opened, search_s, starts)
+        return [
+            msgspec.structs.replace(priced(each, rate, self.plan), curve=curve)
+            for each, (rate, curve) in zip(found, rates, strict=True)
+        ]
 
-def _search_s(num_builds: int, limits: MeasurementLimits) -> float:
-    """Return the time for each search for a highest rate; searches take turns."""
-    return min(limits.search_s, limits.left_s() / num_builds - PROBE_COST_S)
+    def _max_rates(
+        self, opened: Endpoints, search_s: float, starts: Sequence[float | None] = ()
+    ) -> list[tuple[Interval, Curve | None]]:
+        """Return the highest rate of each that keeps the latency terms, with a curve of the
+        measured levels. Without such terms, return the throughput at saturation. NaN: unknown."""
+        places = range(len(opened))
+        if not has_limits(self.plan):
+            probes = [self.saturate(opened[place]) for place in places]
+            return [(stats.throughput_interval(windows), None) for windows in probes]
+        searches: list[RateSearch] = []
+        for place in places:
+            start = starts[place] if starts else None
+            searches.append(RateSearch(self, opened[place], search_s, start))
+            # The next server may replace this one.
+            while opened.is_alone and searches[-1].is_open:
+                searches[-1].step()
+        while left := [each for each in searches if each.is_open]:
+            for each in left:
+                each.step()
+        return [(each.believable_rate, curve_of(each.levels)) for each in searches]
 
+    def saturate(self, endpoint: ServedEndpoint) -> Sequence[Window]:
+        """Measure a closed loop with enough clients to saturate the server."""
+        wanted = bench_plan(endpoint, self.plan, [Closed(endpoint.num_clients)])
+        short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
+        return endpoint.measured(short, self.watch).levels[0].windows
 
-def _rated(
-    endpoints: Sequence[ServedEndpoint],
-    found: Sequence[ServedMeasurement],
-    plan: Plan,
-    watch: Watch,
-    search_s: float,
-) -> list[ServedMeasurement]:
-    rates = _max_rates(endpoints, plan, watch, search_s)
-    return [
-        msgspec.structs.replace(priced(each, rate, plan), curve=curve)
-        for each, (rate, curve) in zip(found, rates, strict=True)
-    ]
+    def rate_alone(self, endpoint: ServedEndpoint) -> float:
+        """Return the rate of one client in a closed loop."""
+        wanted = bench_plan(endpoint, self.plan, [Closed(1)])
+        short = replace(wanted, duration_s=min(ALONE_S, self.plan.duration_s))
+        mean_s = stats.histogram(endpoint.measured(short, self.watch).levels[0].windows).mean()
+        if not mean_s > 0:
+            raise BackendFailed("not one request of a client alone was answered well")
+        return max(LOWEST_RATE, 1 / mean_s)
 
 
 def curve_of(levels: Sequence[Level]) -> Curve:
@@ -225,12 +273,13 @@ def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedM
     if plan.price_per_hour is None:
         return msgspec.structs.replace(served, max_rate=max_rate)
     price = plan.price_per_hour
-    low, value, high = (goals.cost_per_million(each, price) for each in _ends(max_rate))
+    ends = (max_rate.low, max_rate.value, max_rate.high)
+    low, value, high = (goals.cost_per_million(each, price) for each in ends)
     # A higher rate means a lower cost.
     cost = Interval(value, min(low, high), max(low, high))
     judged = [
         _verdict(term, cost) if isinstance(term, Cost) else known
-        for term, known in zip(_terms(plan), served.verdicts, strict=True)
+        for term, known in zip(plan.terms, served.verdicts, strict=True)
     ]
     return msgspec.structs.replace(
         served, max_rate=max_rate, cost_per_million=cost.value, verdicts=judged
@@ -240,10 +289,6 @@ def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedM
 def repriced(served: ServedMeasurement, plan: Plan) -> ServedMeasurement:
     """Recompute costs with the current price."""
     return served if served.max_rate is None else priced(served, served.max_rate, plan)
-
-
-def _ends(interval: Interval) -> tuple[float, float, float]:
-    return interval.low, interval.value, interval.high
 
 
 # The server.
@@ -256,11 +301,8 @@ class ServedEndpoint:
     # Duration of a throughput probe, and precision of the search for the highest rate.
     probe_s = PROBE_S
     precision = SEARCH_PRECISION
-
-    @property
-    def may_be_late(self) -> bool:
-        """Whether a run in which no client got an answer in time counts as a measurement."""
-        return False
+    # Whether answers are streams, which take seconds.
+    is_streaming = False
 
     def __init__(self, build: Build, data: str) -> None:
         self.build = build
@@ -278,17 +320,13 @@ class ServedEndpoint:
         try:
             self.address = self._wait_until_ready()
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop()
+    def __exit__(self, *_: object) -> None:
+        # Workers normally end with the server; any that remain are killed.
+        self._process.stop(STOP_TIMEOUT_S)
 
     def target(self, plan: Plan) -> TargetSpec:
         """Return the bench's target."""
@@ -346,7 +384,9 @@ class ServedEndpoint:
             raise ConfigError(
                 [f"{text}{self._process.tail('the server')}" for text in error.problems]
             ) from None
-        if not run.levels or (run.problem and not self.may_be_late):
+        # At too high a rate, all answers of a level may time out if they take seconds.
+        may_be_late = self.is_streaming and self.is_running
+        if not run.levels or (run.problem and not may_be_late):
             raise BackendFailed(
                 f"{run.problem or 'nothing was measured'}{self._process.tail('the server')}"
             )
@@ -372,10 +412,6 @@ class ServedEndpoint:
             f"not ready after {self.start_timeout_s:.3g} s{self._process.tail('the server')}"
         )
 
-    def _stop(self) -> None:
-        # Workers normally end with the server; any that remain are killed.
-        self._process.stop(STOP_TIMEOUT_S)
-
 
 def _describe(progress: LevelProgress) -> str:
     p99 = "" if math.isnan(progress.p99_s) else f", p99 {progress.p99_s * 1e3:.3g} ms"
@@ -384,9 +420,11 @@ def _describe(progress: LevelProgress) -> str:
 
 class Servers:
     """A server for each build, with the rows in a file. Idle servers sleep, so callers with enough
-    memory keep them for the next measurement; `close` stops all."""
+    memory keep them for the next measurement; `close` stops all. `is_alone`: one at a time, because
+    each takes all the memory there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = False) -> None:
+        self.is_alone = is_alone
         self._stack = contextlib.ExitStack()
         # Start timeout of the next server.
         self.start_timeout_s: Callable[[], float] = lambda: START_TIMEOUT_S
@@ -418,11 +456,16 @@ class Servers:
         known = self._endpoints.get(build.folder)
         if known is not None and known.is_running:
             return known
-        endpoint = ServedEndpoint(build, self._written(build.config, rows))
+        if self.is_alone:
+            self.close()
+        endpoint = self._made(build, rows)
         endpoint.start_timeout_s = self.start_timeout_s()
         self._stack.enter_context(endpoint)
         self._endpoints[build.folder] = endpoint
         return endpoint
+
+    def _made(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
+        return ServedEndpoint(build, self._written(build.config, rows))
 
     def _written(self, config: ModelConfig, rows: Sequence[Row]) -> str:
         if self._scratch is None:
@@ -436,21 +479,20 @@ class Servers:
         return self._files[form]
 
 
-@contextlib.contextmanager
-def _stage(
-    builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None, limits: MeasurementLimits
-) -> Iterator[list[ServedEndpoint]]:
-    """Open endpoints for a measurement. Kept servers stay up unless it fails, as their state is
-    unknown then."""
-    own = Servers() if servers is None else servers
-    own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, limits.left_s()))
-    try:
-        yield own.opened(builds, rows)
-    except BaseException:
-        own.close()
-        raise
-    if servers is None:
-        own.close()
+class Endpoints:
+    """Endpoints of builds during one measurement; servers that run alone start at their turn."""
+
+    def __init__(self, servers: Servers, builds: Sequence[Build], rows: Sequence[Row]) -> None:
+        self._servers, self.builds, self._rows = servers, builds, rows
+        self.is_alone = servers.is_alone
+        if not self.is_alone:
+            servers.opened(builds, rows)
+
+    def __len__(self) -> int:
+        return len(self.builds)
+
+    def __getitem__(self, place: int) -> ServedEndpoint:
+        return self._servers.opened([self.builds[place]], self._rows)[0]
 
 
 # Inputs.
@@ -518,6 +560,9 @@ def _json(spec: TensorSpec, array: Array) -> object:
 
 
 def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> bench.BenchPlan:
+    """Return the benchmark's plan. A closed loop of streams has no warm-up: with one, a client
+    whose answer takes longer than the level would send its next request after the end."""
+    is_alone = endpoint.is_streaming and any(isinstance(load, Closed) for load in loads)
     return bench.BenchPlan(
         endpoint.target(plan),
         endpoint.inputs(plan),
@@ -525,7 +570,7 @@ def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> b
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
         duration_s=max(endpoint.level_s(plan, load) for load in loads),
-        max_warm_up_s=min(WARM_UP_S, warm_up_s(plan.duration_s)),
+        max_warm_up_s=0.0 if is_alone else min(WARM_UP_S, warm_up_s(plan.duration_s)),
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
     )
@@ -571,12 +616,12 @@ class ServedAccount:
     memory_bytes: int = 0
     # For each worker.
     gpu_memory_bytes: Sequence[int] = ()
-    num_runs: int = 0
     # The windows of each round, and the state of the machine during it.
     rounds: list[tuple[Sequence[Window], Conditions]] = field(default_factory=list)
 
-    def add(self, level: Level, memory_bytes: int, conditions: Conditions) -> None:
+    def add(self, level: Level, endpoint: ServedEndpoint) -> None:
         """Add a round; its windows follow those of earlier rounds without a gap."""
+        conditions = endpoint.conditions
         if level.generator.num_waited:
             # All connections were busy: the server delayed requests, not the machine.
             conditions = msgspec.structs.replace(conditions, is_generator_waiting=True)
@@ -587,40 +632,18 @@ class ServedAccount:
             self.windows.append(window)
         if level.server is not None:
             self.counters.append(level.server)
-        self.memory_bytes = max(self.memory_bytes, memory_bytes)
-        self.num_runs += 1
+        self.memory_bytes = max(self.memory_bytes, endpoint.memory_bytes)
+        self.gpu_memory_bytes = endpoint.gpu_memory_bytes
 
 
-def _measured(
-    endpoints: Sequence[ServedEndpoint], plan: Plan, watch: Watch, limits: MeasurementLimits
-) -> list[ServedMeasurement]:
-    found = _in_turns(endpoints, plan, watch, limits)
-    if _has_cost(plan):
-        search_s = max(MIN_COST_SEARCH_S, _search_s(len(endpoints), limits))
-        rates = [rate for rate, _ in _max_rates(endpoints, plan, watch, search_s)]
-        found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
-    return found
+def has_limits(plan: Plan) -> bool:
+    """Return whether the SLO limits latency or goodput, so that a highest rate exists."""
+    return any(isinstance(term, Latency | Goodput) for term in plan.terms)
 
 
 def _has_cost(plan: Plan) -> bool:
     """Return whether judging the SLO needs highest rates."""
-    return plan.price_per_hour is not None and any(isinstance(each, Cost) for each in _terms(plan))
-
-
-def _in_turns(
-    endpoints: Sequence[ServedEndpoint], plan: Plan, watch: Watch, limits: MeasurementLimits
-) -> list[ServedMeasurement]:
-    """Measure in rounds; those after the first are left out if there is no time for all builds."""
-    load = load_of(plan.slo)
-    accounts = [ServedAccount(each.build.config) for each in endpoints]
-    for number in range(limits.num_rounds):
-        if number and limits.left_s() < len(endpoints) * level_cost_s(plan.duration_s):
-            break
-        for endpoint, account in zip(endpoints, accounts, strict=True):
-            run = endpoint.measured(bench_plan(endpoint, plan, [load]), watch)
-            account.add(run.levels[0], endpoint.memory_bytes, endpoint.conditions)
-            account.gpu_memory_bytes = endpoint.gpu_memory_bytes
-    return [served_of(account, load, plan) for account in accounts]
+    return plan.price_per_hour is not None and any(isinstance(each, Cost) for each in plan.terms)
 
 
 def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasurement:
@@ -647,7 +670,7 @@ def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasureme
         ),
         rows_per_batch=num_inferences / num_executions if num_executions else math.nan,
         memory_bytes=account.memory_bytes,
-        num_runs=account.num_runs,
+        num_runs=len(turns),
         failure=_commonest_failure(windows),
         gpu_memory_bytes=max(account.gpu_memory_bytes, default=0),
         streams=_streams(windows),
@@ -752,10 +775,6 @@ def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
     return verdicts.measured(windows, whole)["goodput"].value / 100
 
 
-def _terms(plan: Plan) -> Sequence[Term]:
-    return () if plan.slo is None else plan.slo.terms
-
-
 def _verdicts(
     rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan
 ) -> list[TermVerdict]:
@@ -793,38 +812,11 @@ def _limit(term: Term) -> tuple[float, str]:
 # The highest rate.
 
 
-def _max_rates(
-    endpoints: Sequence[ServedEndpoint],
-    plan: Plan,
-    watch: Watch,
-    search_s: float = SEARCH_S,
-) -> list[tuple[Interval, Curve | None]]:
-    """Return the highest rate of each that keeps the latency terms, with a curve of the measured
-    levels. Without such terms, return the throughput at saturation. NaN: unknown."""
-    has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
-    probes = [_probe(endpoint, plan, watch) for endpoint in endpoints]
-    rates = [stats.throughput_interval(windows) for windows in probes]
-    if not has_limits:
-        return [(rate, None) for rate in rates]
-    assert plan.slo is not None
-    searches = [
-        RateSearch(endpoint, plan, max(1.0, rate.value / 2), search_s)
-        for endpoint, rate in zip(endpoints, rates, strict=True)
-    ]
-    while left := [each for each in searches if each.is_open]:
-        for each in left:
-            each.step(watch)
-    return [
-        (_believable(search, probe), curve_of(search.levels))
-        for search, probe in zip(searches, probes, strict=True)
-    ]
-
-
-def _believable(search: RateSearch, probe: Sequence[Window]) -> Interval:
-    """Return the highest rate; unknown if the same server just answered far more in time."""
-    measured = [probe, *(level.windows for level in search.levels)]
-    answered = max(_in_time_rate(windows, search.slo) for windows in measured)
-    return NO_RATE if is_void(search.rate, answered) else search.rate
+def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
+    """Return the level of the highest rate that met the SLO, or of the lowest rate if none did."""
+    rates = {pacer.mean_rate(each.load): each for each in levels if isinstance(each.load, Open)}
+    kept = [each for each in rates if each <= rate.value * (1 + 1e-9)]
+    return rates[max(kept)] if kept else rates[min(rates)]
 
 
 def _in_time_rate(windows: Sequence[Window], slo: Slo) -> float:
@@ -843,45 +835,49 @@ def num_clients(config: ModelConfig) -> int:
     return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
 
 
-def saturated(endpoint: ServedEndpoint, plan: Plan, watch: Watch) -> Interval:
-    """Return the throughput at saturation."""
-    return stats.throughput_interval(_probe(endpoint, plan, watch))
-
-
-def _probe(endpoint: ServedEndpoint, plan: Plan, watch: Watch) -> Sequence[Window]:
-    """Measure a closed loop with enough clients to saturate the server."""
-    wanted = bench_plan(endpoint, plan, [Closed(endpoint.num_clients)])
-    short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
-    return endpoint.measured(short, watch).levels[0].windows
-
-
 class RateSearch:
     """The bench's search for the highest rate, one level at a time, so that several take turns.
-    Rates below `floor` are not measured."""
+    Without a start, it begins at half of the saturation rate; for streams at the SLO's rate, or at
+    that of one client. With `is_floor`, rates below the start are not measured."""
 
     def __init__(
-        self, endpoint: ServedEndpoint, plan: Plan, start: float, left_s: float, floor: float = 0.0
+        self,
+        bench: ServedBench,
+        endpoint: ServedEndpoint,
+        left_s: float,
+        start: float | None = None,
+        *,
+        is_floor: bool = False,
     ) -> None:
-        assert plan.slo is not None
-        self.slo = plan.slo
-        self._floor = floor
+        assert bench.plan.slo is not None
+        self._slo = slo = bench.plan.slo
+        self._floor = 0.999 * start if is_floor and start is not None else 0.0
+        self._bench = bench
         self._endpoint = endpoint
-        self._plan = plan
         self._left_s = left_s
+        self._probe: Sequence[Window] = ()
         self.levels: list[Level] = []
-        first = _open(start, plan.slo)
+        if start is None and endpoint.is_streaming:
+            start = bench.rate_alone(endpoint) if slo.rate is None else slo.rate.per_s
+        elif start is None:
+            self._probe = bench.saturate(endpoint)
+            start = max(1.0, stats.throughput_interval(self._probe).value / 2)
+        first = _open(start, slo)
         self._search = MaxRateSearch(
-            plan.slo, start, precision=endpoint.precision, arrivals=first.arrivals, cv=first.cv
+            slo, start, precision=endpoint.precision, arrivals=first.arrivals, cv=first.cv
         )
         self._next = self._search.next()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether more time would not change the result."""
+        return self._next is None or pacer.mean_rate(self._next) < self._floor
+
+    @property
     def is_open(self) -> bool:
-        if self._next is None or self._left_s <= 0:
+        if self.has_ended or self._left_s <= 0:
             return False
-        if self.levels and self._left_s < self._level_s:
-            return False
-        return pacer.mean_rate(self._next) >= self._floor
+        return not self.levels or self._left_s >= self._level_s
 
     @property
     def rate(self) -> Interval:
@@ -889,18 +885,27 @@ class RateSearch:
         return NO_RATE if found is None else found.rate
 
     @property
+    def believable_rate(self) -> Interval:
+        """The highest rate; unknown if the same server just answered far more in time."""
+        if not self._probe:
+            return self.rate
+        measured = [self._probe, *(level.windows for level in self.levels)]
+        answered = max(_in_time_rate(windows, self._slo) for windows in measured)
+        return NO_RATE if is_void(self.rate, answered) else self.rate
+
+    @property
     def _level_s(self) -> float:
         """Longest measurement of the next rate."""
         assert self._next is not None
         enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
-        return min(self._endpoint.level_s(self._plan, self._next), enough_s)
+        return min(self._endpoint.level_s(self._bench.plan, self._next), enough_s)
 
-    def step(self, watch: Watch) -> None:
+    def step(self) -> None:
         assert self._next is not None
         began = time.monotonic()
-        wanted = bench_plan(self._endpoint, self._plan, [self._next])
+        wanted = bench_plan(self._endpoint, self._bench.plan, [self._next])
         short = replace(wanted, duration_s=self._level_s, max_warm_up_s=SEARCH_WARM_UP_S)
-        level = self._endpoint.measured(short, watch).levels[0]
+        level = self._endpoint.measured(short, self._bench.watch).levels[0]
         self.levels.append(level)
         self._search.add(self._next, level.windows)
         self._left_s -= time.monotonic() - began

@@ -19,9 +19,8 @@ from penstock.config import BatchPolicy, ModelConfig, PadAxis, ladder
 from penstock.errors import Overloaded, PenstockError
 from penstock.serving.batcher import Batcher
 from penstock.serving.padding import Pads
-from penstock.serving.plan import UNPLANNED
+from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.ticket import Ticket
 from penstock.slo import Goodput, Latency, Slo
 from penstock.types import Array, Request, Response
 

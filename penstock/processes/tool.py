@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from penstock.processes.endings import describe_status, die_with_parent
+from penstock.processes.endings import describe_status
 from penstock.processes.output import Output
+
+RUN = "penstock.processes.run_tool"
 
 
 class ToolProcess:
@@ -35,13 +37,12 @@ class ToolProcess:
         self._output = Output()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-m", RUN, str(os.getpid()), module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output.fileno(),
                 stderr=self._output.fileno(),
                 pass_fds=pass_fds,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
                 env=environment,
             )
         except BaseException:

@@ -87,7 +87,7 @@ def _roofs(peaks: Peaks, low: float, high: float) -> list[Series]:
         lines.append(Series(text, (low, end), (low * rate / 1e9, highest / 1e9), colour))
     fastest = max(rate for _, rate, _ in slopes)
     for name, value in peaks.flops.items():
-        label = f"{roofline.NAMES.get(name, name)} {units.number(value / 1e9)} GFLOP/s"
+        label = f"{name.upper()} {units.number(value / 1e9)} GFLOP/s"
         colour = ROOF_COLOURS.get(name, MEMORY_COLOUR)
         lines.append(Series(label, (value / fastest, high), (value / 1e9, value / 1e9), colour))
     return lines

@@ -55,10 +55,7 @@ def about(profile: Profile) -> str:
 
 
 def peaks_text(peaks: Peaks) -> str:
-    flops = [
-        f"{roofline.NAMES.get(name, name)} {scaled(value, 'FLOP/s')}"
-        for name, value in peaks.flops.items()
-    ]
+    flops = [f"{name.upper()} {scaled(value, 'FLOP/s')}" for name, value in peaks.flops.items()]
     threads = units.count(peaks.num_threads, "thread")
     text = (
         f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"

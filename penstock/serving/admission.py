@@ -10,13 +10,13 @@ import math
 
 from penstock.errors import PenstockError
 from penstock.serving.context import ModelContext
+from penstock.serving.plan import Ticket
 from penstock.serving.poison import PoisonGuard
 from penstock.serving.processor_wait import ProcessorWait
 from penstock.serving.replies import Replies, is_overload
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.ticket import Ticket
 from penstock.types import Request
 
 # Interval between readings of how long the event loop waited for a CPU. A difference over more

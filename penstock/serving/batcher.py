@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.lanes import Closed, Lane, Lanes
+from penstock.serving.lanes import Lane, Lanes
 from penstock.serving.wait_limit import WaitLimit
 from penstock.types import Request
 
@@ -29,36 +29,21 @@ ADMITTED = 0.9
 LOOKS = 16
 
 
-class Batcher:
+class Batcher(Lanes):
     """Owned by the core's event loop."""
 
     def __init__(self, policy: BatchPolicy) -> None:
-        self.policy = policy
-        self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
+        super().__init__(policy)
         self._max_tokens = math.inf if policy.max_tokens is None else policy.max_tokens
         preferred = policy.preferred_batch_sizes
         self._preferred = frozenset(preferred)
         self._max_preferred = max(preferred) if preferred else self._max_rows
-        self._full: Closed = "full" if policy.is_dynamic else "unbatched"
         self._is_eager = not preferred and policy.max_queue_delay_s == 0
-        self._lanes = Lanes(policy)
         self._wait = WaitLimit(policy, policy.max_tokens or self._max_preferred)
         self._is_limited = any(map(self._wait.applies, policy.policies))
         self._look_at = -math.inf
         self._expiries: list[tuple[float, int, Request]] = []
         self._num_added = 0
-        # When to ask again even if no request arrives and no instance becomes free.
-        self.wake_at: float | None = None
-        # Why the last batch took no more; None: it took everything of its shape.
-        self._limit: Closed | None = None
-        self.closed_by: Closed = "queue empty"
-
-    def __repr__(self) -> str:
-        return f"<Batcher waiting={self.num_waiting} shapes={len(self._lanes)}>"
-
-    @property
-    def num_waiting(self) -> int:
-        return self._lanes.num_waiting
 
     @property
     def next_expiry(self) -> float | None:
@@ -66,10 +51,10 @@ class Batcher:
 
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded."""
-        policy = self._lanes.admit(request)
-        if self._is_limited and self._lanes.num_waiting:
+        policy = self._admit(request)
+        if self._is_limited and self.num_queued:
             self._check_wait(request, policy, now)
-        self._lanes.append(request, geometry)
+        self._append(request, geometry)
         if policy.default_timeout_s or policy.allow_timeout_override:
             self._expect(request, policy, now)
 
@@ -82,7 +67,7 @@ class Batcher:
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
         """Record that a batch is done."""
         # T(b) is needed only while requests are queued.
-        if self._lanes.num_waiting:
+        if self.num_queued:
             self._wait.observe(size, started, now)
 
     def ended(self, started: float) -> None:
@@ -92,19 +77,6 @@ class Batcher:
         """Set how many batches can run at once from now on."""
         self._wait.count_executors(num_ready, now)
 
-    def rerun_alone(self, request: Request) -> None:
-        """Rerun this request before all others, in a batch of its own."""
-        self._lanes.append_alone(request)
-
-    def put_back(self, requests: list[Request], geometry: object) -> None:
-        """Undo a `next` whose batch could not be dispatched whole, keeping the order."""
-        self._lanes.put_back(requests, geometry)
-        self.closed_by = "no room"
-
-    def remove(self, request: Request) -> bool:
-        """Remove a request that need not run. False if it is not queued here."""
-        return self._lanes.remove(request)
-
     def expire(self, now: float) -> list[Request]:
         """Apply queue time-outs; return requests to refuse. DELAY moves them behind their level."""
         refused: list[Request] = []
@@ -113,41 +85,27 @@ class Batcher:
             lane = request.ticket.queue
             if not isinstance(lane, Lane):
                 continue
-            if self._lanes.policy(request).timeout_action == "DELAY":
+            if self._policies[request.priority].timeout_action == "DELAY":
                 lane.postpone(request)
             else:
-                self._lanes.remove(request)
+                self.remove(request)
                 refused.append(request)
-        if self._is_limited and self._lanes.num_waiting and now >= self._look_at:
+        if self._is_limited and self.num_queued and now >= self._look_at:
             refused += self._expire_waits(now)
         return refused
-
-    def drain(self) -> list[Request]:
-        """Remove and return all queued requests."""
-        return self._lanes.drain()
 
     def next(self, now: float) -> list[Request] | None:
         """Return the batch to run now on a free instance; None: not yet (see `wake_at`)."""
         self.wake_at = self.next_expiry
-        again = self._lanes.take_alone()
+        again = self._take_alone()
         if again is not None:
-            self.closed_by = "rerun"
             return [again]
-        for lane in self._lanes.in_order():
+        for lane in self.waiting():
             batch = self._form(lane, now)
             if batch:
-                self._lanes.take(lane, batch)
-                self.closed_by = self._limit or self._lanes.closed_empty()
+                self._take(lane, batch)
                 return batch
         return None
-
-    def waiting(self) -> list[Lane]:
-        """Return the lanes in serving order."""
-        return self._lanes.in_order()
-
-    @property
-    def num_reruns(self) -> int:
-        return self._lanes.num_alone
 
     def _fitting(self, lane: Lane) -> list[Request]:
         """Return as many requests from the front of the lane as fit a batch; sets `_limit`."""
@@ -196,7 +154,7 @@ class Batcher:
 
     def _check_wait(self, request: Request, policy: QueuePolicy, now: float) -> None:
         """Refuse a request whose predicted wait is too long."""
-        num_ahead, size_ahead = self._lanes.ahead(request.priority)
+        num_ahead, size_ahead = self._ahead(request.priority)
         predicted_s = self._wait.predicted_s(size_ahead, num_ahead)
         allowed_s = self._wait.allowed_s(now)
         if predicted_s > ADMITTED * allowed_s and self._wait.applies(policy):
@@ -219,8 +177,8 @@ class Batcher:
         for lane in list(self._lanes.values()):
             for request in lane.heads():
                 is_late = request.timings.queued < latest
-                if is_late and self._wait.applies(self._lanes.policy(request)):
-                    self._lanes.remove(request)
+                if is_late and self._wait.applies(self._policies[request.priority]):
+                    self.remove(request)
                     refused.append(request)
         return refused
 

@@ -1,13 +1,13 @@
 """The queued requests of one model: a lane for each geometry, and reruns that run alone.
 
-Shared by both batchers. Keeps order, counts and limits; does not decide what runs, or when. Pure. A
-request is in at most one place: `request.ticket.queue` is its lane, or the rerun queue, or None.
+The base of both batchers. Keeps order, counts and limits; does not decide what runs, or when. Pure.
+A request is in at most one place: `request.ticket.queue` is its lane, the rerun queue, or None.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 from penstock.config import BatchPolicy, QueuePolicy
@@ -98,6 +98,15 @@ class Lanes:
     """Invariant: every lane that is kept has a live request."""
 
     def __init__(self, policy: BatchPolicy) -> None:
+        self.policy = policy
+        self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
+        # When to ask again even if no request arrives and no instance becomes free.
+        self.wake_at: float | None = None
+        # Why the batch that is being formed took no more; None: it took everything of its shape.
+        self._limit: Closed | None = None
+        self._full: Closed = "full" if policy.is_dynamic else "unbatched"
+        # Why the last batch took no more.
+        self.closed_by: Closed = "queue empty"
         self._num_levels = max(1, policy.num_priorities)
         self._level = policy.level
         self._max_pending = policy.max_pending
@@ -109,46 +118,45 @@ class Lanes:
         self._sizes = [0] * self._num_levels
         self._lanes: dict[object, Lane] = {}
         self._alone: deque[Request] = deque()
-        self.num_waiting = 0
+        self.num_queued = 0
 
-    def __len__(self) -> int:
-        return len(self._lanes)
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} waiting={self.num_waiting} shapes={len(self._lanes)}>"
 
-    def admit(self, request: Request) -> QueuePolicy:
+    @property
+    def num_waiting(self) -> int:
+        """All requests that have no answer and do not run."""
+        return self.num_queued
+
+    @property
+    def num_reruns(self) -> int:
+        return len(self._alone)
+
+    def waiting(self) -> list[Lane]:
+        """Return the lanes in serving order: by highest priority, then by longest wait."""
+        lanes = list(self._lanes.values())
+        if len(lanes) > 1:
+            lanes.sort(key=_head_rank)
+        return lanes
+
+    def _admit(self, request: Request) -> QueuePolicy:
         """Set the request's level and return its policy; raise Overloaded at a limit."""
         level = self._level(request.priority) if self._num_levels > 1 else 0
         policy = self._policies[level]
         request.priority = level
-        if self.num_waiting >= self._max_pending:
+        if self.num_queued >= self._max_pending:
             raise Overloaded(f"Exceeds maximum queue size: {self._max_pending} waiting")
         if 0 < policy.max_queue_size <= self._counts[level]:
             raise Overloaded(f"Exceeds maximum queue size: {policy.max_queue_size} waiting")
         return policy
 
-    def policy(self, request: Request) -> QueuePolicy:
-        return self._policies[request.priority]
-
-    def ahead(self, level: int) -> tuple[int, int]:
+    def _ahead(self, level: int) -> tuple[int, int]:
         """Return the number of requests at this level and above, and their rows or tokens."""
         if self._num_levels == 1:
             return self._counts[0], self._sizes[0]
         return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
 
-    def get(self, geometry: object) -> Lane | None:
-        return self._lanes.get(geometry)
-
-    def values(self) -> Iterable[Lane]:
-        return self._lanes.values()
-
-    @property
-    def num_alone(self) -> int:
-        return len(self._alone)
-
-    def closed_empty(self) -> Closed:
-        """Return why a batch that took a whole lane closed; call it after taking."""
-        return "other shape" if self._lanes else "queue empty"
-
-    def append(self, request: Request, geometry: object) -> None:
+    def _append(self, request: Request, geometry: object) -> None:
         """Append the request to its level."""
         lane = self._lanes.get(geometry) or self._lane(geometry)
         request.ticket.queue = lane
@@ -159,32 +167,35 @@ class Lanes:
         lane.num_live += 1
         self._counts[level] += 1
         self._sizes[level] += request.num_tokens if self._has_budget else request.num_rows
-        self.num_waiting += 1
+        self.num_queued += 1
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
-        """Put requests back at the front of their levels, in this order."""
+        """Undo a `next` whose batch could not be dispatched whole, keeping the order."""
+        self.closed_by = "no room"
         for request in reversed(requests):
             lane = self._lane(geometry)
             request.ticket.queue = lane
             lane.levels[request.priority].appendleft(request)
             self._count(request, lane, +1)
 
-    def append_alone(self, request: Request) -> None:
+    def rerun_alone(self, request: Request) -> None:
+        """Rerun this request before all others, in a batch of its own."""
         request.ticket.queue = self._alone
         self._alone.append(request)
-        self.num_waiting += 1
+        self.num_queued += 1
 
-    def take_alone(self) -> Request | None:
-        """Return the next request that runs before all others, in a batch of its own."""
+    def _take_alone(self) -> Request | None:
+        """Return the next rerun, and set `closed_by`; None if there is none."""
         if not self._alone:
             return None
         request = self._alone.popleft()
+        self.closed_by = "rerun"
         request.ticket.queue = None
-        self.num_waiting -= 1
+        self.num_queued -= 1
         return request
 
-    def take(self, lane: Lane, batch: list[Request]) -> None:
-        """Remove these requests, which are at the front of the lane."""
+    def _take(self, lane: Lane, batch: list[Request]) -> None:
+        """Remove these requests, which are at the front of the lane, and set `closed_by`."""
         counts, rows, tokens, sizes = self._counts, lane.rows, lane.tokens, self._sizes
         for request in batch:
             request.ticket.queue = None
@@ -194,14 +205,15 @@ class Lanes:
             tokens[level] -= request.num_tokens
             sizes[level] -= request.num_tokens if self._has_budget else request.num_rows
         lane.num_live -= len(batch)
-        self.num_waiting -= len(batch)
+        self.num_queued -= len(batch)
         if lane.num_live == 0:
             del self._lanes[lane.geometry]
         else:
             lane.drop_dead()
+        self.closed_by = self._limit or ("other shape" if self._lanes else "queue empty")
 
     def remove(self, request: Request) -> bool:
-        """Remove a request wherever it is queued. False if it is not."""
+        """Remove a request that need not run. False if it is not queued here."""
         ticket = request.ticket
         home = ticket.queue
         if home is None:
@@ -209,7 +221,7 @@ class Lanes:
         ticket.queue = None
         if home is self._alone:
             self._alone.remove(request)
-            self.num_waiting -= 1
+            self.num_queued -= 1
             return True
         assert isinstance(home, Lane)
         self._count(request, home, -1)
@@ -228,13 +240,6 @@ class Lanes:
             self.remove(request)
         return everything
 
-    def in_order(self) -> list[Lane]:
-        """Return lanes by highest priority, then by longest wait."""
-        lanes = list(self._lanes.values())
-        if len(lanes) > 1:
-            lanes.sort(key=_head_rank)
-        return lanes
-
     def _lane(self, geometry: object) -> Lane:
         lane = self._lanes.get(geometry)
         if lane is None:
@@ -248,7 +253,7 @@ class Lanes:
         lane.tokens[level] += step * request.num_tokens
         self._counts[level] += step
         self._sizes[level] += step * (request.num_tokens if self._has_budget else request.num_rows)
-        self.num_waiting += step
+        self.num_queued += step
 
 
 def _head_rank(lane: Lane) -> tuple[int, float]:

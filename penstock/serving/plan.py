@@ -7,13 +7,16 @@ cached.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import InvalidRequest
+from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
-from penstock.serving.slab import Layout
+from penstock.serving.slab import Layout, Slab
 from penstock.types import (
     DATATYPES,
     Buffer,
@@ -63,18 +66,26 @@ class RequestPlan:
     num_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Fit:
     """A plan together with the requested outputs: all that is needed to run a request. Compared by
     identity; `has_fixed_outputs`: every answer has the same shapes."""
 
-    __slots__ = ("has_fixed_outputs", "plan", "selection")
+    plan: RequestPlan
+    selection: tuple[int, ...]
+    has_fixed_outputs: bool
 
-    def __init__(
-        self, plan: RequestPlan, selection: tuple[int, ...], has_fixed_outputs: bool
-    ) -> None:
-        self.plan = plan
-        self.selection = selection
-        self.has_fixed_outputs = has_fixed_outputs
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """How an admitted request runs, and what it holds. `queue` is set by the batcher (its lane, or
+    the reruns; None: not queued), `slab` and `row` by its place in shared memory (None: it has no
+    rows)."""
+
+    fit: Fit
+    queue: Lane | deque[Request] | None = None
+    slab: Slab | None = None
+    row: int = 0
 
 
 # Fit of requests that are only queued and never run, as in a simulation.
@@ -129,9 +140,7 @@ class Planner:
         fit = Fit(plan, selection, is_fixed)
         # The contents of BYTES tensors must be checked each time.
         if form is not None and None not in plan.sizes:
-            if len(self._fits) >= MAX_PLANS:
-                self._fits.clear()
-            self._fits[form] = fit
+            _remember(self._fits, form, fit)
         return fit
 
     def plan(self, request: Request) -> RequestPlan:
@@ -144,15 +153,15 @@ class Planner:
             key = tuple((t.name, t.datatype, t.shape) for t in inputs)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._resolve(inputs)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
+            plan = _remember(self._plans, key, self._resolve(inputs))
         for index, size in zip(plan.order, plan.sizes, strict=True):
             if size is None:
                 self._check_bytes(inputs[index])
             elif len(inputs[index].data) != size:
-                raise self._size_mismatch(inputs[index], size)
+                raise InvalidRequest(
+                    f"input byte size mismatch for input '{inputs[index].name}' for model "
+                    f"'{self._config.name}'. Expected {size}, got {len(inputs[index].data)}"
+                )
         return plan
 
     def select_outputs(self, request: Request) -> tuple[int, ...]:
@@ -162,23 +171,15 @@ class Planner:
         names = tuple(output.name for output in request.outputs)
         selection = self._selections.get(names)
         if selection is None:
-            selection = self._resolve_outputs(names)
-            if len(self._selections) >= MAX_PLANS:
-                self._selections.clear()
-            self._selections[names] = selection
+            for name in names:
+                if name not in self._outputs:
+                    raise InvalidRequest(
+                        f"unexpected inference output '{name}' for model '{self._config.name}'; "
+                        f"it has {_quoted(self._outputs)}"
+                    )
+            selection = tuple(self._outputs[name] for name in names)
+            _remember(self._selections, names, selection)
         return selection
-
-    def _resolve_outputs(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        selection: list[int] = []
-        for name in names:
-            index = self._outputs.get(name)
-            if index is None:
-                raise InvalidRequest(
-                    f"unexpected inference output '{name}' for model '{self._config.name}'; "
-                    f"it has {_quoted(self._outputs)}"
-                )
-            selection.append(index)
-        return tuple(selection)
 
     def _resolve(self, tensors: Sequence[Tensor]) -> RequestPlan:
         by_input = self._match(tensors)
@@ -208,13 +209,9 @@ class Planner:
         padded = self._padded(present, own_shapes, num_rows)
         is_padded = padded is not None
         num_tokens = num_rows * self._row_tokens(present, own_shapes, is_padded=is_padded)
-        if padded is not None:
-            geometry, length = padded
-            return RequestPlan(
-                geometry, num_rows, order, tuple(sizes), own_shapes, length, num_tokens
-            )
-        geometry = self._geometry(present, own_shapes, num_rows)
-        return RequestPlan(geometry, num_rows, order, tuple(sizes), num_tokens=num_tokens)
+        geometry, length = padded or (self._geometry(present, own_shapes, num_rows), 0)
+        unpadded = own_shapes if is_padded else None
+        return RequestPlan(geometry, num_rows, order, tuple(sizes), unpadded, length, num_tokens)
 
     def _row_tokens(self, present: tuple[int, ...], shapes: Shapes, *, is_padded: bool) -> int:
         """Return the tokens of a row, by its longest axis; 0 without a token budget."""
@@ -309,16 +306,11 @@ class Planner:
             )
 
     def _check_rows(self, num_rows: int) -> None:
-        limit = self._config.max_batch_size
+        limit, start = self._config.max_batch_size, "inference request batch-size must be"
         if limit > 0 and num_rows > limit:
-            raise InvalidRequest(
-                f"inference request batch-size must be <= {limit} for '{self._config.name}', "
-                f"got {num_rows}"
-            )
+            raise InvalidRequest(f"{start} <= {limit} for '{self._config.name}', got {num_rows}")
         if num_rows < 1:
-            raise InvalidRequest(
-                f"inference request batch-size must be at least 1 for '{self._config.name}'"
-            )
+            raise InvalidRequest(f"{start} at least 1 for '{self._config.name}'")
 
     def _geometry(
         self, present: tuple[int, ...], row_shapes: tuple[tuple[int, ...], ...], num_rows: int
@@ -353,11 +345,17 @@ class Planner:
                 f"'{self._config.name}' needs"
             )
 
-    def _size_mismatch(self, tensor: Tensor, expected: int) -> InvalidRequest:
-        return InvalidRequest(
-            f"input byte size mismatch for input '{tensor.name}' for model "
-            f"'{self._config.name}'. Expected {expected}, got {len(tensor.data)}"
-        )
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def _remember(cache: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Cache a value; forget all others if there are too many."""
+    if len(cache) >= MAX_PLANS:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 def _count_bytes(data: Buffer, expected: int) -> str | int:
@@ -392,6 +390,5 @@ def _dims(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def _quoted(names: object) -> str:
-    assert hasattr(names, "__iter__")
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)

@@ -9,14 +9,15 @@ budget: T(b) is a function of those, and rows are limited as well. Has the inter
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 from penstock.config import BatchPolicy
 from penstock.errors import Overloaded
-from penstock.serving.deadlines import Deadlines
 from penstock.serving.lanes import Closed, Lane, Lanes
 from penstock.serving.paces import GeometryPace, Paces
 from penstock.types import Request
@@ -26,20 +27,66 @@ EXPLORE_EVERY = 64
 EXPLORE_BELOW = 0.5
 
 
-class SloBatcher:
+class Deadlines:
+    """When queued requests must be answered: by the SLO, in the order of arrival, or sooner if they
+    say so."""
+
+    def __init__(self, slo_s: float) -> None:
+        self._slo_s = slo_s
+        self._in_order: deque[tuple[float, Request]] = deque()
+        self._others: list[tuple[float, int, Request]] = []
+        self._num_added = 0
+
+    @property
+    def first(self) -> float:
+        """Return the earliest deadline, or infinity."""
+        first = self._in_order[0][0] if self._in_order else math.inf
+        return min(first, self._others[0][0]) if self._others else first
+
+    def allowed_s(self, request: Request) -> float:
+        asked = request.timeout_s
+        return self._slo_s if asked is None else min(asked, self._slo_s)
+
+    def at(self, request: Request) -> float:
+        asked = request.timeout_s  # As `allowed_s`, without the call.
+        queued = request.timings.queued
+        return queued + (self._slo_s if asked is None else min(asked, self._slo_s))
+
+    def add(self, request: Request) -> None:
+        """Add a request that has just arrived."""
+        if request.timeout_s is None:
+            self._in_order.append((self.at(request), request))
+        else:
+            self.add_late(request)
+
+    def add_late(self, request: Request) -> None:
+        """Add a request whose deadline may be before others."""
+        self._num_added += 1
+        heapq.heappush(self._others, (self.at(request), self._num_added, request))
+
+    def take_passed(self, now: float) -> list[Request]:
+        """Remove the deadlines that have passed; return their requests that are still queued in a
+        lane. One that was put back has two deadlines."""
+        passed: list[Request] = []
+        in_order, others = self._in_order, self._others
+        while in_order and (in_order[0][0] <= now or in_order[0][1].ticket.queue is None):
+            passed.append(in_order.popleft()[1])
+        while others and (others[0][0] <= now or others[0][2].ticket.queue is None):
+            passed.append(heapq.heappop(others)[2])
+        return [request for request in passed if isinstance(request.ticket.queue, Lane)]
+
+
+class SloBatcher(Lanes):
     """Owned by the core's event loop."""
 
     def __init__(self, policy: BatchPolicy, num_executors: int = 1) -> None:
         assert policy.slo_latency_s is not None
-        self.policy = policy
-        self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
-        self._has_budget = policy.max_tokens is not None
+        super().__init__(policy)
         self._max_size = policy.max_tokens or self._max_rows
         # Size of a request in the unit of T(b).
         self._size: Callable[[Request], int] = attrgetter(
             "num_tokens" if self._has_budget else "num_rows"
         )
-        self._lanes = Lanes(policy)
         self._paces = Paces(policy, num_executors)
         # Predicted end and start of the running batches; sorted.
         self._running: list[tuple[float, float]] = []
@@ -50,18 +97,10 @@ class SloBatcher:
         self._num_batches = 0
         # Arrival of the first request since the caller last asked `expire`.
         self._turn_began: float | None = None
-        self.wake_at: float | None = None
-        # Why the last batch took no more; None: it took everything of its shape.
-        self._limit: Closed | None = None
-        self._full: Closed = "full" if policy.is_dynamic else "unbatched"
-        self.closed_by: Closed = "queue empty"
-
-    def __repr__(self) -> str:
-        return f"<SloBatcher waiting={self.num_waiting} running={len(self._running)}>"
 
     @property
     def num_waiting(self) -> int:
-        return self._lanes.num_waiting + len(self._dropped)
+        return self.num_queued + len(self._dropped)
 
     @property
     def next_expiry(self) -> float | None:
@@ -95,35 +134,28 @@ class SloBatcher:
         paces = self._paces
         if now >= paces.refresh_at:
             paces.refresh(now)
-        self._lanes.admit(request)
+        self._admit(request)
         pace = paces.get(geometry)
         pace.arrived(self._size(request), now)
         # An idle model takes anything: a wrong prediction must not refuse all requests for ever.
-        if self._lanes.num_waiting or len(self._running) >= paces.num_executors:
+        if self.num_queued or len(self._running) >= paces.num_executors:
             self._check(request, geometry, pace, now)
-        self._lanes.append(request, geometry)
+        self._append(request, geometry)
         self._work_s += pace.work_s(self._size(request))
         if self._turn_began is None:
             self._turn_began = now
         self._deadlines.add(request)
 
-    def rerun_alone(self, request: Request) -> None:
-        """Rerun this request before all others, in a batch of its own."""
-        self._lanes.append_alone(request)
-
     def put_back(self, requests: list[Request], geometry: object) -> None:
-        """Undo a `next` whose batch could not be dispatched whole, keeping the order."""
-        self._lanes.put_back(requests, geometry)
-        self.closed_by = "no room"
+        super().put_back(requests, geometry)
         for request in requests:
             self._deadlines.add_late(request)
 
     def remove(self, request: Request) -> bool:
-        """Remove a request that need not run. False if it is not queued here."""
         if request in self._dropped:
             self._dropped.remove(request)
             return True
-        return self._lanes.remove(request)
+        return super().remove(request)
 
     def note_wait(self, waited_s: float) -> None:
         """Record that the event loop, and so its requests, waited this long for a CPU."""
@@ -141,14 +173,13 @@ class SloBatcher:
             self._turn_began = None
         refused, self._dropped = self._dropped, []
         for request in self._deadlines.take_passed(now):
-            if self._lanes.remove(request):  # Not if it has a second deadline there.
+            if super().remove(request):  # Not if it has a second deadline there.
                 refused.append(request)
         return refused
 
     def drain(self) -> list[Request]:
         """Remove and return all queued requests, including dropped ones not refused yet."""
-        dropped, self._dropped = self._dropped, []
-        return dropped + self._lanes.drain()
+        return self.take_dropped() + super().drain()
 
     def next(self, now: float) -> list[Request] | None:
         """Return the batch to run now on a free instance; None: not yet (see `wake_at`)."""
@@ -158,14 +189,6 @@ class SloBatcher:
         self._work_s = sum(map(self._paces.waiting_s, self._lanes.values()))
         self.wake_at = self.next_expiry
         return batch
-
-    def waiting(self) -> list[Lane]:
-        """Return the lanes in serving order."""
-        return self._lanes.in_order()
-
-    @property
-    def num_reruns(self) -> int:
-        return self._lanes.num_alone
 
     @property
     def paces(self) -> Mapping[object, GeometryPace]:
@@ -214,21 +237,20 @@ class SloBatcher:
     # Batches.
 
     def _next_batch(self, now: float) -> list[Request] | None:
-        again = self._lanes.take_alone()
+        again = self._take_alone()
         if again is not None:
             self._note_running(now, self._paces.mean_s(self._size(again)))
-            self.closed_by = "rerun"
             return [again]
-        for lane in self._lanes.in_order():
+        for lane in self.waiting():
             pace = self._paces.get(lane.geometry)
             if self._is_backlogged(lane, pace):
                 batch = self._form_from_backlog(lane, pace, now)
             else:
                 batch = self._form_from_all(lane, pace, now)
             if batch:
-                self._lanes.take(lane, batch)
                 size = sum(map(self._size, batch))
-                self.closed_by = self._reached(batch, size) or self._lanes.closed_empty()
+                self._limit = self._reached(batch, size)
+                self._take(lane, batch)
                 self._note_running(now, pace.times.mean_s(size))
                 return batch
         return None
@@ -323,7 +345,7 @@ class SloBatcher:
 
     def _drop(self, late: list[Request]) -> None:
         for request in late:
-            self._lanes.remove(request)
+            super().remove(request)
         self._dropped += late
 
     def _note_running(self, now: float, duration_s: float) -> None:

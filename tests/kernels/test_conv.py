@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 functional = torch.nn.functional
 conv = pytest.importorskip("penstock.kernels.conv")
-Epilogue, Tile, Window = conv.Epilogue, conv.Tile, conv.Window
+Epilogue, Tile, Window = conv.Epilogue, conv.Tile, conv.ConvWindow
 
 IS_CPU = not torch.cuda.is_available()
 # Of Triton's interpreter.

@@ -48,7 +48,7 @@ def test_a_kernel_that_was_packed_is_not_compiled_again(cache, monkeypatch, tmp_
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
     x = torch.randn(1, 24, 9, 9, device="cuda").half()
-    window = conv.Window((2, 2), (2, 2), (0, 0))
+    window = conv.ConvWindow((2, 2), (2, 2), (0, 0))
     functions = [conv.FUNCTIONS[1]]
     functions[0].device_caches.clear()
     first = conv.max_pool(x.contiguous(memory_format=torch.channels_last), window)

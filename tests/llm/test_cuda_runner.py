@@ -9,6 +9,7 @@ from msgspec.structs import replace
 torch = pytest.importorskip("torch")
 
 import tiny_llm as tiny  # noqa: E402
+from doubles import FakeClock  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
 from penstock.llm import cuda_runner, operations  # noqa: E402
@@ -23,7 +24,6 @@ from penstock.llm.pace import StepTimeModel  # noqa: E402
 from penstock.llm.runner import CpuRunner  # noqa: E402
 from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
-from penstock.testing import FakeClock  # noqa: E402
 
 SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)

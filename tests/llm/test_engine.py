@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from doubles import FakeClock
 from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from penstock.llm.messages import GenerateRequest
 from penstock.llm.pace import StepTimeModel, StepWork, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.sampling_params import SamplingParams
-from penstock.testing import FakeClock
 
 SIZE = 4
 

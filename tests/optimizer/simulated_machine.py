@@ -148,6 +148,7 @@ def windows_of(
 
 class SimulatedEndpoint:
     probe_s, precision = served.PROBE_S, served.SEARCH_PRECISION
+    is_streaming = False
     memory_bytes = 1 << 20
     gpu_memory_bytes: Sequence[int] = ()
     num_clients = 4
@@ -196,6 +197,8 @@ class SimulatedEndpoint:
 
 
 class SimulatedServers:
+    is_alone = False
+
     def __init__(self, machine: SimulatedMachine, services: dict[str, float]) -> None:
         self._machine, self._services = machine, services
 
@@ -247,7 +250,7 @@ class SimulatedLab:
     ) -> list[ServedMeasurement]:
         self.num_proofs += 1
         servers: Any = self.servers
-        return served.prove(builds, self.plan, [], lambda doing: None, servers=servers)
+        return served.ServedBench(self.plan, [], lambda doing: None, servers).prove(builds)
 
     def clipped(self, build: Build) -> dict[str, float]:
         return {}
@@ -301,14 +304,12 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
     lab: Any = SimulatedLab(plan, servers)
     chosen = Build(CHOSEN, Path("chosen"), a_config())
 
-    def watch(doing: str) -> None:
-        pass
-
     random = np.random.default_rng(seed + 1)
-    baseline = served.measure(lab.original, plan, [], watch, servers=servers)
+    bench = served.ServedBench(plan, [], lambda doing: None, servers)
+    (baseline,) = bench.measure([lab.original])
     # Builds, trials.
     machine.now += float(random.uniform(10, 120))
-    finalist = served.measure(chosen, plan, [], watch, servers=servers)
+    (finalist,) = bench.measure([chosen])
     findings = Findings(original=baseline)
     for build, measured in ((chosen, finalist), (lab.original, baseline)):
         service_s = services[str(build.candidate)]

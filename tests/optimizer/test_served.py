@@ -41,6 +41,11 @@ def silent(text: str) -> None:
     pass
 
 
+def measured(build, plan, rows, watch, servers=None, limits=served.UNLIMITED) -> ServedMeasurement:
+    (found,) = served.ServedBench(plan, rows, watch, servers, limits).measure([build])
+    return found
+
+
 class TestLoad:
     @pytest.mark.parametrize(
         ("slo", "load"),
@@ -224,7 +229,7 @@ class TestEndpoint:
         with pytest.raises(
             BackendFailed, match=r"did not start; the server wrote: (?s:.*)nonsense"
         ):
-            served.measure(build, a_plan(), numbers(3), silent)
+            measured(build, a_plan(), numbers(3), silent)
 
     @pytest.mark.slow
     def test_the_speed_of_the_processor_is_not_that_of_a_gpu(self, tmp_path: Path, monkeypatch):
@@ -232,10 +237,10 @@ class TestEndpoint:
         monkeypatch.setattr(served, "WARM_UP_S", 0.3)
         build = null_build(tmp_path)
         plan = a_plan("p99 < 1s", duration_s=0.3)
-        (turn,) = served.measure(build, plan, numbers(3), silent).turns
+        (turn,) = measured(build, plan, numbers(3), silent).turns
         assert turn.conditions.speed_s > 0
         on_gpu = replace(build, config=replace(build.config, device="cuda"))
-        (turn,) = served.measure(on_gpu, plan, numbers(3), silent).turns
+        (turn,) = measured(on_gpu, plan, numbers(3), silent).turns
         assert turn.conditions.speed_s == 0
 
     def test_nothing_is_left_when_somebody_interrupts(self, tmp_path: Path):
@@ -244,7 +249,7 @@ class TestEndpoint:
 
         before = set(psutil.Process().children(recursive=True))
         with pytest.raises(KeyboardInterrupt):
-            served.measure(null_build(tmp_path), a_plan("p99 < 1s"), numbers(3), interrupt)
+            measured(null_build(tmp_path), a_plan("p99 < 1s"), numbers(3), interrupt)
         assert set(psutil.Process().children(recursive=True)) <= before
 
     def test_interrupted_while_it_stops_it_is_killed_and_the_interruption_goes_on(
@@ -276,14 +281,14 @@ class TestServers:
         build = null_build(tmp_path)
         before = self.children()
         servers = served.Servers()
-        served.measure(build, self.PLAN, numbers(3), silent, servers)
+        measured(build, self.PLAN, numbers(3), silent, servers)
         (running,) = self.children() - before
-        served.measure(build, self.PLAN, numbers(3), silent, servers)
+        measured(build, self.PLAN, numbers(3), silent, servers)
         assert self.children() - before == {running}
         # One that has died meanwhile is started again.
         running.kill()
         running.wait()
-        served.measure(build, self.PLAN, numbers(3), silent, servers)
+        measured(build, self.PLAN, numbers(3), silent, servers)
         (fresh,) = self.children() - before
         assert fresh != running
         servers.close()
@@ -296,7 +301,7 @@ class TestServers:
         before = self.children()
         servers = served.Servers()
         with pytest.raises(KeyboardInterrupt):
-            served.measure(null_build(tmp_path), self.PLAN, numbers(3), interrupt, servers)
+            measured(null_build(tmp_path), self.PLAN, numbers(3), interrupt, servers)
         assert self.children() <= before
 
     def test_make_room_for_one_that_does_not_start_beside_them(self, tmp_path: Path, monkeypatch):
@@ -326,7 +331,8 @@ def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     slo = "p99 < 90ms, goodput >= 50 %, throughput >= 5/s, memory <= 100GiB at 40/s"
     heard: list[str] = []
     plan = a_plan(slo, duration_s=1.0)
-    first, second = served.measure_alternately([quick, slow], plan, numbers(5), heard.append)
+    bench = served.ServedBench(plan, numbers(5), heard.append)
+    first, second = bench.measure([quick, slow])
     # It sleeps for 100 ms, so nothing is faster than that.
     assert second.p50.value > 0.1
     assert [each.outcome for each in second.verdicts] == ["missed", "missed", "kept", "kept"]
@@ -347,7 +353,7 @@ def test_a_round_that_has_no_time_is_left_out(tmp_path: Path):
     plan = a_plan("p99 < 1s", duration_s=0.5)
     limits = MeasurementLimits(num_rounds=3, left_s=lambda: 0.5)
     builds = [null_build(tmp_path / name) for name in "ab"]
-    found = served.prove(builds, plan, numbers(3), silent, limits)
+    found = served.ServedBench(plan, numbers(3), silent, None, limits).prove(builds)
     # Neither is there time to search for rates.
     assert [(each.num_runs, each.max_rate) for each in found] == [(1, None), (1, None)]
 
@@ -358,9 +364,7 @@ def test_a_server_that_takes_longer_to_start_than_is_left_is_not_waited_for(
     monkeypatch.setattr(served, "MIN_START_S", 0.2)
     build = null_build(tmp_path, load_ms=60_000)
     with pytest.raises(CutOff, match=r"not ready after 0\.2 s"):
-        served.measure(
-            build, a_plan(), numbers(3), silent, limits=MeasurementLimits(left_s=lambda: 0.0)
-        )
+        measured(build, a_plan(), numbers(3), silent, limits=MeasurementLimits(left_s=lambda: 0.0))
 
 
 def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypatch):
@@ -372,7 +376,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
     build = null_build(tmp_path, gpu_memory_bytes=3 << 30)
     with open(build.folder / "config.pbtxt", "a") as file:
         file.write("\ninstance_group { kind: KIND_GPU }\n")
-    found = served.measure(build, a_plan("p99 < 1s", duration_s=0.5), numbers(3), silent)
+    found = measured(build, a_plan("p99 < 1s", duration_s=0.5), numbers(3), silent)
     assert found.gpu_memory_bytes == 3 << 30
 
 
@@ -381,7 +385,7 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("throughput >= 5/s", duration_s=0.5)
     limits = MeasurementLimits(search_s=10.0)
-    (found,) = served.with_rates([build], plan, numbers(5), silent, limits)
+    (found,) = served.ServedBench(plan, numbers(5), silent, None, limits).with_rates([build])
     # One after the other, 10 ms each.
     assert found.max_rate is not None
     assert 1 < found.max_rate.value <= 101
@@ -391,7 +395,8 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
 def test_a_search_without_time_finds_no_rate(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("p99 < 1 s", duration_s=0.5)
-    ((rate, curve),) = served.max_rates([build], plan, numbers(5), silent, search_s=0.0)
+    bench = served.ServedBench(plan, numbers(5), silent, None, MeasurementLimits(search_s=0.0))
+    ((rate, curve),) = bench.max_rates([build])
     assert math.isnan(rate.value)
     assert curve is not None and not curve.rates
 
@@ -410,7 +415,10 @@ def test_waiting_for_a_busy_server_is_no_pause_of_the_machine(num_waited, late_s
     generator = SimpleNamespace(num_waited=num_waited)
     level = SimpleNamespace(windows=windows, server=None, generator=generator)
     account = served.ServedAccount(a_config())
-    account.add(level, 1, Conditions(own_cpu=0.1))
+    endpoint = SimpleNamespace(
+        conditions=Conditions(own_cpu=0.1), memory_bytes=1, gpu_memory_bytes=()
+    )
+    account.add(level, endpoint)
     plan = a_plan("p99 < 50 ms at 80/s")
     (turn,) = served.served_of(account, served.load_of(plan.slo), plan).turns
     # The window before the first late one goes with it.

@@ -7,7 +7,9 @@ import pytest
 from served_builds import null_build
 
 from penstock.errors import BackendFailed
-from penstock.optimizer import served, served_answers
+from penstock.optimizer import served_answers
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.served import ServedBench
 from penstock.types import Array
 
 
@@ -15,12 +17,16 @@ def numbers(*values: float) -> list[dict[str, Array]]:
     return [{"x": np.array([value], np.float32)} for value in values]
 
 
+def a_bench(rows: list[dict[str, Array]]) -> ServedBench:
+    return ServedBench(Plan("m.onnx", "model", "out"), rows, lambda doing: None)
+
+
 def test_every_row_is_answered_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_answers, "NUM_REQUESTS", 64)
     rows = numbers(*range(10))
-    found = served.answers(null_build(tmp_path, max_batch=4), rows, 60.0)
+    found = a_bench(rows).answers(null_build(tmp_path, max_batch=4), 60.0)
     assert len(found) == 64
     assert {place for place, _ in found} == set(range(10))
     for place, answer in found:
@@ -29,9 +35,9 @@ def test_every_row_is_answered_again_and_again(
 
 def test_a_server_that_fails_is_told(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match="the server answered 500"):
-        served.answers(null_build(tmp_path, fail_on=7), numbers(7), 60.0)
+        a_bench(numbers(7)).answers(null_build(tmp_path, fail_on=7), 60.0)
 
 
 def test_no_time_still_asks_once(tmp_path: Path) -> None:
-    found = served.answers(null_build(tmp_path), numbers(1, 2), 0.0)
+    found = a_bench(numbers(1, 2)).answers(null_build(tmp_path), 0.0)
     assert 1 <= len(found) <= served_answers.NUM_CLIENTS

@@ -12,6 +12,8 @@ from onnx import TensorProto, helper
 
 openai = pytest.importorskip("openai")
 
+from doubles import settle  # noqa: E402
+
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig, Postprocess  # noqa: E402
 from penstock.errors import BackendFailed, InvalidRequest  # noqa: E402
 from penstock.protocols.embeddings_http import (  # noqa: E402
@@ -27,7 +29,6 @@ from penstock.serving.catalog import Catalog  # noqa: E402
 from penstock.serving.control import Control  # noqa: E402
 from penstock.serving.management import ManagementApi  # noqa: E402
 from penstock.serving.supervisor import ThreadLife  # noqa: E402
-from penstock.testing import settle  # noqa: E402
 from penstock.types import Response, Tensor, TensorSpec  # noqa: E402
 
 NAME, SIZE = "letters", 4

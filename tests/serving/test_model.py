@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from doubles import FakeClock, Puppets, RecordingSink, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,6 @@ from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
 from penstock.serving.quotas import Quota, Quotas
 from penstock.serving.slab import Segment
-from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 from penstock.wire import frames
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from doubles import FakeClock, Puppets, RecordingSink, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,6 @@ from penstock.processes import restarts
 from penstock.serving.model import Model
 from penstock.serving.pipeline import Stage, StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota, Quotas
-from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 
 OUTER = ModelConfig(

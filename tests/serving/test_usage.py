@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import psutil
+from doubles import FakeClock
 
 from penstock.serving.usage import Member, ProcessUsage, cpu_s
 from penstock.system.devices import GpuUse, Watch
-from penstock.testing import FakeClock
 
 
 def test_this_process_is_the_core_and_uses_something():

@@ -3,6 +3,7 @@ are on disk before they are used."""
 
 from __future__ import annotations
 
+import math
 import random
 import zipfile
 from collections.abc import Callable, Sequence
@@ -17,15 +18,15 @@ from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_served, text_trials
+from penstock.optimizer.llm import likelihoods, text_served, text_time, text_trials
 from penstock.optimizer.llm.text_prompts import Prompts
 from penstock.optimizer.llm.text_served import TextServers
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
-from penstock.optimizer.served import repriced
-from penstock.optimizer.time_plan import TookTooLong
+from penstock.optimizer.served import ServedBench, repriced
+from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TookTooLong
 
 CHOICE, HELD_OUT = "choice", "held out"
 # Prompts judged per part, and the tokens of a long prompt that are judged, at its start and at its
@@ -36,6 +37,9 @@ NUM_NEW = 16
 REFERENCE = "reference.npz"
 # Memory per engine: bytes per parameter (FP32), and overhead.
 BYTES, BESIDE = 4, 3 << 30
+# Rounds of the proof, and the share of the remaining time for its searches: the last level of each
+# overruns its time.
+NUM_ROUNDS, IN_TIME = 2, 0.7
 
 
 class Scores(msgspec.Struct):
@@ -76,7 +80,7 @@ class TextEvaluator:
         self._work = journal.path.parent
         file = self._work / "prompts.jsonl"
         patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
-        self._servers = TextServers(prompts, file, patience_s, self._is_alone())
+        self._servers = TextServers(prompts, file, patience_s, is_alone=self._is_alone())
 
     def close(self) -> None:
         self._servers.close()
@@ -92,40 +96,49 @@ class TextEvaluator:
     # Speed.
 
     def rated(self, candidate: Candidate, start: float | None) -> ServedMeasurement:
-        build = self.build(candidate)
+        search_s = self._time.search_s
 
-        def measured() -> tuple[list[ServedMeasurement], bool]:
-            found, is_through = text_served.rated(
-                self._servers, build, self.plan, self._tell, start, self._time.search_s
-            )
-            return [found], is_through
+        def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
+            found, has_ended = bench.rate_from(self.build(candidate), start)
+            return [found], has_ended or search_s >= text_time.SEARCH_S
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
-        (found,) = self._served("rated", key, measured)
+        (found,) = self._served("rated", key, measured, MeasurementLimits(search_s=search_s))
         return found
 
     def prove(
         self, candidates: Sequence[Candidate], starts: Sequence[float | None]
     ) -> list[ServedMeasurement]:
-        builds = [self.build(each) for each in candidates]
+        longest_s = text_time.SEARCH_S
+
+        def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
+            found = bench.prove([self.build(each) for each in candidates], starts)
+            has_rates = all(each.max_rate is not None for each in found)
+            return found, has_rates or longest_s < MIN_SEARCH_S
+
         key = " ".join(each.key for each in candidates)
+        limits = MeasurementLimits(NUM_ROUNDS, longest_s, self._time_to_prove)
+        return self._served("proof", key, measured, limits)
 
-        def measured() -> tuple[list[ServedMeasurement], bool]:
-            return text_served.prove(
-                self._servers, builds, self.plan, self._tell, starts, lambda: self._time.left_s
-            )
-
-        return self._served("proof", key, measured)
+    def _time_to_prove(self) -> float:
+        """Return the time left, less what the last level of each search overruns."""
+        left_s = self._time.left_s
+        return math.inf if left_s is None else IN_TIME * left_s
 
     def _served(
-        self, kind: str, key: str, measured: Callable[[], tuple[list[ServedMeasurement], bool]]
+        self,
+        kind: str,
+        key: str,
+        measured: Callable[[ServedBench], tuple[list[ServedMeasurement], bool]],
+        limits: MeasurementLimits,
     ) -> list[ServedMeasurement]:
-        """Return the results at today's price. Failures are not kept: a busy machine may be free
-        the next time."""
+        """Return the results at today's price. `measured` also returns whether more time would not
+        change them. Failures are not kept: a busy machine may be free the next time."""
+        bench = ServedBench(self.plan, (), self._tell, self._servers, limits)
 
         def through() -> list[ServedMeasurement]:
             try:
-                found, is_through = measured()
+                found, is_through = measured(bench)
             finally:
                 # The next measurement must start with no other server running.
                 self._servers.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
@@ -14,6 +14,9 @@ from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 # The backend's option for its compute datatype, and its name when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
@@ -103,7 +106,8 @@ class Half(Pass):
         return []
 
 
-def _in_fp16(model: Any) -> Any:
+def _in_fp16(model: ModelProto) -> ModelProto:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    return convert_float_to_float16(model, keep_io_types=True)
+    converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
+    return converted

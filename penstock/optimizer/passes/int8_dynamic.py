@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
@@ -14,11 +14,14 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import BuildContext, Pass, PassContext
 from penstock.optimizer.passes.building import (
     check_quantised,
-    quiet_quantizer,
+    quiet_log,
     reason_not_to_quantise,
     without_slow_fusion,
     write_onnx,
 )
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 # The quantiser turns Gemm into MatMul and Add; Attention contains the matmuls of its projections.
 OPERATORS = ("MatMul", "Gemm", "Attention")
@@ -67,7 +70,7 @@ class Int8Dynamic(Pass):
         return check_quantised(before, after)
 
 
-def _quantised(ready: Any, step: Step) -> Any:
+def _quantised(ready: ModelProto, step: Step) -> ModelProto:
     from onnx import TensorProto
     from onnxruntime.quantization import QuantizationMode, QuantType
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
@@ -94,6 +97,7 @@ def _quantised(ready: Any, step: Step) -> Any:
         # ONNX cannot infer types behind a fused operator.
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": TensorProto.FLOAT},
     )
-    with quiet_quantizer():
+    with quiet_log():
         quantizer.quantize_model()
-    return quantizer.model.model
+    model: ModelProto = quantizer.model.model
+    return model

@@ -4,11 +4,12 @@ because no rule predicts the best one."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from penstock.optimizer.passes.building import (
     LEFT_OUT,
     check_quantised,
     fold_shapes,
-    quiet_quantizer,
+    quiet_log,
     reason_not_to_quantise,
     with_floats_kept,
     without_slow_fusion,
@@ -34,24 +35,15 @@ from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
 if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
     from penstock.optimizer.machine import Machine
 
 # Matmuls and convolutions, and the operators between them that can pass INT8 on. In transformers
 # the operators between are better in float.
 CNN_OPERATORS = (
-    "Conv",
-    "Gemm",
-    "MatMul",
-    "Relu",
-    "Clip",
-    "Add",
-    "MaxPool",
-    "AveragePool",
-    "GlobalAveragePool",
-    "Concat",
-    "Reshape",
-    "Flatten",
-    "Transpose",
+    *("Conv", "Gemm", "MatMul", "Relu", "Clip", "Add", "MaxPool", "AveragePool"),
+    *("GlobalAveragePool", "Concat", "Reshape", "Flatten", "Transpose"),
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
 MIN_OPSET = 13
@@ -182,7 +174,7 @@ def with_kept(step: Step, keep: Sequence[str]) -> Step:
     return Step(step.pass_name, settings)
 
 
-def prepared(parent: Build) -> Any:
+def prepared(parent: Build) -> ModelProto:
     """Return the graph to quantise; layer names refer to this one."""
     model = onnx_model.read(parent.artifact)
     if onnx_model.opset(model) < MIN_OPSET:
@@ -194,7 +186,9 @@ def prepared(parent: Build) -> Any:
     return onnx_model.prepared(fold_shapes(model, parent.config))
 
 
-def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) -> Calibration:
+def calibrate(
+    ready: ModelProto, scheme: Scheme, parent: Build, context: BuildContext
+) -> Calibration:
     assert context.examples is not None
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
     indices = context.examples.split.calibration
@@ -204,13 +198,13 @@ def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) 
     )
 
 
-def layers(ready: Any) -> list[Any]:
+def layers(ready: ModelProto) -> list[NodeProto]:
     """Return the nodes that gain from INT8."""
     weights = onnx_model.constants(ready.graph)
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
 
 
-def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
+def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) -> ModelProto:
     """Return a copy of the graph with Q/DQ nodes, except around layers in `scheme.keep`."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
@@ -219,14 +213,12 @@ def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
     names = {node.name for node in layers(ready)}
     if unknown := sorted(set(scheme.keep) - names):
         raise ConfigError([f"keep: there is no layer '{each}'" for each in unknown])
-    copy = type(ready)()
-    copy.CopyFrom(ready)
     known = {
         name: TensorData(lowest=np.array(low, np.float32), highest=np.array(high, np.float32))
         for name, (low, high) in ranges.items()
     }
     quantizer = QDQQuantizer(
-        copy,
+        copy.deepcopy(ready),
         per_channel=scheme.per_channel,
         reduce_range=scheme.reduce_range,
         weight_qType=QuantType.QInt8,
@@ -237,15 +229,16 @@ def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
         op_types_to_quantize=list(scheme.operators),
         extra_options=_library_options(scheme),
     )
-    with quiet_quantizer():
+    with quiet_log():
         quantizer.quantize_model()
-    return quantizer.model.model
+    model: ModelProto = quantizer.model.model
+    return model
 
 
-def _library_options(scheme: Scheme) -> dict[str, Any]:
+def _library_options(scheme: Scheme) -> dict[str, object]:
     from onnx import TensorProto
 
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "MatMulConstBOnly": True,
         "WeightSymmetric": True,
         # ONNX cannot infer types behind a fused operator.
@@ -257,7 +250,7 @@ def _library_options(scheme: Scheme) -> dict[str, Any]:
     return options
 
 
-def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[str]:
+def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:
     """Return the matmuls and convolutions, and the operators between whose inputs are all INT8."""
     weights = onnx_model.constants(ready.graph)
     chosen = set(products)
@@ -275,7 +268,7 @@ def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[
 class LayerTrial:
     """The model with any of its layers in float, run in this process on some rows."""
 
-    ready: Any
+    ready: ModelProto
     ranges: Mapping[str, Range]
     scheme: Scheme
     batches: Sequence[Mapping[str, Array]]
@@ -295,12 +288,12 @@ class LayerTrial:
         chosen = fallback.most_different(self.original(), self.answers(()))
         return replace(self, batches=[self.batches[index] for index in chosen])
 
-    def _answers(self, model: Any) -> Answers:
+    def _answers(self, model: ModelProto) -> Answers:
         loaded = onnx_model.session(model, entries={LEFT_OUT: FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
 
 
-def _flops(ready: Any, node: Any) -> float:
+def _flops(ready: ModelProto, node: NodeProto) -> float:
     """Return the FLOP per position, times height x width of the output for convolutions."""
     weight = onnx_model.constants(ready.graph)[node.input[1]]
     num_positions = 1

@@ -14,11 +14,12 @@ from penstock.llm.text import read_text
 from penstock.optimizer import budget
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_evaluator, text_served, text_trials
+from penstock.optimizer.llm import likelihoods, text_evaluator, text_trials
 from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import open_text_subject
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.served import ServedBench
 from penstock.slo import parse
 
 HALF = Candidate((Step("dtype", {"dtype": "bfloat16"}),))
@@ -57,7 +58,8 @@ def opened(subject, tmp_path):
             price_per_hour=price,
             accuracy=accuracy,
         )
-        journal, clock = Journal(tmp_path / "run"), TextTime(None, lambda: 0.0, 0.0)
+        # A search of 80 s, which is not the longest.
+        journal, clock = Journal(tmp_path / "run"), TextTime(3600.0, lambda: 1960.0, 0.0)
         labs.append(
             text_evaluator.TextEvaluator(plan, subject, prompts, journal, clock, lambda doing: None)
         )
@@ -79,24 +81,24 @@ class Measurements:
     def __init__(self, *found):
         self.left = list(found)
 
-    def rated(self, *asked):
+    def rate_from(self, *asked):
         found = self.left.pop(0)
         if isinstance(found, Exception):
             raise found
-        rate, is_through = found
-        return made.served_text(rate, 0.05), is_through
+        rate, has_ended = found
+        return made.served_text(rate, 0.05), has_ended
 
     def prove(self, *asked):
-        found, is_through = self.rated()
-        if not is_through:
+        found, has_ended = self.rate_from()
+        if not has_ended:
             found.max_rate = None
-        return [found], is_through
+        return [found]
 
 
 class TestMeasurements:
     def test_one_that_failed_is_made_again(self, opened, monkeypatch):
         found = Measurements(BackendFailed("busy"), (2.0, True))
-        monkeypatch.setattr(text_served, "rated", found.rated)
+        monkeypatch.setattr(ServedBench, "rate_from", found.rate_from)
         with pytest.raises(BackendFailed, match="busy"):
             opened().rated(HALF, None)
         for _ in range(2):
@@ -104,21 +106,21 @@ class TestMeasurements:
 
     def test_a_search_that_was_cut_short_is_made_again(self, opened, monkeypatch):
         found = Measurements((2.0, False), (3.0, True))
-        monkeypatch.setattr(text_served, "rated", found.rated)
+        monkeypatch.setattr(ServedBench, "rate_from", found.rate_from)
         rates = [opened().rated(HALF, None).max_rate.value for _ in range(3)]
         assert rates == [2.0, 3.0, 3.0] and not found.left
 
     def test_a_proof_without_rates_is_made_again(self, opened, monkeypatch):
         found = Measurements((2.0, False), (3.0, True))
-        monkeypatch.setattr(text_served, "prove", found.prove)
+        monkeypatch.setattr(ServedBench, "prove", found.prove)
         proofs = [opened().prove([Candidate()], [None]) for _ in range(3)]
         assert [each.max_rate is None for (each,) in proofs] == [True, False, False]
         assert not found.left
 
     def test_costs_are_at_the_price_of_today(self, opened, monkeypatch):
         found = Measurements((2.0, True), (2.0, True))
-        monkeypatch.setattr(text_served, "rated", found.rated)
-        monkeypatch.setattr(text_served, "prove", found.prove)
+        monkeypatch.setattr(ServedBench, "rate_from", found.rate_from)
+        monkeypatch.setattr(ServedBench, "prove", found.prove)
         for price, cost in ((7.2, 1000.0), (3.6, 500.0), (None, None)):
             lab = opened(price)
             (proven,) = lab.prove([HALF], [None])

@@ -15,7 +15,7 @@ from penstock.llm.settings import settings_of
 from penstock.optimizer import budget, outcomes, run
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.llm import text_run, text_served, text_time
+from penstock.optimizer.llm import text_evaluator, text_run, text_time
 from penstock.optimizer.llm.text_search import TextFinalist, TextFindings
 from penstock.optimizer.llm.text_steps import serving_offers
 from penstock.optimizer.optimization_files import (
@@ -70,8 +70,7 @@ def found(root):
     told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_time, "SEARCH_S", 0.1)
-        patch.setattr(text_served, "SEARCH_S", 0.0)
-        patch.setattr(text_served, "NUM_ROUNDS", 1)
+        patch.setattr(text_evaluator, "NUM_ROUNDS", 1)
         patch.setattr(text_run, "DTYPES", ("auto", "float32", "bfloat16", "fp8"))
         patch.setattr(text_run, "serving_offers", lambda *asked: serving_offers(*asked)[:1])
         optimization = run.optimize(a_plan(root), told.append, "penstock optimize smol")

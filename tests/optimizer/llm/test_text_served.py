@@ -13,11 +13,13 @@ from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
 from penstock.benchmark.stats import DurationHistogram, Interval
 from penstock.llm.text import of_folder
+from penstock.optimizer import served
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_served
 from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import build_of, open_text_subject
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.time_plan import MeasurementLimits
 from penstock.slo import parse
 
 pytestmark = pytest.mark.slow
@@ -65,8 +67,8 @@ def test_a_client_alone_begins_with_the_measurement(build, prompts, tmp_path):
     """Else, after a warm-up, none of its requests is due in a level that is shorter than one."""
     endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
     plan = Plan("m", "m", "out")
-    assert text_served.level_plan(endpoint, plan, Closed(1)).max_warm_up_s == 0
-    assert text_served.level_plan(endpoint, plan, Open(Flat(1.0))).max_warm_up_s > 0
+    assert served.bench_plan(endpoint, plan, [Closed(1)]).max_warm_up_s == 0
+    assert served.bench_plan(endpoint, plan, [Open(Flat(1.0))]).max_warm_up_s > 0
 
 
 def a_level(rate):
@@ -76,9 +78,9 @@ def a_level(rate):
 
 def test_what_is_shown_is_the_highest_rate_that_was_kept():
     levels = [a_level(rate) for rate in (1.0, 2.0, 4.0, 2.8)]
-    assert text_served.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
+    assert served.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
     none = Interval(float("nan"), float("nan"), 1.0)
-    assert text_served.shown_level(levels, none) is levels[0]
+    assert served.shown_level(levels, none) is levels[0]
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +105,17 @@ def servers(prompts, tmp_path):
     found.close()
 
 
+def a_bench(plan, servers, **limits):
+    return served.ServedBench(plan, (), lambda text: None, servers, MeasurementLimits(**limits))
+
+
 class TestServers:
     def test_one_is_asked_up_to_its_highest_rate(self, build, servers):
         plan = Plan("m", "smol", "out", slo=parse("ttft p99 < 2 s, tpot p99 < 1 s"), duration_s=2.0)
-        found, is_through = text_served.rated(servers, build, plan, lambda text: None, 2.0, 0.5)
+        found, has_ended = a_bench(plan, servers, search_s=0.5).rate_from(build, 2.0)
         # With more time it would have gone on.
-        assert not is_through
-        assert servers.opened(build) is servers.opened(build)
+        assert not has_ended
+        assert servers.opened([build], ()) == servers.opened([build], ())
         servers.close()
         assert found.max_rate is not None and found.max_rate.value == pytest.approx(2.0)
         assert found.load == "2/s poisson" and found.num_failed == 0 < found.num_requests
@@ -128,12 +134,10 @@ class TestServers:
         """A level is over long before an answer is there."""
         slo = parse("ttft p99 < 2 s, tpot p99 < 1 s")
         plan = Plan("m", "smol", "out", slo=slo, duration_s=0.05)
-        found, _ = text_served.rated(servers, build, plan, lambda text: None, None, 0.1)
+        found, _ = a_bench(plan, servers, search_s=0.1).rate_from(build, None)
         assert found.num_requests > 0
-        (alone,), is_through = text_served.prove(
-            servers, [build], plan, lambda text: None, [None], lambda: 0.0
-        )
-        assert alone.max_rate is None and not is_through
+        (alone,) = a_bench(plan, servers, left_s=lambda: 0.0).prove([build], [None])
+        assert alone.max_rate is None
         assert alone.load == "concurrency 1" and alone.num_requests == 1
         assert 0.05 < alone.p50.value < 20 and alone.num_failed == 0
 
@@ -141,16 +145,16 @@ class TestServers:
         # Kept at no rate, and none below the one given is asked for.
         slo = parse("ttft p99 < 0.001 ms at 2/s")
         plan = Plan("m", "smol", "out", slo=slo, duration_s=1.0)
-        found, is_through = text_served.rated(servers, build, plan, lambda text: None, 2.0, 60.0)
-        assert is_through and found.max_rate is None
+        found, has_ended = a_bench(plan, servers, search_s=60.0).rate_from(build, 2.0)
+        assert has_ended and found.max_rate is None
 
     def test_two_that_may_not_run_at_once_take_turns(self, build, prompts, tmp_path):
         servers = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=True)
         other = build_of(build, Candidate((Step("x", {"max_num_seqs": "2"}),)), tmp_path / "smol")
         try:
-            first = servers.opened(build)
-            assert first.may_be_late and first.num_clients == 16
-            second = servers.opened(other)
+            (first,) = servers.opened([build], ())
+            assert first.is_streaming and first.num_clients == 16
+            (second,) = servers.opened([other], ())
             assert second.is_running and not first.is_running and second.num_clients == 2
         finally:
             servers.close()

@@ -1,4 +1,4 @@
-"""Test doubles that are part of the public package: workers, sinks, GPUs and simulated load.
+"""Test doubles: workers, sinks, GPUs and simulated load.
 
 `Puppets` stands in for processes: each worker runs the real `Worker` code, one frame at a time, and
 advances or crashes only when the test says so. No thread, no process, no waiting. `FakeGpus` are
@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from penstock.errors import Overloaded, PenstockError
 from penstock.processes.channel import socket_pair
 from penstock.serving.batcher import Batcher
-from penstock.serving.plan import UNPLANNED
+from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.ticket import Ticket
 from penstock.serving.worker import Channel, Worker
 from penstock.system.devices import Gpu
 from penstock.types import Request, Response, to_array
