@@ -20,7 +20,7 @@ from typing import Protocol
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import socket_pair
-from penstock.processes.child import Child, StartLife, limited
+from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
 from penstock.serving.instance import Instance
@@ -192,7 +192,7 @@ class Supervisor:
         instance.is_hung = instance.is_leaving = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         received, died = partial(self._receive, instance), partial(self._died, instance)
-        instance.child = Child(self._loop, self._start_life, received, died)
+        instance.child = ChildProcess(self._loop, self._start_life, received, died)
         spill_bytes = self._config.memory.spill_bytes
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
@@ -260,7 +260,7 @@ class Supervisor:
             self.send(instance, frames.Stop())
             self._later(LEAVE_S, self._end, instance, instance.child)
 
-    def _end(self, instance: Instance, child: Child) -> None:
+    def _end(self, instance: Instance, child: ChildProcess) -> None:
         """Kill a worker that has not stopped in time."""
         if instance.child is child:
             child.life.kill()

@@ -209,7 +209,7 @@ class Begun:
     gathered: float
 
 
-class LoadedModel:
+class BatchExecutor:
     """Runs batches of one model in place in shared memory."""
 
     def __init__(
@@ -374,7 +374,7 @@ class Worker:
         # Exits the process; None if the worker runs in a thread.
         self._die = die
         self._memory: WorkerMemory | None = None
-        self._loaded: LoadedModel | None = None
+        self._loaded: BatchExecutor | None = None
         # The runner, if it monitors its device's memory.
         self._watched: WatchesMemory | None = None
         # None without a limit, in a thread, or once the worker has asked to be replaced.
@@ -429,7 +429,7 @@ class Worker:
             self._memory = memory = WorkerMemory(config, frame.spill_bytes, fds)
             runner = _checked_backend(config)(config)
             proof = frame.proof or prove(config, runner)
-            self._loaded = LoadedModel(config, runner, memory, proof)
+            self._loaded = BatchExecutor(config, runner, memory, proof)
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
             warm_up_as_asked(config, runner)
