@@ -182,7 +182,6 @@ WITHOUT_OWN_TEST = {
     "api/shown.py": "tests/api/test_results.py",
     "wire/arrays.py": "tests/serving/test_local.py and tests/api/test_client.py",
     "api/local_text.py": "tests/api/test_loaded.py",
-    "report/sweep.py": "tests/api/test_results.py shows one",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
     "repository/model_hints.py": "tests/repository/test_model_source.py gets each hint",
     "repository/model_code.py": "tests/backends/test_python_signature.py runs code through it",
