@@ -141,6 +141,16 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class PlainRunner:
+    """Defaults of a Runner that declares no tensors and computes in `start`."""
+
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    needs_requests = False
+    keeps_rows_apart = False
+    runs_ahead = False
+
+
 @runtime_checkable
 class PinsMemory(Protocol):
     """A runner whose device copies from registered (pinned) host memory."""

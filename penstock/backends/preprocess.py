@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest
+from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest, PlainRunner
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
 
@@ -46,14 +46,11 @@ def open_step(config: ModelConfig, name: str, specs: Sequence[TensorSpec]) -> Ba
     return step
 
 
-class StepRunner:
+class StepRunner(PlainRunner):
     """A Runner of a step; each request gets its own answer or error."""
 
     needs_requests = True
     keeps_rows_apart = True
-    runs_ahead = False
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
 
     def __init__(self, step: BatchedStep) -> None:
         self._step = step

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 import penstock
-from penstock.protocols.openai_errors import is_openai
+from penstock.protocols.http_errors import is_openai
 from penstock.protocols.route_table import MISSING, ROUTES, Route
 from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
 
@@ -50,22 +50,13 @@ STATUSES = {
 ALWAYS = (400, 403, 405)
 RUNS_MODELS = (404, 413, 415, 422, 429, 500, 501, 503, 504)
 OF_HANDLERS = {
-    "infer": RUNS_MODELS,
-    "generate": RUNS_MODELS,
-    "generate_stream": RUNS_MODELS,
-    "metadata": (404, 503),
-    "model_ready": (404, 503),
-    "config": (404, 503),
-    "statistics": (404, 503),
-    "explain": (404, 503),
+    **dict.fromkeys(("infer", "generate", "generate_stream"), RUNS_MODELS),
+    **dict.fromkeys(("metadata", "model_ready", "config", "statistics", "explain"), (404, 503)),
+    **dict.fromkeys(MISSING, (413, 501)),
     "ready": (503,),
     "index": (413,),
     "load": (404, 413, 501, 507),
     "unload": (413,),
-    "trace": (413, 501),
-    "logging": (413, 501),
-    "system_shared_memory": (413, 501),
-    "cuda_shared_memory": (413, 501),
 }
 KEY = "apiKey"
 BEARER = "bearer"

@@ -12,7 +12,7 @@ import penstock
 from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
 from penstock.types import TensorSpec
-from penstock.wire.documented import TensorDescription
+from penstock.wire.documented import describe_tensors
 from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
         list(config.devices),
         config.num_instances,
         num_ready(model),
-        _tensors(config.inputs, has_batch),
-        _tensors(config.outputs, has_batch),
+        describe_tensors(config.inputs, has_batch),
+        describe_tensors(config.outputs, has_batch),
         {spec.name: list(spec.labels) for spec in config.outputs if _has_few_labels(spec)},
         call,
         _load(model) if has_figures else None,
@@ -129,15 +129,6 @@ def _has_chat(model: Served) -> bool:
 
 def _has_few_labels(spec: TensorSpec) -> bool:
     return 0 < len(spec.labels) <= MAX_LABELS
-
-
-def _tensors(specs: Sequence[TensorSpec], has_batch: bool) -> list[TensorDescription]:
-    return [
-        TensorDescription(
-            spec.name, spec.datatype, [-1, *spec.shape] if has_batch else list(spec.shape)
-        )
-        for spec in specs
-    ]
 
 
 def _load(model: Served) -> ModelLoad:

@@ -8,33 +8,44 @@ HTTP status. When the client disconnects, its generations are cancelled at once.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    InvalidRequest,
+    NotReady,
+    PenstockError,
+    TooLarge,
+)
 from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
 from penstock.llm.messages import Logprobs, TokenEvent
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
-from penstock.protocols.http_errors import reply_error, status_at
+from penstock.protocols.http_errors import reply_error
 from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import AnswerChoice, TokenLogprob, TokenUsage
+from penstock.wire.generate_v2 import GenerateForm
+from penstock.wire.openai_messages import Message
+from penstock.wire.openai_v1 import AnswerChoice, CompletionForm, TokenLogprob, TokenUsage
 
 if TYPE_CHECKING:
     from penstock.llm.token_bytes import Detokenizer
 
-_JSON = b"Content-Type: application/json\r\n"
+log = logging.getLogger("penstock.http")
 _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
 
@@ -48,7 +59,19 @@ def counted(model: Served, received: float) -> Iterator[None]:
         raise
 
 
-Guarded = Callable[[Exchange, Callable[[], None]], None]
+def guarded(exchange: Exchange, is_logged: bool, answer: Callable[[], None]) -> None:
+    """Call `answer`; reply what it raises, in the form of the path's protocol."""
+    path = exchange.head.path
+    try:
+        answer()
+    except PenstockError as error:
+        reply_error(exchange, error)
+        if is_logged:
+            what = {"path": path.decode("latin-1")}
+            access_log.refused("http", what, exchange.received, error, path)
+    except Exception:  # Answer 500 and keep serving.
+        log.exception("while handling %r", path)
+        reply_error(exchange, BackendFailed("internal error"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,12 +81,11 @@ class TextCall:
 
     exchange: Exchange
     model: LanguageModel
-    # Runs `take` later, and answers errors.
-    guarded: Guarded
     # The request field that holds the texts, for errors.
     field: str
     # Whether the model's metrics count refusals.
     is_counted: bool = True
+    is_logged: bool = False
 
     def take(self, tokens: Sequence[list[int]]) -> None:
         """Go on with the tokens of each text."""
@@ -77,9 +99,7 @@ class TextCall:
             else:
                 self.take([each for each in given if not isinstance(each, str)])
 
-    def tokenize_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> None:
+    def tokenize_chat(self, messages: Sequence[Message], options: Mapping[str, object]) -> None:
         with self._counted():
             self.model.encode_chat(messages, options, self)
 
@@ -89,10 +109,10 @@ class TextCall:
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
-        self.guarded(self.exchange, partial(self._take, tokens))
+        guarded(self.exchange, self.is_logged, partial(self._take, tokens))
 
     def failed(self, error: Exception) -> None:
-        self.guarded(self.exchange, partial(self._fail, error))
+        guarded(self.exchange, self.is_logged, partial(self._fail, error))
 
     def _take(self, tokens: Sequence[list[int]]) -> None:
         with self._counted():
@@ -129,12 +149,11 @@ def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
 class GenerateCall(TextCall):
     """A request for text: tokenize its prompts, then submit a generation for each."""
 
-    form: AnswerForm
+    form: CompletionForm | GenerateForm
     params: SamplingParams
     answer: type[Answer]
     # The request's id in the log.
     id: str = ""
-    is_logged: bool = False
     # Prompts that precede their answers; empty: none.
     echoed: Sequence[str | list[int]] = ()
 
@@ -191,22 +210,6 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
 
 
 # Answers.
-
-
-class AnswerForm(Protocol):
-    """How a protocol encodes choices, whole and in pieces."""
-
-    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes: ...
-    def begin(self, index: int) -> bytes:
-        """Return what precedes the first piece of a choice; may be empty."""
-
-    def piece(self, choice: AnswerChoice) -> bytes: ...
-
-    def end(self, usage: TokenUsage) -> bytes:
-        """Return what follows the last piece."""
-
-    def error(self, error: PenstockError) -> bytes:
-        """Return the end of a stream that failed."""
 
 
 @dataclass(slots=True)
@@ -332,13 +335,18 @@ class Answer:
         """Write a line to the access log. A failed stream gets its error's status there, though its
         client saw 200."""
         if self.call.is_logged:
-            path = self.exchange.head.path
-            status = 200 if error is None else status_at(path, error)
-            kind = "" if error is None else type(error).__name__
-            told = access_log.Generated(self.call.id, self.exchange.received)
-            for each in self.generations:
-                told.add(each)
-            access_log.generated(status, self._model.config, told, kind)
+            totals = [each.totals for each in self.generations]
+            sizes = {
+                "request_id": self.call.id,
+                "prompt_tokens": sum(each.num_prompt for each in totals),
+                "generation_tokens": sum(each.num_generated for each in totals),
+            }
+            path, received = self.exchange.head.path, self.exchange.received
+            spans = {"total": time.monotonic() - received}
+            firsts = [each.first_at for each in self.generations if each.first_at is not None]
+            if firsts:
+                spans["first_token"] = min(firsts) - received
+            access_log.answered("http", self._model.config, sizes, spans, error, path)
 
     def _named(self, token: int, logprobs: Logprobs | None, places: TokenPlaces) -> TokenLogprob:
         """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
@@ -377,7 +385,7 @@ class WholeAnswer(Answer):
         self.reply(self.form.whole(choices, self.usage))
 
     def reply(self, body: bytes) -> None:
-        self.exchange.reply(200, _JSON, (body,))
+        self.exchange.reply_json(body)
 
 
 class OneEventAnswer(WholeAnswer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from penstock.config import HttpLimits
@@ -25,7 +26,7 @@ from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange, Handler
-from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
+from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.route_table import Match
 from penstock.protocols.v2_routes import make_handlers
@@ -62,26 +63,17 @@ class InferCall:
         self.wants_timing = b"penstock-timing" in headers
 
 
+@dataclass(slots=True, eq=False)
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_call", "_codec", "_exchange", "_model", "_specs", "request")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        codec: Codec,
-        call: InferCall,
-        model: Servable,
-        specs: Sequence[TensorSpec] | None,
-    ) -> None:
-        """`specs` are the model's outputs, as for `Codec.encode_answer`."""
-        self._exchange = exchange
-        self._codec = codec
-        self._call = call
-        self._model = model
-        self._specs = specs
-        self.request: Request | None = None
+    _exchange: Exchange
+    _codec: Codec
+    _call: InferCall
+    _model: Servable
+    # The model's outputs, as for `Codec.encode_answer`.
+    _specs: Sequence[TensorSpec] | None
+    request: Request | None = None
 
     def abandon(self) -> None:
         """Cancel: the client disconnected."""
@@ -122,10 +114,7 @@ class LoggedSink(InferSink):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        config = cast(Served, self._model).config
-        status = status_of(answer) if isinstance(answer, PenstockError) else 200
-        error = "" if isinstance(answer, Response) else type(answer).__name__
-        access_log.ended("http", status, config, request, error)
+        access_log.ended("http", cast(Served, self._model).config, request, answer)
 
 
 class Router(Protocol):
@@ -273,8 +262,7 @@ class V2Http:
                 what = {"model": call.model_name}
             else:
                 what = {"path": exchange.head.path[:MAX_PATH].decode("latin-1")}
-            kind = type(error).__name__
-            access_log.refused("http", status_of(error), what, exchange.received, kind)
+            access_log.refused("http", what, exchange.received, error)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -363,6 +351,25 @@ class V2Http:
         )
 
 
+class MetricsHttp:
+    """The handler of the metrics listener: scrapes and health, behind the same gate. Scrapers then
+    need no access to the inference port, which serves these paths too."""
+
+    def __init__(self, gate: Gate, management: ManagementApi) -> None:
+        self._gate = gate
+        self._handlers = make_handlers(management)
+        self._tasks = HandlerTasks(reply_error)
+        self.close = self._tasks.close
+
+    def handle(self, exchange: Exchange) -> None:
+        try:
+            match = admit(exchange, self._gate, is_metrics_port=True)
+        except (PenstockError, WrongHead) as error:
+            reply_error(exchange, error)
+        else:
+            self._tasks.start(exchange, self._handlers[match.route.handler], match)
+
+
 def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:
     """Return the route of a message that passes the gate. Raises NotAllowed or InvalidRequest from
     the gate, WrongHead if there is no such path or method."""
@@ -400,15 +407,14 @@ def check_head(head: MessageHead, match: Match | None, gate: Gate) -> Match:
 def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
     """Write an administrative call that never reached its handler to the audit log."""
     if match.route.scope == "admin":
-        audit_log.record(_admin_call(match, caller), status_of(error), str(error))
+        audit_log.record(_admin_call(match, caller), error)
 
 
 def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
-        admin = _admin_call(call.match, caller)
-        return await audit_log.record_answer(admin, handler(call), 200, status_of)
+        return await audit_log.record_answer(_admin_call(call.match, caller), handler(call))
 
     return run
 

@@ -449,12 +449,10 @@ def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received:
 def _parse(head: Buffer) -> InferBody:
     try:
         wire = _decode(head)
-    except msgspec.DecodeError as error:
+    except json_errors.UNREADABLE as error:
         raise InvalidRequest(
             f"failed to parse the request JSON: {json_errors.explain(head, error)}"
         ) from None
-    except (RecursionError, UnicodeDecodeError):
-        raise InvalidRequest("failed to parse the request JSON: too deep, or not UTF-8") from None
     if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     _check_integers(wire.parameters)
@@ -463,35 +461,6 @@ def _parse(head: Buffer) -> InferBody:
 
 def encode_error(text: str) -> bytes:
     return _encode(_Error(text))
-
-
-def encode_metadata(
-    name: str,
-    versions: Sequence[str],
-    platform: str,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    has_batch: bool,
-) -> bytes:
-    def rows(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": spec.name,
-                "datatype": spec.datatype,
-                "shape": [-1, *spec.shape] if has_batch else list(spec.shape),
-            }
-            for spec in specs
-        ]
-
-    return _encode(
-        {
-            "name": name,
-            "versions": list(versions),
-            "platform": platform,
-            "inputs": rows(inputs),
-            "outputs": rows(outputs),
-        }
-    )
 
 
 def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:

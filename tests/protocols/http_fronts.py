@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from penstock.config import HttpLimits
 from penstock.processes.channel import socket_pair
-from penstock.protocols import http_front
+from penstock.protocols import http_front, remote
 from penstock.protocols.fronts import CoreApi, Front, http_opening, http_spec
 from penstock.protocols.gate import Gate
 from penstock.protocols.line import reserve
@@ -37,7 +37,7 @@ class LoopLife:
         opened = frames.decode_to_front(data)
         assert isinstance(opened, frames.OpenFront)
         self._theirs.setblocking(False)
-        await http_front.serve(self._theirs, opened, fds)
+        await remote.run(http_front.serve, self._theirs, opened, fds)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._theirs.close()
