@@ -100,8 +100,9 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
     check.median_error = float(np.median(list(map(_error, before, after))))
     check.median_cosine, check.worst_cosine = float(np.median(cosines)), float(cosines.min())
     if is_scores:
-        best = [[np.argmax(each) for each in arrays] for arrays in (before, after)]
-        check.agreement = float(np.mean(np.equal(*best)))
+        pairs = zip(before, after, strict=True)
+        same = [np.argmax(one) == np.argmax(other) for one, other in pairs]
+        check.agreement = float(np.mean(same))
     # Probabilities of classes that never occur are near zero, where any noise is relatively large.
     are_shares = all(bool(((each >= 0) & (each <= 1)).all()) for each in before)
     if not is_scores or not are_shares:
