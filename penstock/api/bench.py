@@ -121,9 +121,9 @@ def judge(
 
 
 def render(runs: Sequence[BenchRun]) -> RenderableType:
-    from penstock.report import bench_table, sweep
+    from penstock.report import bench_table
 
-    return bench_table.shown(runs[0]) if len(runs) == 1 else sweep.shown(runs)
+    return bench_table.shown(runs[0]) if len(runs) == 1 else bench_table.sweep(runs)
 
 
 def save(runs: Sequence[BenchRun], path: Path) -> None:
@@ -160,9 +160,10 @@ def write_html(runs: Sequence[BenchRun], path: Path) -> None:
 
 
 def headline_of(runs: Sequence[BenchRun]) -> str:
-    from penstock.report import sweep
+    from penstock.report import bench_table
 
-    return headline.headline_of(runs[0]).text if len(runs) == 1 else sweep.headline(runs)
+    is_one = len(runs) == 1
+    return headline.headline_of(runs[0]).text if is_one else bench_table.sweep_headline(runs)
 
 
 def _targets(runs: Sequence[BenchRun], path: Path) -> Iterator[tuple[Path, BenchRun]]:

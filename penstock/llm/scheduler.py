@@ -67,10 +67,6 @@ class BatchStep:
     def num_tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
-    @property
-    def num_sampled(self) -> int:
-        return sum(chunk.is_sampled for chunk in self.chunks)
-
 
 class Scheduler:
     """Invariant: a sequence is in `waiting` without blocks, or in `running`, or it has ended. Both

@@ -38,7 +38,7 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import EmbeddingsBody, Known
+from penstock.wire.openai_v1 import EmbeddingsBody, OpenAiModel, describe_model
 
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
@@ -55,13 +55,13 @@ class EmbeddingsHttp:
         self._catalog = catalog
         self._is_logged = logs_requests
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[OpenAiModel]:
         """Return the models that are ready to embed, each once, dated by the time of their file."""
-        found: dict[str, Known] = {}
+        found: dict[str, OpenAiModel] = {}
         for model in self._catalog:
             config = model.config
             if model.is_ready and config.name not in found and is_embedder(config):
-                found[config.name] = Known(config.name, _written_at(config.artifact))
+                found[config.name] = describe_model(config.name, _written_at(config.artifact))
         return list(found.values())
 
     def handle(self, exchange: Exchange) -> None:

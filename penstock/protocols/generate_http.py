@@ -7,7 +7,6 @@ models that are not language models.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from penstock.errors import NotReady, Unsupported
 from penstock.llm.language_model import LanguageModel
@@ -41,7 +40,8 @@ class GenerateHttp:
         self._is_logged = logs_requests
 
     def handle(self, exchange: Exchange) -> None:
-        guarded(exchange, self._is_logged, partial(self._handle, exchange))
+        with guarded(exchange, self._is_logged):
+            self._handle(exchange)
 
     def _handle(self, exchange: Exchange) -> None:
         match = find(exchange.head.path)

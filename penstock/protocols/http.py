@@ -182,8 +182,7 @@ class Exchange:
         self._connection.abort()
 
 
-class Handler(Protocol):
-    def __call__(self, exchange: Exchange, /) -> None: ...
+Handler = Callable[[Exchange], None]
 
 
 class Connection(asyncio.Protocol):

@@ -214,7 +214,7 @@ _OPENAI = [
     _get("/v1/models", "infer", "openai", "Models for text and embeddings", doc.OpenAiModels),
     # Model names may contain slashes.
     _get("/v1/models/{name:path}", "infer", "openai", "One model for text or embeddings",
-         doc.OpenAiModel),
+         openai.OpenAiModel),
     _post("/tokenize", "openai", "Tokens of a text or chat", openai.TokenizeBody,
           doc.TokenizeAnswer),
     _post("/detokenize", "openai", "Text of tokens", openai.DetokenizeBody, doc.DetokenizeAnswer),

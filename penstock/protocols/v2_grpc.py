@@ -40,7 +40,7 @@ from penstock.protocols.tls import TlsFiles
 from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
 from penstock.wire.statuses import status_of
-from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
+from penstock.wire.v2_pb import Proto, decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
 
@@ -64,8 +64,7 @@ STOP_GRACE_S = 2.0
 # Fields of answers that hold the core's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
-# Neither protobuf's generated classes nor gRPC's contexts have types.
-Proto: TypeAlias = Any
+# gRPC's contexts have no types.
 Context: TypeAlias = Any
 # Called with the message, parsed or for inference as bytes, and the caller.
 Answer = Callable[..., Awaitable[Proto]]
@@ -100,7 +99,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
             if RPC_ROUTES[call.method].scope == "admin":
-                caller = self._gate.rpc_caller_name(call.invocation_metadata)
+                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, error)
             return _refusing(error)
@@ -242,14 +241,11 @@ class Service:
                 if status != last:
                     await context.write(health_pb2.HealthCheckResponse(status=status))
                     last = status
-                await self._pause()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WATCH_S):
+                        await self._is_stopping.wait()
         except PenstockError as error:
             await _abort(context, error)
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WATCH_S):
-                await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""

@@ -40,12 +40,13 @@ def short(value: float) -> str:
     return "0" if text == "-0" else text
 
 
-def text_lines(
-    text: str, x: float, y: float, anchor: str, most: int = 1000, style: str = ""
-) -> str:
-    """Draw text of one or more lines; lines that are too long are cut, and whole in a title."""
+def text_lines(text: str, x: float, y: float, anchor: str, look: str = "", most: int = 1000) -> str:
+    """Draw text of one or more lines with the attributes `look`; lines that are too long are cut,
+    and whole in a title."""
+    if not text:
+        return ""
     place = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    place += f' class="{style}"' if style else ""
+    place += f" {look}" if look else ""
     lines = [line if len(line) <= most else line[: most - 1] + "…" for line in text.split("\n")]
     whole = f"<title>{escape(text)}</title>" if lines != text.split("\n") else ""
     if len(lines) == 1:
@@ -72,7 +73,7 @@ def draw_bars(bars: Bars, frame: PlotFrame) -> Iterator[str]:
             middle = (c + d) / 2
             at = (b + 5, middle + 4) if bars.is_horizontal else (middle, a - 5)
             anchor = "start" if bars.is_horizontal else "middle"
-            yield text_lines(bars.labels[index], *at, anchor, style="v")
+            yield text_lines(bars.labels[index], *at, anchor, 'class="v"')
 
 
 def _bar(bars: Bars, index: int, box: tuple[float, float, float, float]) -> str:
@@ -111,7 +112,7 @@ def draw_series(series: Series, plot: Plot, frame: PlotFrame) -> Iterator[str]:
         if series.radii:
             yield _symbol(series, index, point)
         if series.labels and series.labels[index]:
-            yield text_lines(series.labels[index], point[0], point[1] - 9, "middle", style="v")
+            yield text_lines(series.labels[index], point[0], point[1] - 9, "middle", 'class="v"')
 
 
 def _thinned(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:

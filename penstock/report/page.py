@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.benchmark.findings import Severity
 from penstock.report import figures
@@ -18,6 +18,7 @@ from penstock.report.plots import Plot
 from penstock.report.tables import Cell
 
 if TYPE_CHECKING:
+    import jinja2
     from markupsafe import Markup
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -82,7 +83,7 @@ def _drawn(name: str, title: str, text: str, plot: Plot, *, is_wide: bool) -> Dr
     return Drawn(name, title, text, tuple(keys) if len(keys) > 1 else (), Markup(svg), is_wide)
 
 
-def rendered(template: str, values: Mapping[str, Any], folder: Path = TEMPLATES) -> str:
+def rendered(template: str, values: Mapping[str, object], folder: Path = TEMPLATES) -> str:
     """Render a template from `folder`; base templates are always here."""
     from markupsafe import Markup
 
@@ -111,7 +112,7 @@ def fragment(
     )
 
 
-def _environment(folder: Path) -> Any:
+def _environment(folder: Path) -> jinja2.Environment:
     import jinja2
 
     return jinja2.Environment(

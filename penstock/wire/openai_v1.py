@@ -442,13 +442,12 @@ class TokenUsage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A model: when it was loaded (seconds since 1970), and its maximum context length."""
-
-    name: str
+class OpenAiModel(msgspec.Struct):
+    id: str
+    object: str
     created: int
-    max_length: int = 0
+    owned_by: str
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
 _encode = msgspec.json.Encoder().encode
@@ -522,17 +521,15 @@ class ChatForm(CompletionForm):
         return _chat_choice(choice, "delta", {"content": choice.text} if choice.text else {})
 
 
-def models(known: Sequence[Known]) -> bytes:
-    return _encode({"object": "list", "data": [_model(each) for each in known]})
+def describe_model(
+    name: str, created: int, max_length: int | msgspec.UnsetType = msgspec.UNSET
+) -> OpenAiModel:
+    """Describe a model: when it was loaded (seconds since 1970), and its context length."""
+    return OpenAiModel(name, "model", created, "penstock", max_length)
 
 
-def model(known: Known) -> bytes:
-    return _encode(_model(known))
-
-
-def _model(known: Known) -> dict[str, object]:
-    found = {"id": known.name, "object": "model", "created": known.created, "owned_by": "penstock"}
-    return {**found, **({"max_model_len": known.max_length} if known.max_length else {})}
+def models(known: Sequence[OpenAiModel]) -> bytes:
+    return _encode({"object": "list", "data": known})
 
 
 def embeddings(model: str, vectors: Sequence[object], num_tokens: int) -> bytes:
