@@ -87,7 +87,6 @@ PURE = [
     "report/optimize_figures.py",
     "report/plots.py",
     "report/scales.py",
-    "report/waterfall.py",
     "report/profile_figures.py",
     "report/reproduce.py",
     "report/tried.py",
