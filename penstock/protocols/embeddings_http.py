@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,6 +39,7 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire import openai_v1
+from penstock.wire.documented import EmbeddingsList
 from penstock.wire.openai_v1 import EmbeddingsBody, OpenAiModel, describe_model
 
 Vectors = npt.NDArray[np.float32]
@@ -229,9 +231,14 @@ class EmbeddingsAnswer:
         if self._asked.encoding_format == "base64":
             little = found.astype("<f4")
             shown = [base64.b64encode(each.tobytes()).decode() for each in little]
+        rows = [
+            {"object": "embedding", "index": number, "embedding": vector}
+            for number, vector in enumerate(shown)
+        ]
         num_tokens = sum(each.num_tokens for each in self._requests)
-        body = openai_v1.embeddings(self._asked.model, shown, num_tokens)
-        self._exchange.reply_json(body)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        answer = EmbeddingsList("list", rows, self._asked.model, usage)
+        self._exchange.reply_json(msgspec.json.encode(answer))
 
 
 def vectors_of(answer: Response, name: str) -> Vectors:

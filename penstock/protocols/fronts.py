@@ -398,9 +398,8 @@ class Session:
         relay = self.relays[frame.call] = Relay(self, frame)
         try:
             self._core.http(relay.exchange)
-        except Exception:  # The protocol edge.
-            log.exception("while handling %r", relay.exchange.head.path)
-            relay.exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            relay.exchange.reply_bug()
 
     def _cancel(self, number: int) -> None:
         if call := self._calls.get(number):

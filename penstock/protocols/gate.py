@@ -64,9 +64,10 @@ class Gate:
         self.hosts = hosts
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Return the digest of a message's API key, which identifies the caller; empty if the
-        server needs no keys."""
-        return b"" if self.keys is None else caller_of(headers)
+        """Return the digest of a message's API key, which identifies the caller; empty if it has no
+        key, or if the server needs none."""
+        secret = None if self.keys is None else secret_of(headers)
+        return b"" if secret is None else digest_secret(secret)
 
     def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
         """Return the name of a message's caller, for logs."""
@@ -103,7 +104,7 @@ class Gate:
         """Raise NotAllowed, with what is missing, unless the message's key has this scope."""
         if self.keys is None or scope == "open":
             return
-        caller = caller_of(headers)
+        caller = self.caller(headers)
         if not caller:
             raise NotAllowed(
                 "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
@@ -114,7 +115,7 @@ class Gate:
         """Return the scopes of a message's key; all of them if no key is needed."""
         if self.keys is None:
             return list(SCOPES)
-        found = self.keys.scopes.get(caller_of(headers), frozenset())
+        found = self.keys.scopes.get(self.caller(headers), frozenset())
         return [scope for scope in SCOPES if scope in found]
 
     def check_caller(self, scope: Scope, caller: bytes) -> None:
@@ -249,12 +250,6 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()
     return headers.get(b"x-api-key")
-
-
-def caller_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the digest of a message's API key; empty if it has no key."""
-    secret = secret_of(headers)
-    return b"" if secret is None else digest_secret(secret)
 
 
 def digest_secret(secret: bytes) -> bytes:

@@ -147,6 +147,14 @@ class Exchange:
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
         self.reply(status, JSON + headers, (encode_error(text),))
 
+    def reply_bug(self) -> None:
+        """Log the exception that is being handled; answer 500, or cut a stream."""
+        log.exception("while handling %r", self.head.path)
+        if self.is_streaming:
+            self.abort()
+        else:
+            self.reply_error(500, "internal error")
+
     def start_stream(self, status: int, headers: bytes) -> None:
         """Start an answer of unknown length; `stream` its parts, then `end_stream`."""
         self.is_streaming = True
@@ -384,12 +392,8 @@ class Connection(asyncio.Protocol):
         self._running = exchange = Exchange(self, head, body)
         try:
             self._server.handler(exchange)
-        except Exception:  # Answer 500 or cut the stream, and keep serving.
-            log.exception("while handling %r", head.path)
-            if exchange.is_streaming:
-                exchange.abort()
-            else:
-                exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
 
     def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""

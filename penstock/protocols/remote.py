@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
@@ -151,13 +152,9 @@ class Remote:
     def submit(self, request: Request, model: RemoteModel) -> None:
         # A Servable keeps its own number in `turn`; here it is the number of the call.
         request.turn = call = next(self._numbers)
-
-        def send(parcel: frames.Parcel) -> None:
-            self._send(request, model, parcel)
-
         try:
             self._check_waiting()
-            self._outbox.post(call, request.inputs, send)
+            self._outbox.post(call, request.inputs, partial(self._send, request, model))
         except PenstockError as error:
             request.respond(error)
 

@@ -8,7 +8,6 @@ in their `Router`.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -29,8 +28,6 @@ from penstock.serving.served import Served
 from penstock.types import Request, Response, Servable, TensorSpec
 from penstock.wire import compression
 from penstock.wire.v2 import Codec, decode_raw
-
-log = logging.getLogger("penstock.http")
 
 # Smaller answers are not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
@@ -82,9 +79,8 @@ class InferSink:
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while encoding an answer of '%s'", answer.model_name)
-            self._exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            self._exchange.reply_bug()
             return
         headers = _BINARY % len(head) if tail else JSON
         call = self._call
@@ -292,9 +288,8 @@ class V2Http:
         except PenstockError as error:
             exchange.body = packed
             self._refuse(exchange, call, error)
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while handling %r", exchange.head.path)
-            exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """Return the length of the JSON part; None when it is the whole body."""

@@ -528,29 +528,6 @@ def describe_model(
     return OpenAiModel(name, "model", created, "penstock", max_length)
 
 
-def models(known: Sequence[OpenAiModel]) -> bytes:
-    return _encode({"object": "list", "data": known})
-
-
-def embeddings(model: str, vectors: Sequence[object], num_tokens: int) -> bytes:
-    """Encode vectors as lists of numbers, or as base64 of FP32."""
-    found = [
-        {"object": "embedding", "index": number, "embedding": vector}
-        for number, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _encode({"object": "list", "data": found, "model": model, "usage": usage})
-
-
-def tokenized(tokens: Sequence[int], max_length: int, texts: Sequence[str] | None) -> bytes:
-    found = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens}
-    return _encode({**found, "token_strs": texts})
-
-
-def detokenized(text: str) -> bytes:
-    return _encode({"prompt": text})
-
-
 def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
     """Encode the special tokens' names and the chat template; null for missing ones."""
     return _encode(
