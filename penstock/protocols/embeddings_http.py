@@ -85,8 +85,6 @@ class EmbeddingsHttp:
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """How to ask a model for vectors."""
-
     text: TensorSpec
     vector: str
     # Length of a vector; 0: unknown until the model answers.
@@ -186,7 +184,6 @@ class EmbeddingsAnswer:
                 self._model.submit(request)
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 

@@ -79,7 +79,6 @@ class FrontSpec:
 
     @property
     def name(self) -> str:
-        """The name in the log."""
         return f"HTTP front {self.number}" if self.protocol == "http" else "gRPC front"
 
 
@@ -136,7 +135,6 @@ class CoreApi:
     logs_requests: bool = False
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        """Answer a question; raises to refuse."""
         name, version = ask.model_name, ask.model_version
         if ask.kind == "count_request":
             self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
@@ -192,8 +190,6 @@ class FrontCall:
 
 
 class LoggedCall(FrontCall):
-    """A call that is also written to the access log."""
-
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
@@ -353,7 +349,6 @@ class Session:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
 
     def _lost(self) -> None:
-        """Treat a closed socket as the end of the front."""
         if self._is_open:
             self.life.socket_closed()
 
@@ -538,7 +533,6 @@ class Front:
             self._session.line.send(frames.SetKeys(keys))
 
     def drain(self) -> None:
-        """Tell the front that the server is draining."""
         if self._session is not None and self._listening_at is not None:
             self._session.line.send(frames.Drain())
 

@@ -70,7 +70,6 @@ class Gate:
         return b"" if secret is None else digest_secret(secret)
 
     def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the name of a message's caller, for logs."""
         return self.name_of(self.caller(headers))
 
     def name_of(self, caller: bytes) -> str:
@@ -148,7 +147,6 @@ class KeyFile:
         self._stamp: tuple[int, ...] | None = None
 
     def read(self) -> Keys:
-        """Read the file. ConfigError lists every problem."""
         self._stamp = file_stamp(self._path)
         return read_keys(self._path)
 

@@ -29,8 +29,6 @@ class RouteCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer of a handler."""
-
     body: bytes
     status: int = 200
     content_type: str = JSON
@@ -74,8 +72,6 @@ class HandlerTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Cancelling:
-    """Waiter that cancels the handler's task."""
-
     task: asyncio.Task[None]
 
     def abandon(self) -> None:

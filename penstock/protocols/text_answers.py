@@ -252,7 +252,6 @@ class Answer:
         self._num_finished = 0
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 

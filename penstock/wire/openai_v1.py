@@ -393,7 +393,6 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _has_usage(found: SamplingFields) -> bool:
-    """Whether a stream ends with the usage."""
     if found.stream_options is None:
         return False
     if not found.stream:
