@@ -50,12 +50,12 @@ CLASSIFIERS = {CLASSIFIER: "a classifier", TOKEN_CLASSIFIER: "a token classifier
 log = logging.getLogger("penstock.http")
 
 
+@dataclass(frozen=True, slots=True)
 class EmbeddingsHttp:
     """Handler of the embeddings route, behind the gate. The caller turns errors into responses."""
 
-    def __init__(self, catalog: Catalog, logs_requests: bool = False) -> None:
-        self._catalog = catalog
-        self._is_logged = logs_requests
+    _catalog: Catalog
+    _is_logged: bool = False
 
     def known(self) -> list[OpenAiModel]:
         """Return the models that are ready to embed, each once, dated by the time of their file."""

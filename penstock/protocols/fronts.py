@@ -204,13 +204,12 @@ class Relay:
     def __init__(self, session: Session, frame: frames.Forward) -> None:
         self._session = session
         self._number = frame.call
-        self.received = frame.received
         head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
         (body,) = session.unpack(frame.parcel)
         head.content_length = len(body.data)
-        self.exchange = Exchange(self, head, body.data)
+        self.exchange = Exchange(self, head, body.data, frame.received)
 
     @property
     def num_unsent(self) -> int:
@@ -435,14 +434,14 @@ class Session:
             raise BackendFailed(f"the answer: {error}") from None
 
 
+@dataclass(slots=True)
 class Silence:
     """How long a process has not answered. Each tick counts for at most twice PING_S: if this
     process was suspended, the other may have been too. Pure."""
 
-    def __init__(self, limit_s: float, now: float) -> None:
-        self._limit_s = limit_s
-        self._ticked = now
-        self._silent_s = 0.0
+    _limit_s: float
+    _ticked: float
+    _silent_s: float = 0.0
 
     def heard(self) -> None:
         self._silent_s = 0.0

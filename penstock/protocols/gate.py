@@ -55,13 +55,13 @@ class Keys:
     quotas: Mapping[bytes, Quota] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class Gate:
     """Checks of keys, scopes and Host headers. `keys` None: no key is needed; they may be replaced
     at any time. `hosts` None: any Host is accepted."""
 
-    def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
-        self.keys = keys
-        self.hosts = hosts
+    keys: Keys | None = None
+    hosts: frozenset[str] | None = None
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
         """Return the digest of a message's API key, which identifies the caller; empty if it has no

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
@@ -55,8 +56,6 @@ class Waiter(Protocol):
 class Peer(Protocol):
     """The sender of a message: a connection, or the front that holds it."""
 
-    received: float
-
     @property
     def num_unsent(self) -> int:
         """Bytes that the client has not read yet."""
@@ -70,30 +69,19 @@ class Peer(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
     """One message and its answer. `waiter` is notified if the client disconnects before it."""
 
-    __slots__ = (
-        "_connection",
-        "body",
-        "caller",
-        "head",
-        "is_finished",
-        "is_streaming",
-        "received",
-        "waiter",
-    )
-
-    def __init__(self, connection: Peer, head: MessageHead, body: Buffer) -> None:
-        self._connection = connection
-        self.received = connection.received
-        self.head = head
-        self.body = body
-        # As `Request.caller`, where the handler sets it.
-        self.caller = b""
-        self.is_finished = False
-        self.is_streaming = False
-        self.waiter: Waiter | None = None
+    _connection: Peer
+    head: MessageHead
+    body: Buffer
+    received: float
+    # As `Request.caller`, where the handler sets it.
+    caller: bytes = b""
+    is_finished: bool = False
+    is_streaming: bool = False
+    waiter: Waiter | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """Send the whole answer. Buffers are copied before this returns."""
@@ -389,7 +377,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _start(self, head: MessageHead, body: Buffer) -> None:
-        self._running = exchange = Exchange(self, head, body)
+        self._running = exchange = Exchange(self, head, body, self.received)
         try:
             self._server.handler(exchange)
         except Exception:  # Keep serving.

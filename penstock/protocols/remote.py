@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -41,16 +42,14 @@ Deliver = Callable[[bytes, frames.Forwarded], None]
 KINDS = {kind.__name__: kind for kind in STATUSES}
 
 
+@dataclass(slots=True, eq=False)
 class RemoteModel:
     """A model of the core as a Servable. Only a request shows whether it exists."""
 
-    __slots__ = ("_remote", "name", "version", "wants_timings")
-
-    def __init__(self, remote: Remote, name: str, version: str, wants_timings: bool) -> None:
-        self._remote = remote
-        self.name = name
-        self.version = version
-        self.wants_timings = wants_timings
+    _remote: Remote
+    name: str
+    version: str
+    wants_timings: bool
 
     def submit(self, request: Request) -> None:
         self._remote.submit(request, self)
