@@ -219,8 +219,8 @@ class EmbeddingsAnswer:
         """Write one line to the access log for all texts."""
         if self._is_logged:
             path, received = self._exchange.head.path, self._exchange.received
-            rows, spans = {"rows": len(self._requests)}, {"total": time.monotonic() - received}
-            access_log.answered("http", self._model.config, rows, spans, error, path)
+            what = {**access_log.about(self._model.config), "rows": len(self._requests)}
+            access_log.record("http", what, {"total": time.monotonic() - received}, error, path)
 
     def _reply(self) -> None:
         found = np.concatenate([self._vectors[id(each)] for each in self._requests])
