@@ -23,6 +23,7 @@ from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
+from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
@@ -42,7 +43,6 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
-from penstock.serving.supervisor import limited
 from penstock.system.exit_codes import ExitCode
 
 log = logging.getLogger("penstock.server")

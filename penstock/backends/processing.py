@@ -16,7 +16,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -163,13 +162,13 @@ class Function:
         file, _, name = self.name.rpartition(":")
         self._code = Code(replace(config, artifact=str(config.folder / file), file=file))
         try:
-            found: Any = getattr(self._code.load(), name, None)
+            found = getattr(self._code.load(), name, None)
             if not callable(found):
                 raise self._code.problem(f"no function {name}")
         except BaseException:
             self._code.close()
             raise
-        self._call: Callable[[dict[str, Array]], Any] = found
+        self._call: Callable[[dict[str, Array]], object] = found
 
     def __call__(self, row: Row) -> dict[str, Array]:
         return checked(self.name, self._call(dict(row)), self._specs)
@@ -300,7 +299,7 @@ def _applied(functions: Functions, rows: Sequence[Row]) -> list[dict[str, Array]
         functions.close()
 
 
-def checked(name: str, made: Any, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+def checked(name: str, made: object, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     """Return one row with the arrays of `specs`; raise BackendFailed if it does not match them."""
     if not isinstance(made, Mapping):
         raise BackendFailed(f"{name}: expected arrays by name, got {type(made).__name__}")

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class Mark(Protocol):
     """A point in a stream (CUDA event)."""
 
     def synchronize(self) -> None: ...
-    def elapsed_time(self, end: Any, /) -> float:
+    def elapsed_time(self, end: Self, /) -> float:
         """Return milliseconds."""
 
 
@@ -93,7 +93,7 @@ class Cuda:
             "out": torch.cuda.Stream(self._device, priority=-1),
         }
         # Graphs run one after the other, so they can share a memory pool.
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
         entered: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._streams[lane])

@@ -32,11 +32,11 @@ from penstock.llm.open_generations import OpenGenerations
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
 from penstock.llm.settings import settings_of
 from penstock.llm.token_bytes import Vocabulary
+from penstock.processes.child import StartLife
 from penstock.sampling_params import SamplingParams
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
-from penstock.serving.supervisor import StartLife
 from penstock.types import Request
 
 One = TypeVar("One")

@@ -7,12 +7,11 @@ passed on to the model's own metrics. docs/observability.md lists all of them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
-from penstock.serving.metrics import ModelMetrics, ScrapeLines, histogram_lines, label_text
+from penstock.serving.metrics import Histogram, ModelMetrics, ScrapeLines
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
@@ -49,25 +48,6 @@ def token_bounds(max_length: int) -> tuple[float, ...]:
     return tuple(found)
 
 
-class Distribution:
-    """Histogram: counts per bucket, and the sum of values."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
 class EngineTotals:
     """Last totals that an engine reported; a new engine starts at 0."""
 
@@ -96,15 +76,15 @@ class TextMetrics:
         self.num_cached = 0
         self.num_preemptions = 0
         self.num_ended = dict.fromkeys(REASONS, 0)
-        self.first_token_s = Distribution(FIRST_TOKEN_S)
-        self.next_token_s = Distribution(NEXT_TOKEN_S)
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.next_token_s = Histogram(NEXT_TOKEN_S)
         # Mean time per output token of a request, without the first.
-        self.mean_token_s = Distribution(NEXT_TOKEN_S)
-        self.request_s = Distribution(REQUEST_S)
-        self.queue_s = Distribution(REQUEST_S)
-        self.prompt_tokens = Distribution(())
-        self.generated_tokens = Distribution(())
-        self.step_tokens = Distribution(STEP_TOKENS)
+        self.mean_token_s = Histogram(NEXT_TOKEN_S)
+        self.request_s = Histogram(REQUEST_S)
+        self.queue_s = Histogram(REQUEST_S)
+        self.prompt_tokens = Histogram(())
+        self.generated_tokens = Histogram(())
+        self.step_tokens = Histogram(STEP_TOKENS)
         self._reported = EngineTotals()
         self._num_blocks = 0
 
@@ -116,7 +96,7 @@ class TextMetrics:
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
         if bounds != self.prompt_tokens.bounds:
-            self.prompt_tokens, self.generated_tokens = Distribution(bounds), Distribution(bounds)
+            self.prompt_tokens, self.generated_tokens = Histogram(bounds), Histogram(bounds)
 
     def step(self, report: StepReport) -> None:
         last = self._reported
@@ -227,21 +207,13 @@ class TextMetrics:
                 ),
             )
         ]
-        name = f"{PREFIX}request_success_total"
-        lines = [
-            f"{name}{label_text(**self._labels, finished_reason=reason)} {count}"
-            for reason, count in self.num_ended.items()
-        ]
-        return [*found, ScrapeLines(name, "Requests that ended, by why", "counter", lines)]
+        ended = [({**self._labels, "finished_reason": r}, n) for r, n in self.num_ended.items()]
+        name, text = f"{PREFIX}request_success_total", "Requests that ended, by why"
+        return [*found, ScrapeLines.of(name, text, "counter", ended)]
 
     def _distributions(self) -> list[ScrapeLines]:
         return [
-            ScrapeLines(
-                name := PREFIX + short,
-                text,
-                "histogram",
-                histogram_lines(name, self._labels, found.bounds, found.counts, repr(found.total)),
-            )
+            ScrapeLines.of_histograms(PREFIX + short, text, [(self._labels, found)])
             for short, text, found in (
                 ("time_to_first_token_seconds", "Seconds to the first token", self.first_token_s),
                 (
@@ -267,5 +239,4 @@ class TextMetrics:
         ]
 
     def _one(self, short: str, text: str, kind: str, value: float) -> ScrapeLines:
-        name = PREFIX + short
-        return ScrapeLines(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])
+        return ScrapeLines.of(PREFIX + short, text, kind, [(self._labels, value)])

@@ -22,8 +22,9 @@ import msgspec
 
 from penstock.config import MIB, GrpcConfig, ServerConfig, TlsConfig
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
+from penstock.processes.child import Life, StartLife
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import backoff_s, deaths_in_a_row
+from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
@@ -35,7 +36,6 @@ from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.metrics import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.frames import Forwarded, Frame

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.backends import GPU_MEMORY
-from penstock.processes.channel import Sender
+from penstock.processes.child import Child
 from penstock.processes.restarts import CrashLoop
 from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Segment
 from penstock.wire import frames
-
-if TYPE_CHECKING:
-    from penstock.serving.supervisor import Life
 
 
 class Instance:
@@ -24,7 +19,8 @@ class Instance:
         self.index = index
         self.device = device
         self.num_slots = num_slots
-        self.life: Life | None = None
+        # None while no process runs.
+        self.child: Child | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
         # Its current worker is being killed because it hung.
@@ -46,11 +42,10 @@ class Instance:
         self.is_spare = False
         # Why the current worker could not load.
         self.load_error = ""
-        self.sender: Sender | None = None
 
     @property
     def pid(self) -> int:
-        return self.life.pid if self.life is not None else 0
+        return self.child.life.pid if self.child is not None else 0
 
     @property
     def start_s(self) -> float:

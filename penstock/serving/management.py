@@ -22,9 +22,9 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
-from penstock.serving.metrics import FrontUse, expose
+from penstock.serving.metrics import FrontUse, Labels, expose
 from penstock.serving.served import Served
-from penstock.serving.usage import Member, ProcessUsage, cpu_s
+from penstock.serving.usage import ProcessUsage, cpu_s
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 
@@ -178,17 +178,17 @@ class ManagementApi:
             if each.pid in before and each.pid in after
         ]
 
-    def _members(self) -> Iterator[Member]:
-        """Yield the other processes of this server."""
+    def _members(self) -> Iterator[tuple[int, Labels]]:
+        """Yield the other processes of this server, with their labels in a scrape."""
         for front in self._fronts():
             if front.pid:
-                yield Member(front.pid, f"{front.protocol}_front", instance=front.front)
+                number = {"front": front.front} if front.front else {}
+                yield front.pid, {"process": f"{front.protocol}_front", **number}
         for model in self.catalog:
-            config = model.config
             for instance in model.instances:
                 if instance.pid:
-                    index = str(instance.index)
-                    yield Member(instance.pid, "worker", config.name, config.version, index)
+                    worker = {"process": "worker", **model.config.labels}
+                    yield instance.pid, {**worker, "instance": str(instance.index)}
 
     def _why_not_ready(self) -> str:
         reasons = {failure.name: "; ".join(failure.problems) for failure in self.catalog.failures}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, NotReady, PenstockError
+from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.admission import Admission
 from penstock.serving.batcher import Batcher
@@ -30,7 +31,7 @@ from penstock.serving.request_memory import RequestMemory, slab_bytes
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.saturation import Saturation
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import StartLife, Supervisor
+from penstock.serving.supervisor import Supervisor
 from penstock.types import CANCELLED, Request
 
 log = logging.getLogger("penstock.model")
