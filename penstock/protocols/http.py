@@ -192,7 +192,8 @@ class Connection(asyncio.Protocol):
         self._reader = MessageReader(
             server.limits, server.screen, self._enqueue, self._expect_continue
         )
-        self._transport: asyncio.Transport | None = None
+        # Set before any other call.
+        self._transport: asyncio.Transport
         self._running: Exchange | None = None
         self._waiting: deque[Message | Rejection] = deque()
         self._is_closing = False
@@ -253,7 +254,7 @@ class Connection(asyncio.Protocol):
         refusal = self._reader.feed(data)
         if refusal is not None:
             self._reject(refusal)
-        elif len(self._waiting) > MAX_PIPELINED and self._transport is not None:
+        elif len(self._waiting) > MAX_PIPELINED:
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -264,10 +265,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_unsent(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
-        if not self._is_closing and self._transport is not None:
+        if not self._is_closing:
             self._num_written += len(data)
             self._transport.write(data)
 
@@ -298,8 +299,6 @@ class Connection(asyncio.Protocol):
         """Close after all written data is sent; after a refusal, once the client has stopped."""
         is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
-        if self._transport is None:
-            return
         if is_first and self._is_deaf:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -308,8 +307,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._is_closing = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
@@ -372,7 +370,7 @@ class Connection(asyncio.Protocol):
                 self._start(*item)
         self._is_advancing = False
         self._continue()
-        if self._is_paused and not self._waiting and self._transport is not None:
+        if self._is_paused and not self._waiting:
             self._is_paused = False
             self._transport.resume_reading()
 

@@ -274,13 +274,11 @@ class Forwarding(Recording):
 
     def _answer(self, match: Match, exchange: Exchange) -> None:
         head = MessageHead(exchange.head.method, exchange.head.path, exchange.head.headers)
-        self._core.handle(Exchange(Passed(exchange), head, exchange.body))
+        self._core.handle(Exchange(Passed(exchange), head, exchange.body, 0.0))
 
 
 class Passed:
     """The peer of an exchange in the core whose client is at the front."""
-
-    received = 0.0
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
