@@ -7,7 +7,7 @@ values are one linear layer, and so are gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,21 +184,11 @@ def _fast_rope(heads: Tensor, rope_table: Tensor) -> Tensor:
     return found.to(heads.dtype)
 
 
-def names(shape: DecoderShape) -> Iterator[str]:
-    """Yield the names of all weights, as in files."""
-    yield EMBEDDINGS
-    yield NORM
-    if not shape.is_tied:
-        yield HEAD
-    for number in range(shape.num_layers):
-        yield from (f"model.layers.{number}.{name}" for name in sizes(shape))
-
-
-def sizes(shape: DecoderShape) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a layer's weights, by name."""
+def weight_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, by their names in files."""
     width, queries = shape.width, shape.num_heads * shape.head_size
     keys = shape.num_kv_heads * shape.head_size
-    found: dict[str, tuple[int, ...]] = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (width,),
         "self_attn.q_proj.weight": (queries, width),
         "self_attn.k_proj.weight": (keys, width),
@@ -210,10 +200,15 @@ def sizes(shape: DecoderShape) -> Mapping[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (width, shape.inner),
     }
     if shape.has_qk_norm:
-        found |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
+        layer |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
     if shape.has_bias:
-        found |= {
+        layer |= {
             f"self_attn.{name}_proj.bias": (size,)
             for name, size in zip("qkvo", (queries, keys, keys, width), strict=True)
         }
+    found: dict[str, tuple[int, ...]] = {EMBEDDINGS: (shape.vocabulary, width), NORM: (width,)}
+    if not shape.is_tied:
+        found[HEAD] = shape.vocabulary, width
+    for number in range(shape.num_layers):
+        found |= {f"model.layers.{number}.{name}": size for name, size in layer.items()}
     return found
