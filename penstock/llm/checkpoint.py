@@ -79,7 +79,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
     files = _files(folder)
     with ExitStack() as stack:
-        opened = {name: stack.enter_context(_opened(folder / name)) for name in set(files.values())}
+        opened = {name: stack.enter_context(_open(folder / name)) for name in set(files.values())}
         _check(shape, {name: opened[file] for name, file in files.items()})
         close = stack.pop_all().close
 
@@ -92,7 +92,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _files(folder: Path) -> dict[str, str]:
     if (folder / WHOLE).is_file():
-        with _opened(folder / WHOLE) as file:
+        with _open(folder / WHOLE) as file:
             return dict.fromkeys(file.keys(), WHOLE)
     try:
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -106,7 +106,7 @@ def _files(folder: Path) -> dict[str, str]:
     return dict(found)
 
 
-def _opened(path: Path) -> safe_open:
+def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
