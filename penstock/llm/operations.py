@@ -82,7 +82,6 @@ def add_norm(
 
 
 def taken(x: Tensor, linear: AnyLinear) -> Tensor | Small:
-    """Convert to the input format of the linear layer."""
     if not isinstance(linear, Fp8Linear):
         return x
     if not uses_kernels(x):
@@ -136,7 +135,6 @@ def rope_to_cache(
 
 
 def slots_of(paged: Paged, rows: Tensor, positions: Tensor) -> Tensor:
-    """Return the KV cache slots of tokens."""
     blocks = paged.table[rows.long(), positions // paged.block_size].long()
     return blocks * paged.block_size + positions % paged.block_size
 
