@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backends.checks import first_line
 from penstock.backends.torch_cuda import Cuda
+from penstock.errors import first_line
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
