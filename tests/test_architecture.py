@@ -168,7 +168,7 @@ WITHOUT_OWN_TEST = {
     "api/client_grpc.py": "tests/api/test_client.py asks over it",
     "api/client_http.py": "tests/api/test_client.py asks over it",
     "api/endpoint.py": "tests/api/test_client.py parses URLs",
-    "api/explain.py": "tests/api/test_results.py",
+    "api/explain.py": "tests/api/test_explain_errors.py and test_results.py",
     "api/inspect.py": "tests/api/test_results.py",
     "api/keywords.py": "values only; tests/api/test_options.py compares them",
     "api/optimize.py": "tests/api/test_results.py and tests/test_optimize_cli.py",
