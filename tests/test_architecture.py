@@ -280,7 +280,6 @@ WITHOUT_OWN_TEST = {
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",
-    "protocols/v2_routes.py": "tests/protocols/test_v2_http.py and e2e/test_control.py ask it",
     "serving/lifecycle.py": "values only; tests/protocols/test_v2_http.py drains with it",
     "serving/control.py": "tests/protocols/test_fronts.py and e2e/test_control.py ask it",
     "serving/paces.py": "tests/serving/test_slo_batcher.py aims through it",
