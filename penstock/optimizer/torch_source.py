@@ -16,12 +16,8 @@ import numpy as np
 
 from penstock.backends import COMPILED
 from penstock.config import BatchPolicy, ModelConfig
-<<<<<<< HEAD
 from penstock.errors import ConfigError, describe_error
-=======
-from penstock.errors import ConfigError
 from penstock.kernels import CHOICES, KERNELS
->>>>>>> main
 from penstock.optimizer import pretrained_steps, sent, user_code
 from penstock.optimizer.sent import Row
 from penstock.repository import layout, pretrained
