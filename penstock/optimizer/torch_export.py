@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.backends.checks import first_line
 from penstock.backends.pytorch import TORCH_TYPES, LoadedModule, by_name
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, first_line
 from penstock.optimizer import onnx_model
 from penstock.repository import onnx_file
 from penstock.types import TensorSpec
