@@ -116,7 +116,7 @@ def rope_to_cache(
     if uses_kernels(qkv):
         from penstock.kernels import decoding
 
-        decoding.turn(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
+        decoding.apply_rope(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
         return
     num_kv_heads, size = paged.keys.shape[1:]
     heads = qkv.unflatten(1, (-1, size))
@@ -189,10 +189,10 @@ def sample_rows(logits: Tensor, batch_table: Tensor, sampled: Tensor, last: Tens
     cuts = batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P]
     keys, targets = batch_table[:, KEY], batch_table[:, TARGET]
     if uses_kernels(logits):
-        from penstock.kernels import drawing
+        from penstock.kernels import token_sampling
 
-        lowest = drawing.cut(logits, temperatures, *cuts)
-        drawing.draw(logits, lowest, temperatures, keys, sampled, last, targets)
+        lowest = token_sampling.cut(logits, temperatures, *cuts)
+        token_sampling.sample(logits, lowest, temperatures, keys, sampled, last, targets)
         return
     is_warm = temperatures[:, None] > 0
     warm = logits.float() / torch.where(is_warm, temperatures[:, None], 1.0)
