@@ -25,7 +25,7 @@ from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
 from penstock.processes.child import limited
 from penstock.protocols import access_log
-from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
+from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
@@ -284,16 +284,8 @@ class Server:
                 [cannot_listen(config.host, config.http_port, "HTTP", listen_problem(error))]
             ) from None
         self.http_port = self._reserved.getsockname()[1]
-        opening = http_opening(
-            config.host,
-            self.http_port,
-            config.limits,
-            self._gate,
-            config.logs_requests,
-            config.tls,
-        )
         self._fronts += [
-            Front(self._core, http_spec(number, opening, config.limits))
+            Front(self._core, http_spec(number, self.http_port, config, self._gate))
             for number in range(1, config.num_fronts + 1)
         ]
 

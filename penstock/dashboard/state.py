@@ -48,11 +48,15 @@ class StateReader:
     def read(self, scopes: Sequence[str]) -> ServerState:
         """Return what a caller with these scopes may see."""
         catalog = self._catalog
-        self._make_calls()
-        models = [
-            model_state(model, self._calls[_key(catalog, model)][1], FIGURES in scopes)
-            for model in catalog
-        ]
+        known, self._calls = self._calls, {}
+        models = []
+        for model in catalog:
+            key = _key(catalog, model)
+            kept = known.get(key)
+            if kept is None or kept[0] is not model.config:
+                kept = (model.config, call_of(catalog, model, self._needs_key))
+            self._calls[key] = kept
+            models.append(model_state(model, kept[1], FIGURES in scopes))
         for failure in catalog.failures:
             models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
         models.sort(key=lambda model: (model.name, -int(model.version or 0)))
@@ -64,15 +68,6 @@ class StateReader:
             list(scopes),
             models,
         )
-
-    def _make_calls(self) -> None:
-        known, self._calls = self._calls, {}
-        for model in self._catalog:
-            key = _key(self._catalog, model)
-            kept = known.get(key)
-            if kept is None or kept[0] is not model.config:
-                kept = (model.config, call_of(self._catalog, model, self._needs_key))
-            self._calls[key] = kept
 
 
 def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelState:
@@ -98,7 +93,6 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
 
 
 def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> ExampleCall:
-    """Return an example call of a loaded model."""
     key = _key(catalog, model)
     return example_call(model.config, key.has_chat, needs_key, key.is_latest)
 
@@ -109,7 +103,6 @@ def num_ready(model: Served) -> int:
 
 
 def batching(model: Served) -> str:
-    """Return how requests are batched, in a few words."""
     config, mode = model.config, model.mode
     if mode == "continuous":
         return mode

@@ -20,14 +20,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
-from penstock.errors import (
-    BackendFailed,
-    ConfigError,
-    NotReady,
-    Overloaded,
-    PenstockError,
-)
+from penstock.config import MIB, GrpcConfig, ServerConfig, TlsConfig
+from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
 from penstock.processes.child import Life, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
@@ -44,7 +38,7 @@ from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
-from penstock.wire.frames import Frame
+from penstock.wire.frames import Forwarded, Frame
 from penstock.wire.v2 import classified
 
 log = logging.getLogger("penstock.fronts")
@@ -85,7 +79,6 @@ class FrontSpec:
 
     @property
     def name(self) -> str:
-        """The name in the log."""
         return f"HTTP front {self.number}" if self.protocol == "http" else "gRPC front"
 
 
@@ -110,34 +103,25 @@ def grpc_spec(
 
 
 def http_spec(
-    number: int, opening: frames.OpenFront, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
+    number: int, port: int, config: ServerConfig, gate: Gate, start_life: StartLife = HTTP_FRONT
 ) -> FrontSpec:
-    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
-    return FrontSpec("http", opening, hang_s, start_life, number)
-
-
-def http_opening(
-    host: str,
-    port: int,
-    limits: HttpLimits,
-    gate: Gate,
-    logs_requests: bool,
-    tls: TlsConfig | None = None,
-) -> frames.OpenFront:
-    """Make the opening frame, identical for all HTTP fronts; they share the port."""
+    """Describe one of the HTTP fronts, which share the port."""
+    limits = config.limits
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
-    return frames.OpenFront(
+    opening = frames.OpenFront(
         frames.VERSION,
-        host,
+        config.host,
         port,
         max(HTTP_SEGMENT_BYTES, 2 * largest),
         limits.max_body_bytes,
         keys=_keys(gate),
         limits=limits,
         hosts=None if gate.hosts is None else tuple(gate.hosts),
-        logs_requests=logs_requests,
-        tls=tls,
+        logs_requests=config.logs_requests,
+        tls=config.tls,
     )
+    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
+    return FrontSpec("http", opening, hang_s, start_life, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +135,6 @@ class CoreApi:
     logs_requests: bool = False
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        """Answer a question; raises to refuse."""
         name, version = ask.model_name, ask.model_version
         if ask.kind == "count_request":
             self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
@@ -207,8 +190,6 @@ class FrontCall:
 
 
 class LoggedCall(FrontCall):
-    """A call that is also written to the access log."""
-
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
@@ -223,13 +204,12 @@ class Relay:
     def __init__(self, session: Session, frame: frames.Forward) -> None:
         self._session = session
         self._number = frame.call
-        self.received = frame.received
         head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
         (body,) = session.unpack(frame.parcel)
         head.content_length = len(body.data)
-        self.exchange = Exchange(self, head, body.data)
+        self.exchange = Exchange(self, head, body.data, frame.received)
 
     @property
     def num_unsent(self) -> int:
@@ -240,13 +220,31 @@ class Relay:
         return head.keep_alive and not self._session.lifecycle.is_draining
 
     def write(self, data: bytes) -> None:
-        self._session.pass_part(self._number, data)
+        """Send the next part of an answer, always inline in frames: a part that waited for memory
+        could be overtaken by a later one."""
+        if self._number not in self._session.relays:
+            return
+        for start in range(0, len(data), INLINE_BYTES):
+            part = data[start : start + INLINE_BYTES]
+            piece = frames.TensorHeader("body", "UINT8", (len(part),), len(part))
+            parcel = frames.Parcel((piece,), part)
+            self._session.line.send(Forwarded(self._number, parcel, is_part=True))
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
-        self._session.pass_back(self._number, data, keep_alive)
+        """Send the whole answer, or the end of a streamed one."""
+        number, session = self._number, self._session
+        if session.relays.pop(number, None) is None:
+            return
+        try:
+            session.post(number, data, lambda parcel: Forwarded(number, parcel, keep_alive))
+        except PenstockError:
+            log.error("an answer of %d bytes is too large for the %s", len(data), session.spec.name)
+            session.line.send(Forwarded(number, frames.Parcel(), is_cut=True))
 
     def abort(self) -> None:
-        self._session.cut(self._number)
+        """Report that the message gets no answer."""
+        if self._session.relays.pop(self._number, None) is not None:
+            self._session.line.send(Forwarded(self._number, frames.Parcel(), is_cut=True))
 
 
 class Session:
@@ -268,7 +266,7 @@ class Session:
         self._requests, self._answers = segments
         self._outbox = Outbox(self._answers)
         self._calls: dict[int, FrontCall] = {}
-        self._relays: dict[int, Relay] = {}
+        self.relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
         self.life = life
@@ -279,7 +277,7 @@ class Session:
     @property
     def num_running(self) -> int:
         """Unanswered requests, messages and questions, and answers that wait for memory."""
-        num_asked = len(self._calls) + len(self._relays) + len(self._questions)
+        num_asked = len(self._calls) + len(self.relays) + len(self._questions)
         return num_asked + self._outbox.num_waiting
 
     def open(self, frame: frames.OpenFront) -> None:
@@ -298,8 +296,8 @@ class Session:
         for call in list(self._calls.values()):
             call.model.cancel(call.request)
         self._calls.clear()
-        relays = list(self._relays.values())
-        self._relays.clear()
+        relays = list(self.relays.values())
+        self.relays.clear()
         for relay in relays:
             relay.exchange.leave()
         for question in self._questions.values():
@@ -349,34 +347,7 @@ class Session:
         except PenstockError as error:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
 
-    def pass_back(self, number: int, data: bytes, keeps: bool) -> None:
-        """Send the whole answer to a message."""
-        if self._relays.pop(number, None) is None:
-            return
-        try:
-            self._post(number, data, lambda parcel: frames.Forwarded(number, parcel, keeps))
-        except PenstockError:
-            log.error("an answer of %d bytes is too large for the %s", len(data), self.spec.name)
-            self.line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
-
-    def pass_part(self, number: int, data: bytes) -> None:
-        """Send the next part of an answer, always inline in frames: a part that waited for memory
-        could be overtaken by a later one."""
-        if number not in self._relays:
-            return
-        for start in range(0, len(data), INLINE_BYTES):
-            part = data[start : start + INLINE_BYTES]
-            piece = frames.TensorHeader("body", "UINT8", (len(part),), len(part))
-            parcel = frames.Parcel((piece,), part)
-            self.line.send(frames.Forwarded(number, parcel, is_part=True))
-
-    def cut(self, number: int) -> None:
-        """Report that a message gets no answer."""
-        if self._relays.pop(number, None) is not None:
-            self.line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
-
     def _lost(self) -> None:
-        """Treat a closed socket as the end of the front."""
         if self._is_open:
             self.life.socket_closed()
 
@@ -397,10 +368,10 @@ class Session:
                 self._notify(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
-        catalog, name, version = self._catalog, frame.model_name, frame.model_version
+        name, version = frame.model_name, frame.model_version
         try:
-            catalog.count_request(frame.caller, frame.received, name, version)
-            model = catalog.find(name, version)
+            self._catalog.count_request(frame.caller, frame.received, name, version)
+            model = self._catalog.find(name, version)
             if self.lifecycle.is_draining:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)
@@ -411,27 +382,25 @@ class Session:
         except PenstockError as error:
             self.refuse(frame.call, error)
             if self._core.logs_requests:
-                what = {"model": frame.model_name}
-                access_log.refused(self.spec.protocol, what, frame.received, error)
+                access_log.refused(self.spec.protocol, {"model": name}, frame.received, error)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
 
     def _forward(self, frame: frames.Forward) -> None:
         assert self._core.http is not None
-        relay = self._relays[frame.call] = Relay(self, frame)
+        relay = self.relays[frame.call] = Relay(self, frame)
         try:
             self._core.http(relay.exchange)
-        except Exception:  # The protocol edge.
-            log.exception("while handling %r", relay.exchange.head.path)
-            relay.exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            relay.exchange.reply_bug()
 
     def _cancel(self, number: int) -> None:
         if call := self._calls.get(number):
             call.model.cancel(call.request)
-        elif relay := self._relays.get(number):
+        elif relay := self.relays.get(number):
             relay.exchange.leave()
-            self.cut(number)
+            relay.abort()
         elif question := self._questions.get(number):
             question.cancel()
 
@@ -448,7 +417,7 @@ class Session:
         try:
             body = await self._core.answer(ask)
             if self._is_open:
-                self._post(ask.call, body, reply)
+                self.post(ask.call, body, reply)
         except PenstockError as error:
             kind, text = type(error).__name__, str(error)[:MAX_TEXT]
             self.line.send(frames.AskReply(ask.call, b"", kind, text))
@@ -456,7 +425,7 @@ class Session:
             log.exception("a question of a front could not be answered")
             self.line.send(frames.AskReply(ask.call, b"", "BackendFailed", "internal error"))
 
-    def _post(self, number: int, body: bytes, frame: Callable[[frames.Parcel], Frame]) -> None:
+    def post(self, number: int, body: bytes, frame: Callable[[frames.Parcel], Frame]) -> None:
         """Send a body in the frame that `frame` makes of its parcel."""
         tensor = Tensor("body", "UINT8", (len(body),), body)
         try:
@@ -465,14 +434,14 @@ class Session:
             raise BackendFailed(f"the answer: {error}") from None
 
 
+@dataclass(slots=True)
 class Silence:
     """How long a process has not answered. Each tick counts for at most twice PING_S: if this
     process was suspended, the other may have been too. Pure."""
 
-    def __init__(self, limit_s: float, now: float) -> None:
-        self._limit_s = limit_s
-        self._ticked = now
-        self._silent_s = 0.0
+    _limit_s: float
+    _ticked: float
+    _silent_s: float = 0.0
 
     def heard(self) -> None:
         self._silent_s = 0.0
@@ -563,7 +532,6 @@ class Front:
             self._session.line.send(frames.SetKeys(keys))
 
     def drain(self) -> None:
-        """Tell the front that the server is draining."""
         if self._session is not None and self._listening_at is not None:
             self._session.line.send(frames.Drain())
 

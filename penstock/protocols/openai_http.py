@@ -10,8 +10,9 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from urllib.parse import unquote
+
+from msgspec.json import encode
 
 from penstock.errors import InvalidRequest, NotFound, NotReady
 from penstock.llm.language_model import LanguageModel
@@ -25,13 +26,15 @@ from penstock.protocols.text_answers import (
     guarded,
 )
 from penstock.serving.catalog import Catalog
+from penstock.wire import documented as doc
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import (
     ChatForm,
     ChatRequest,
     CompletionForm,
     CompletionRequest,
-    Known,
+    OpenAiModel,
+    describe_model,
 )
 
 MODELS = b"/v1/models"
@@ -63,25 +66,23 @@ class OpenAiHttp:
         }
 
     def handle(self, exchange: Exchange) -> None:
-        is_logged = self._is_logged and exchange.head.path in INFERENCE
-        guarded(exchange, is_logged, partial(self._handle, exchange))
-
-    def _handle(self, exchange: Exchange) -> None:
-        if exchange.head.method == b"POST" and self._is_draining():
-            raise NotReady("the server is shutting down")
-        self._handlers.get(exchange.head.path, self._describe_model)(exchange)
+        path, is_post = exchange.head.path, exchange.head.method == b"POST"
+        with guarded(exchange, self._is_logged and path in INFERENCE):
+            if is_post and self._is_draining():
+                raise NotReady("the server is shutting down")
+            self._handlers.get(path, self._describe_model)(exchange)
 
     def _list_models(self, exchange: Exchange) -> None:
-        exchange.reply_json(openai_v1.models(self._known()))
+        exchange.reply_json(encode(doc.OpenAiModels("list", self._known())))
 
     def _describe_model(self, exchange: Exchange) -> None:
         name = unquote(exchange.head.path[len(MODELS) + 1 :].decode("latin-1"))
-        found = [each for each in self._known() if each.name == name]
+        found = [each for each in self._known() if each.id == name]
         if not found:
             # Raises NotFound, which lists the models.
             self._find(name)
             raise NotReady(f"model '{name}' is loading")
-        exchange.reply_json(openai_v1.model(found[0]))
+        exchange.reply_json(encode(found[0]))
 
     def _describe_tokenizer(self, exchange: Exchange) -> None:
         known = self._find(None).vocabulary
@@ -92,7 +93,7 @@ class OpenAiHttp:
         model = None if name is None else self._catalog.find(name)
         if isinstance(model, LanguageModel):
             return model
-        names = [each.name for each in self._known_texts()]
+        names = [each.id for each in self._known_texts()]
         loaded = ", ".join(names) or "none"
         if name is not None:
             raise NotFound(f"The model '{name}' is no language model; loaded: {loaded}")
@@ -100,14 +101,14 @@ class OpenAiHttp:
             raise InvalidRequest(f"model: expected one of those that are loaded: {loaded}", "model")
         return self._find(names[0])
 
-    def _known_texts(self) -> list[Known]:
+    def _known_texts(self) -> list[OpenAiModel]:
         return [
-            Known(each.config.name, each.loaded_at, each.max_length)
+            describe_model(each.config.name, each.loaded_at, each.max_length)
             for each in self._catalog
             if isinstance(each, LanguageModel) and each.is_ready
         ]
 
-    def _known(self) -> list[Known]:
+    def _known(self) -> list[OpenAiModel]:
         """List all models that serve text or embeddings."""
         return [*self._known_texts(), *self._embeddings.known()]
 
@@ -163,7 +164,7 @@ class OpenAiHttp:
         model = self._find(name)
         openai_v1.check_tokens("tokens", tokens, model.num_tokens)
         text = model.vocabulary.decode(tokens, keeps_special=True)
-        exchange.reply_json(openai_v1.detokenized(text))
+        exchange.reply_json(encode(doc.DetokenizeAnswer(text)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,7 +178,8 @@ class TokenizeCall(TextCall):
         (found,) = tokens
         known = self.model.vocabulary
         texts = [known.token(each) for each in found] if self.has_texts else None
-        self.exchange.reply_json(openai_v1.tokenized(found, self.model.max_length, texts))
+        answer = doc.TokenizeAnswer(len(found), self.model.max_length, found, texts)
+        self.exchange.reply_json(encode(answer))
 
 
 def _new_id(prefix: str) -> str:

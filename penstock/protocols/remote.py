@@ -14,6 +14,8 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
@@ -23,20 +25,12 @@ from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, 
 from penstock.serving.slab import Segment
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
+from penstock.wire.statuses import STATUSES
 
 # Requests that may wait for memory while the segment is full.
 MAX_WAITING = 1024
 # Limit on a message without its body; with an inline body it still fits a frame.
 MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
-
-
-def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    """Return every subclass of this error, by name."""
-    kinds = {}
-    for kind in base.__subclasses__():
-        kinds[kind.__name__] = kind
-        kinds |= _kinds(kind)
-    return kinds
 
 
 # Listens and answers until the core says Stop; ConfigError if it cannot.
@@ -45,21 +39,17 @@ Serve = Callable[["Remote", frames.OpenFront], Coroutine[object, object, None]]
 Deliver = Callable[[bytes, frames.Forwarded], None]
 
 # Errors that the core may answer with. Configuration errors are not for clients.
-KINDS = {
-    name: kind for name, kind in _kinds(PenstockError).items() if not issubclass(kind, ConfigError)
-}
+KINDS = {kind.__name__: kind for kind in STATUSES}
 
 
+@dataclass(slots=True, eq=False)
 class RemoteModel:
     """A model of the core as a Servable. Only a request shows whether it exists."""
 
-    __slots__ = ("_remote", "name", "version", "wants_timings")
-
-    def __init__(self, remote: Remote, name: str, version: str, wants_timings: bool) -> None:
-        self._remote = remote
-        self.name = name
-        self.version = version
-        self.wants_timings = wants_timings
+    _remote: Remote
+    name: str
+    version: str
+    wants_timings: bool
 
     def submit(self, request: Request) -> None:
         self._remote.submit(request, self)
@@ -161,13 +151,9 @@ class Remote:
     def submit(self, request: Request, model: RemoteModel) -> None:
         # A Servable keeps its own number in `turn`; here it is the number of the call.
         request.turn = call = next(self._numbers)
-
-        def send(parcel: frames.Parcel) -> None:
-            self._send(request, model, parcel)
-
         try:
             self._check_waiting()
-            self._outbox.post(call, request.inputs, send)
+            self._outbox.post(call, request.inputs, partial(self._send, request, model))
         except PenstockError as error:
             request.respond(error)
 
@@ -263,16 +249,13 @@ class Remote:
     def _forwarded(self, frame: frames.Forwarded) -> None:
         data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
         self._release(frame.parcel)
-        if frame.is_part:
-            deliver, offset = self._forwards[frame.call]
-            if offset is not None:
-                # A partial answer means that the core has read the message.
-                self._outbox.release(offset)
-                self._forwards[frame.call] = (deliver, None)
-            deliver(data, frame)
-            return
-        deliver, offset = self._forwards.pop(frame.call)
+        deliver, offset = self._forwards[frame.call]
+        if not frame.is_part:
+            del self._forwards[frame.call]
+        elif offset is not None:
+            self._forwards[frame.call] = (deliver, None)
         if offset is not None:
+            # Even a partial answer means that the core has read the message.
             self._outbox.release(offset)
         deliver(data, frame)
 

@@ -214,7 +214,7 @@ _OPENAI = [
     _get("/v1/models", "infer", "openai", "Models for text and embeddings", doc.OpenAiModels),
     # Model names may contain slashes.
     _get("/v1/models/{name:path}", "infer", "openai", "One model for text or embeddings",
-         doc.OpenAiModel),
+         openai.OpenAiModel),
     _post("/tokenize", "openai", "Tokens of a text or chat", openai.TokenizeBody,
           doc.TokenizeAnswer),
     _post("/detokenize", "openai", "Text of tokens", openai.DetokenizeBody, doc.DetokenizeAnswer),
@@ -242,7 +242,6 @@ _TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
 
 
 def unsupported(handler: str) -> Unsupported:
-    """Return the answer of a feature that Penstock does not have."""
     return Unsupported(f"{MISSING[handler]} not supported by this server")
 
 

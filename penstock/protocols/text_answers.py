@@ -11,10 +11,9 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -59,11 +58,12 @@ def counted(model: Served, received: float) -> Iterator[None]:
         raise
 
 
-def guarded(exchange: Exchange, is_logged: bool, answer: Callable[[], None]) -> None:
-    """Call `answer`; reply what it raises, in the form of the path's protocol."""
+@contextmanager
+def guarded(exchange: Exchange, is_logged: bool) -> Iterator[None]:
+    """Answer errors that are raised here, in the form of the path's protocol."""
     path = exchange.head.path
     try:
-        answer()
+        yield
     except PenstockError as error:
         reply_error(exchange, error)
         if is_logged:
@@ -109,19 +109,13 @@ class TextCall:
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
-        guarded(self.exchange, self.is_logged, partial(self._take, tokens))
-
-    def failed(self, error: Exception) -> None:
-        guarded(self.exchange, self.is_logged, partial(self._fail, error))
-
-    def _take(self, tokens: Sequence[list[int]]) -> None:
-        with self._counted():
+        with guarded(self.exchange, self.is_logged), self._counted():
             if self.exchange.is_finished:
                 raise Cancelled("the client left")
             self.take(tokens)
 
-    def _fail(self, error: Exception) -> None:
-        with self._counted():
+    def failed(self, error: Exception) -> None:
+        with guarded(self.exchange, self.is_logged), self._counted():
             raise error
 
     @contextmanager
@@ -179,8 +173,9 @@ class GenerateCall(TextCall):
             cache_salt=salt_of(exchange.head.headers, self.params.cache_salt),
             num_prompt_logprobs=self.params.num_logprobs if self.has_prompt_logprobs else None,
         )
-        answer = self.answer(self)
-        echoes = self._echoes() or [""] * len(tokens)
+        answer, decode = self.answer(self), model.vocabulary.decode
+        echoes = [each if isinstance(each, str) else decode(each) for each in self.echoed]
+        echoes = echoes or [""] * len(tokens)
         for number, (prompt, echo) in enumerate(zip(tokens, echoes, strict=True)):
             sink = PromptSink(answer, number, echo)
             generation = model.new_generation(prompt, params, sink)
@@ -194,10 +189,6 @@ class GenerateCall(TextCall):
         for generation in list(answer.generations):
             if not answer.is_over:
                 model.submit(generation)
-
-    def _echoes(self) -> list[str]:
-        decode = self.model.vocabulary.decode
-        return [each if isinstance(each, str) else decode(each) for each in self.echoed]
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
@@ -238,22 +229,9 @@ class PartialChoice:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
-    # Text offsets of its tokens; None if logprobs were not requested.
-    places: TokenPlaces | None = None
-
-
-class TokenPlaces:
-    """Text offsets of a choice's tokens, in characters."""
-
-    def __init__(self, stream: Detokenizer) -> None:
-        self._stream = stream
-        self._num_chars = 0
-
-    def add(self, token: int) -> int:
-        """Return the text offset of the next token."""
-        place = self._num_chars
-        self._num_chars += len(self._stream.add(token))
-        return place
+    # Measures the text offsets of its tokens, in characters; None if logprobs were not requested.
+    stream: Detokenizer | None = None
+    num_chars: int = 0
 
 
 class Answer:
@@ -274,7 +252,6 @@ class Answer:
         self._num_finished = 0
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 
@@ -294,15 +271,15 @@ class Answer:
         """Return the logprobs of a token; before the first, those of the prompt if wanted."""
         found: list[TokenLogprob] = []
         vocabulary, generation = self._model.vocabulary, self.generations[number]
-        if choice.places is None:
+        if choice.stream is None:
             tokens = generation.request.tokens
             before = () if self.call.has_prompt_logprobs else tokens
-            choice.places = TokenPlaces(vocabulary.stream(before))
+            choice.stream = vocabulary.stream(before)
             if self.call.has_prompt_logprobs:
                 for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
-                    found.append(self._named(token, logprobs, choice.places))
+                    found.append(self._named(token, logprobs, choice))
         if event.logprobs is not None and not self.call.is_prompt_only:
-            found.append(self._named(event.token, event.logprobs, choice.places))
+            found.append(self._named(event.token, event.logprobs, choice))
         return found
 
     def finished(self, totals: Totals) -> None:
@@ -336,7 +313,8 @@ class Answer:
         client saw 200."""
         if self.call.is_logged:
             totals = [each.totals for each in self.generations]
-            sizes = {
+            what = {
+                **access_log.about(self._model.config),
                 "request_id": self.call.id,
                 "prompt_tokens": sum(each.num_prompt for each in totals),
                 "generation_tokens": sum(each.num_generated for each in totals),
@@ -346,18 +324,18 @@ class Answer:
             firsts = [each.first_at for each in self.generations if each.first_at is not None]
             if firsts:
                 spans["first_token"] = min(firsts) - received
-            access_log.answered("http", self._model.config, sizes, spans, error, path)
+            access_log.record("http", what, spans, error, path)
 
-    def _named(self, token: int, logprobs: Logprobs | None, places: TokenPlaces) -> TokenLogprob:
+    def _named(self, token: int, logprobs: Logprobs | None, choice: PartialChoice) -> TokenLogprob:
         """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
-        vocabulary, place = self._model.vocabulary, places.add(token)
+        piece, place = self._model.vocabulary.piece, choice.num_chars
+        assert choice.stream is not None
+        choice.num_chars += len(choice.stream.add(token))
         if logprobs is None:
-            return TokenLogprob(vocabulary.piece(token), math.nan, offset=place)
-        top = [
-            (vocabulary.piece(other), logprob)
-            for other, logprob in zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
-        ]
-        return TokenLogprob(vocabulary.piece(token), logprobs.logprob, top, place)
+            return TokenLogprob(piece(token), math.nan, offset=place)
+        pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
+        top = [(piece(other), logprob) for other, logprob in pairs]
+        return TokenLogprob(piece(token), logprobs.logprob, top, place)
 
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError

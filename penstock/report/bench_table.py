@@ -13,24 +13,22 @@ from penstock import units
 from penstock.benchmark import findings, headline, summary
 from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
-from penstock.benchmark.pacer import Load
 from penstock.benchmark.results import BenchRun
-from penstock.benchmark.summary import (
-    Breakdown,
-    Figures,
-)
-from penstock.report.tables import figure_table
+from penstock.benchmark.summary import Breakdown, Figures
+from penstock.report.tables import TERMINAL_STYLES, figure_table
 
+# Styles of the headline on a page.
 OUTCOME_STYLES: dict[Outcome, str] = {
-    "kept": "bold green",
-    "missed": "bold red",
-    "partly kept": "bold yellow",
-    "not measured": "bold yellow",
-    "no SLO": "bold",
+    "kept": "kept",
+    "missed": "missed",
+    "partly kept": "mixed",
+    "not measured": "mixed",
+    "no SLO": "plain",
 }
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 # More levels than this are counted, not named.
 MAX_PLACES = 3
+BAR_WIDTH = 24
 TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
 
 
@@ -38,15 +36,16 @@ def shown(run: BenchRun) -> Group:
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
     verdict = headline.headline_of(run)
-    parts: list[RenderableType] = [Text(verdict.text, style=OUTCOME_STYLES[verdict.outcome])]
+    style = TERMINAL_STYLES[OUTCOME_STYLES[verdict.outcome]]
+    parts: list[RenderableType] = [Text(verdict.text, style=style)]
     parts += [Text.assemble((f"{name:8}", "dim"), text) for name, text in about(run).items()]
     if figures:
-        loads = [level.load for level in run.levels]
-        parts += ["", _levels_table(loads, figures)]
+        head, names = summary.short_loads([level.load for level in run.levels])
+        parts += ["", _levels_table(head, names, figures)]
         if any(each.streams for each in figures):
-            parts += ["", _streams_table(loads, figures), Text(TPOT_FORMULA, style="dim")]
+            parts += ["", _streams_table(head, names, figures), Text(TPOT_FORMULA, style="dim")]
         if any(each.breakdown for each in figures):
-            parts += ["", *_breakdown_table(loads, figures)]
+            parts += ["", *_breakdown_table(head, names, figures)]
     answers = answers_of(run)
     parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
     found = findings.grouped(findings.find(run))
@@ -115,37 +114,28 @@ def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
     return ", ".join(summary.label_of(run.levels[index]) for index in indices)
 
 
-def _levels_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
-    head, names = summary.short_loads(list(loads))
+def _levels_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
     unit = units.unit_of(each.value for row in figures for each in row.latency.values())
     has_utilisation = any(row.busiest for row in figures)
     columns = ["answers/s", "p50", "p90", "p95", f"p99 {unit} (95 % CI)", "p99.9", "failed"]
     table = figure_table(head, *columns, *(["busy"] if has_utilisation else []))
     for name, row in zip(names, figures, strict=True):
-        cells: list[str | Text] = [units.number(row.throughput.value)]
-        for percentile, measured in row.latency.items():
-            is_wide = percentile == "p99"
-            scale = units.SECONDS[unit]
-            cells.append(
-                units.interval(measured, scale) if is_wide else units.number(measured.value / scale)
-            )
-        cells.append(_failed(row))
-        if has_utilisation:
-            cells.append(_busy(row))
-        table.add_row(Text(name), *cells)
+        scale, style = units.SECONDS[unit], "red" if row.num_failed else ""
+        latencies = [
+            units.interval(each, scale) if percentile == "p99" else units.number(each.value / scale)
+            for percentile, each in row.latency.items()
+        ]
+        failed = Text(str(row.num_failed), style=style)
+        busy = [busy_text(row)] if has_utilisation else []
+        table.add_row(Text(name), units.number(row.throughput.value), *latencies, failed, *busy)
     return table
 
 
-def _failed(row: Figures) -> Text:
-    return Text(str(row.num_failed), style="red" if row.num_failed else "")
-
-
-def _busy(row: Figures) -> str:
+def busy_text(row: Figures) -> str:
     return units.UNKNOWN if row.busiest is None else f"{row.busiest[1]:.0f} %"
 
 
-def _streams_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
-    head, names = summary.short_loads(list(loads))
+def _streams_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
     metrics = [name for name in summary.STREAM_METRICS if any(name in f.streams for f in figures)]
     columns = []
     in_units = {}
@@ -169,9 +159,8 @@ def _streams_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
 
 
 def _breakdown_table(
-    loads: Sequence[Load], figures: Sequence[Figures]
+    head: str, names: Sequence[str], figures: Sequence[Figures]
 ) -> tuple[RenderableType, RenderableType]:
-    head, names = summary.short_loads(list(loads))
     parts = [row.breakdown for row in figures]
     unit = units.unit_of(each.server_s for each in parts if each is not None)
     columns = ("request", "overhead", "queue", "input", "infer", "output", "outside")
@@ -188,3 +177,36 @@ def _breakdown_cells(part: Breakdown | None, unit: str, num_cells: int) -> list[
     inside = (part.server_s, part.overhead_s, part.queue_s)
     compute = (part.input_s, part.infer_s, part.output_s)
     return [units.in_unit(seconds, unit) for seconds in (*inside, *compute, part.outside_s)]
+
+
+def sweep(runs: Sequence[BenchRun]) -> Group:
+    """Show runs of several batch sizes: a row for each size and load; inferences count rows."""
+    rows = [(run, summary.figures_of(run, level)) for run in runs for level in run.levels]
+    rates = [row.throughput.value * run.batch_size for run, row in rows]
+    best = max(rates, default=0.0)
+    columns = "load", "requests/s", "inferences/s", "", "p50", "p99", "failed"
+    table = figure_table("batch size", *columns, words=("load", ""))
+    for (run, row), rate in zip(rows, rates, strict=True):
+        bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
+        p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
+        figures = (units.number(row.throughput.value), units.number(rate))
+        curve = Text(bar, style="cyan")
+        failed = str(row.num_failed)
+        table.add_row(str(run.batch_size), row.label, *figures, curve, p50, p99, failed)
+    target = runs[0].target
+    parts = [Text(sweep_headline(runs), style="bold"), Text(f"target  {target.address}", "dim")]
+    problems = [Text(run.problem, style="red") for run in runs if run.problem]
+    return Group(*parts, table, *problems)
+
+
+def sweep_headline(runs: Sequence[BenchRun]) -> str:
+    """Say at which batch size most rows are computed."""
+    rates = [
+        (summary.figures_of(run, level).throughput.value * run.batch_size, run.batch_size)
+        for run in runs
+        for level in run.levels
+    ]
+    rate, size = max(rates, default=(0.0, 0), key=lambda each: each[0])
+    if not rate:
+        return "nothing was measured"
+    return f"highest throughput: {units.number(rate)} inferences/s at batch size {size}"

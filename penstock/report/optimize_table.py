@@ -4,7 +4,7 @@ after, the waterfall, and the candidates that lost."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,47 +14,42 @@ from penstock import units
 from penstock.optimizer import first_line, wording
 from penstock.optimizer.results import Optimization, Phase
 from penstock.report import before_after, tried
-from penstock.report.tables import figure_table
-from penstock.report.tried import StepOutcome
+from penstock.report.tables import TERMINAL_STYLES, figure_table, terminal_table
 
-HEADLINE_STYLES = {
-    "kept": "bold green",
-    "missed": "bold red",
-    "refused": "bold red",
-    "disturbed": "bold yellow",
-    "interrupted": "bold yellow",
-    "failed": "bold red",
+# Styles of the headline.
+PAGE_STYLES = {
+    "kept": "kept",
+    "missed": "missed",
+    "refused": "missed",
+    "disturbed": "mixed",
+    "interrupted": "mixed",
+    "failed": "missed",
 }
 OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
 OUTCOME_STYLES |= {"failed": "red", "cut off": "yellow"}
-CHANGE_STYLES = {True: "green", False: "red", None: ""}
 
 
 def shown(optimization: Optimization) -> Group:
-    headline = optimization.headline or first_line.headline(optimization)
-    style = HEADLINE_STYLES[optimization.outcome] if optimization.slo else "bold"
-    parts: list[RenderableType] = [Text(headline, style=style)]
+    colour = TERMINAL_STYLES[style(optimization)]
+    parts: list[RenderableType] = [Text(headline(optimization), style=colour)]
     parts += [Text.assemble(("not checked: ", "yellow"), each) for each in optimization.unchecked]
     parts += [Text.assemble(("warning: ", "yellow"), note) for note in optimization.notes]
-    for part in (_compared(optimization), _steps(optimization), _tried(optimization)):
+    head, rows = before_after.table(optimization)
+    compared = terminal_table(head, rows) if rows else None
+    for part in (compared, _steps(optimization), _tried(optimization)):
         if part is not None:
             parts += ["", part]
     parts += ["", *_ends(optimization)]
     return Group(*parts)
 
 
-def _compared(optimization: Optimization) -> Table | None:
-    rows = before_after.rows(optimization)
-    if not rows:
-        return None
-    has_after = before_after.has_after(optimization)
-    table = figure_table("", "original", *(["chosen", "change"] if has_after else []))
-    for row in rows:
-        cells: list[str | Text] = [str(row.before)]
-        if has_after:
-            cells += [str(row.after), Text(row.change, style=CHANGE_STYLES[row.is_better])]
-        table.add_row(Text(row.name), *cells)
-    return table
+def headline(optimization: Optimization) -> str:
+    return optimization.headline or first_line.headline(optimization)
+
+
+def style(optimization: Optimization) -> str:
+    """Return the style of the headline on a page."""
+    return PAGE_STYLES[optimization.outcome] if optimization.slo else "plain"
 
 
 def _steps(optimization: Optimization) -> Table | None:
@@ -98,18 +93,12 @@ def _tried(optimization: Optimization) -> Table | None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("stage", "not chosen", "outcome", "why"):
         table.add_column(Text(name), overflow="fold")
-    for stage, cells in _with_stage_once(lost):
-        table.add_row(stage, *cells)
-    return table
-
-
-def _with_stage_once(lost: Sequence[tuple[str, StepOutcome]]) -> Iterator[tuple[str, list[Text]]]:
-    """Yield the rows, with the stage only in the first row of its group."""
     last = ""
     for stage, told in lost:
         outcome = Text(told.outcome, style=OUTCOME_STYLES[told.outcome])
-        yield ("" if stage == last else stage, [Text(told.step), outcome, Text(told.reason)])
+        table.add_row("" if stage == last else stage, Text(told.step), outcome, Text(told.reason))
         last = stage
+    return table
 
 
 def _ends(optimization: Optimization) -> Iterator[Text]:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.types import Parameter, RequestedOutput, TensorSpec
 from penstock.wire.json_errors import JsonList, JsonObject
-from penstock.wire.openai_v1 import SamplingFields
+from penstock.wire.openai_v1 import OpenAiModel, SamplingFields
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -141,14 +141,6 @@ class IndexRow(msgspec.Struct):
     version: str | msgspec.UnsetType = msgspec.UNSET
     state: str | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class OpenAiModel(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class OpenAiModels(msgspec.Struct):

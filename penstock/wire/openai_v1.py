@@ -393,7 +393,6 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _has_usage(found: SamplingFields) -> bool:
-    """Whether a stream ends with the usage."""
     if found.stream_options is None:
         return False
     if not found.stream:
@@ -442,13 +441,12 @@ class TokenUsage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A model: when it was loaded (seconds since 1970), and its maximum context length."""
-
-    name: str
+class OpenAiModel(msgspec.Struct):
+    id: str
+    object: str
     created: int
-    max_length: int = 0
+    owned_by: str
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
 _encode = msgspec.json.Encoder().encode
@@ -522,36 +520,11 @@ class ChatForm(CompletionForm):
         return _chat_choice(choice, "delta", {"content": choice.text} if choice.text else {})
 
 
-def models(known: Sequence[Known]) -> bytes:
-    return _encode({"object": "list", "data": [_model(each) for each in known]})
-
-
-def model(known: Known) -> bytes:
-    return _encode(_model(known))
-
-
-def _model(known: Known) -> dict[str, object]:
-    found = {"id": known.name, "object": "model", "created": known.created, "owned_by": "penstock"}
-    return {**found, **({"max_model_len": known.max_length} if known.max_length else {})}
-
-
-def embeddings(model: str, vectors: Sequence[object], num_tokens: int) -> bytes:
-    """Encode vectors as lists of numbers, or as base64 of FP32."""
-    found = [
-        {"object": "embedding", "index": number, "embedding": vector}
-        for number, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _encode({"object": "list", "data": found, "model": model, "usage": usage})
-
-
-def tokenized(tokens: Sequence[int], max_length: int, texts: Sequence[str] | None) -> bytes:
-    found = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens}
-    return _encode({**found, "token_strs": texts})
-
-
-def detokenized(text: str) -> bytes:
-    return _encode({"prompt": text})
+def describe_model(
+    name: str, created: int, max_length: int | msgspec.UnsetType = msgspec.UNSET
+) -> OpenAiModel:
+    """Describe a model: when it was loaded (seconds since 1970), and its context length."""
+    return OpenAiModel(name, "model", created, "penstock", max_length)
 
 
 def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
