@@ -83,7 +83,6 @@ class LanguageModel:
     ) -> None:
         """`limits` override the renderer limits of the configuration."""
         self.config = config
-        self.labels = {"model": config.name, "version": config.version}
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         # When it was loaded, in seconds since 1970.
         self.loaded_at = 0

@@ -19,6 +19,7 @@ from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.repository.layout import RepositoryScan, listed
+from penstock.serving.context import log_about
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
 from penstock.serving.metrics import GpuMemory, Pending
@@ -243,11 +244,18 @@ class Catalog:
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     def pending(self) -> list[Pending]:
-        return [
-            pending
-            for model in self
-            for pending in (_pending(model), *map(_pending_stage, _stages(model)))
-        ]
+        """Return the metrics of all models and, under names of their own, of their stages. GPU
+        memory of stages counts for the whole model."""
+        found: list[Pending] = []
+        for model in self:
+            memory = [
+                GpuMemory(each.index, each.device, each.gpu_memory_bytes)
+                for each in model.instances
+                if each.gpu_memory_bytes
+            ]
+            found.append(_pending(model, memory))
+            found += map(_pending, model.models if isinstance(model, StagePipeline) else ())
+        return found
 
     async def drain(self) -> None:
         """Wait until every admitted request has its answer."""
@@ -298,12 +306,11 @@ class Catalog:
         began = time.monotonic()
         count = config.num_instances
         plural = "instance" if count == 1 else "instances"
-        where = {"model": config.name, "version": config.version}
-        log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
+        log_about(log, logging.INFO, config, " loads %d %s", count, plural)
         for warning in config.warnings:
-            log.warning("%s/%s: config.pbtxt: %s", *where.values(), warning, extra=where)
+            log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
         for note in config.notes:
-            log.info("%s/%s: %s", *where.values(), note, extra=where)
+            log_about(log, logging.INFO, config, ": %s", note)
         model = self._create(config)
         limit = asyncio.timeout(config.load_timeout_s)
         try:
@@ -315,10 +322,10 @@ class Catalog:
                 raise ConfigError([load_timeout_text(config.load_timeout_s)]) from None
             raise
         took_s = time.monotonic() - began
-        where_and_when = {**where, "load_s": round(took_s, 3)}
-        log.info("%s/%s is ready after %.2f s", *where.values(), took_s, extra=where_and_when)
+        text, load_s = " is ready after %.2f s", round(took_s, 3)
+        log_about(log, logging.INFO, config, text, took_s, load_s=load_s)
         if built := model.instances[0].built:
-            log.info("%s/%s was built with %s", *where.values(), built, extra=where)
+            log_about(log, logging.INFO, config, " was built with %s", built)
         return model
 
     def _create(self, config: ModelConfig) -> Served:
@@ -335,7 +342,7 @@ class Catalog:
         async def leave() -> None:
             await model.drain()
             await model.close()
-            log.info("%s/%s is unloaded", *model.labels.values(), extra=model.labels)
+            log_about(log, logging.INFO, model.config, " is unloaded")
 
         task = asyncio.get_running_loop().create_task(leave())
         self._leaving.add(task)
@@ -346,24 +353,6 @@ class Catalog:
         return self._failures.get(name)
 
 
-def _stages(model: Served) -> Sequence[Served]:
-    """Return the stages of a model of several, whose metrics have their own names."""
-    return model.models if isinstance(model, StagePipeline) else ()
-
-
-def _pending_stage(model: Served) -> Pending:
-    """Return the state of a stage; its GPU memory counts for the whole model."""
-    return Pending(model.metrics, model.num_waiting, sum(e.is_ready for e in model.instances))
-
-
-def _pending(model: Served) -> Pending:
-    return Pending(
-        model.metrics,
-        model.num_waiting,
-        sum(each.is_ready for each in model.instances),
-        [
-            GpuMemory(each.index, each.device, each.gpu_memory_bytes)
-            for each in model.instances
-            if each.gpu_memory_bytes
-        ],
-    )
+def _pending(model: Served, gpu_memory: Sequence[GpuMemory] = ()) -> Pending:
+    num_ready = sum(each.is_ready for each in model.instances)
+    return Pending(model.metrics, model.num_waiting, num_ready, gpu_memory)

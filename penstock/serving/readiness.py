@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.errors import ConfigError, NotReady
-from penstock.serving.context import ModelContext
+from penstock.serving.context import ModelContext, log_about
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.instance import Instance
 from penstock.serving.padding import Pads
@@ -175,7 +175,7 @@ class Readiness:
         for note in notes:
             # Notes of the proof are about what was not checked; that is served as configured.
             level = logging.INFO if note in proof.notes else logging.WARNING
-            log.log(level, "%s/%s: %s", config.name, config.version, note, extra=config.labels)
+            log_about(log, level, config, ": %s", note)
 
     def _pad(self, pads: Pads, ready: Sequence[frames.WorkerReady]) -> None:
         self._planner.pads = pads

@@ -59,9 +59,6 @@ class Served(Servable, Protocol):
     def instances(self) -> Sequence[ModelProcess]: ...
     @property
     def num_waiting(self) -> int: ...
-    @property
-    def labels(self) -> dict[str, str]:
-        """Labels of this version in log lines."""
 
     async def start(self) -> None:
         """Load and wait until it is ready. ConfigError if it cannot be loaded."""

@@ -23,6 +23,7 @@ from penstock.processes.channel import socket_pair
 from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
+from penstock.serving.context import log_about
 from penstock.serving.instance import Instance
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.spares import Spares
@@ -378,10 +379,10 @@ class Supervisor:
         self, level: int, instance: Instance, text: str, *values: object, **more: object
     ) -> None:
         """Log a line about an instance; `more` are additional labels."""
-        labels = {**self._config.labels, "instance": instance.index, "device": instance.device}
-        names = self._config.name, self._config.version, instance.index
-        extra = {**labels, "worker_pid": instance.pid, **more}
-        log.log(level, f"%s/%s instance %d{text}", *names, *values, extra=extra)
+        labels = {"instance": instance.index, "device": instance.device}
+        more = {**labels, "worker_pid": instance.pid, **more}
+        text = f" instance {instance.index}{text}"
+        log_about(log, level, self._config, text, *values, **more)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         number = next(self._timer_ids)
