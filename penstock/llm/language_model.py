@@ -163,13 +163,6 @@ class LanguageModel:
             instances=[
                 InstanceState(0, self._doing, place.pid, place.device, place.gpu_memory_bytes)
             ],
-            waiting=[],
-            recent=[],
-            num_shapes=0,
-            shapes=[],
-            batch_sizes={},
-            verdicts=[],
-            paces=[],
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
             notes=list(self.config.warnings),
         )

@@ -157,7 +157,7 @@ async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipe
     return model
 
 
-def placed(config: ModelConfig) -> ModelConfig:
+def place_here(config: ModelConfig) -> ModelConfig:
     """Place the model on the available GPUs if it uses any; ConfigError if it names others."""
     return place(config, devices.read_gpus()) if config.uses_gpu else config
 
@@ -174,4 +174,4 @@ def choose(found: RepositoryScan, where: object, version: str = "") -> ModelConf
         raise ConfigError([f"{where}: no version {version}"])
     if len(names) > 1:
         raise ConfigError([f"{where}: holds {', '.join(names)}; give the folder of one model"])
-    return placed(configs[-1])
+    return place_here(configs[-1])

@@ -96,7 +96,7 @@ def shortages(plan: Sequence[GpuPlan]) -> list[str]:
 
 def _shortage(plan: GpuPlan) -> str:
     gpu = plan.gpu
-    named = "; ".join(told(share) for share in plan.shares[:MAX_NAMED])
+    named = "; ".join(describe_share(share) for share in plan.shares[:MAX_NAMED])
     if len(plan.shares) > MAX_NAMED:
         named += f"; and {len(plan.shares) - MAX_NAMED} smaller ones"
     used = gib(gpu.total_bytes - gpu.free_bytes)
@@ -109,7 +109,7 @@ def _shortage(plan: GpuPlan) -> str:
     )
 
 
-def told(share: Share) -> str:
+def describe_share(share: Share) -> str:
     count = f"{share.num_workers} x " if share.num_workers > 1 else ""
     each = gib(share.need.num_bytes)
     if share.num_instances > share.num_workers:
