@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import penstock
 from penstock.errors import Overloaded, PenstockError
@@ -117,10 +117,6 @@ class ScrapeLines:
         return cls(name, text, "histogram", lines)
 
 
-class Exposed(Protocol):
-    def families(self) -> Sequence[ScrapeLines]: ...
-
-
 class ModelMetrics:
     """Owned by the core's loop; `num_pending` is read from the model at scrape time."""
 
@@ -150,8 +146,8 @@ class ModelMetrics:
         self.padded_bytes = 0
         self.padding_bytes = 0
         self.load_s = 0.0
-        # Metrics that only models of its kind have.
-        self.others: Exposed | None = None
+        # Returns the metrics that only models of its kind have.
+        self.others: Callable[[], Sequence[ScrapeLines]] = tuple
 
     def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
         """Count one executed batch; only the requests that were answered (`answered`) count in the
@@ -445,7 +441,7 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     # A family that several models share is written once.
     shared: dict[str, ScrapeLines] = {}
     for _, item in items:
-        for family in item.metrics.others.families() if item.metrics.others is not None else ():
+        for family in item.metrics.others():
             known = shared.setdefault(family.name, replace(family, lines=()))
             shared[family.name] = replace(known, lines=[*known.lines, *family.lines])
     yield from shared.values()

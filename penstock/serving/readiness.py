@@ -33,7 +33,7 @@ LOAD_FACTOR = 2
 
 
 class Readiness:
-    """Implements the supervisor's `InstanceListener`."""
+    """The supervisor's listener."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class Readiness:
         self._dispatcher.answered(instance, frame)
 
     def instance_died(self, instance: Instance, reason: str) -> bool:
+        """Return whether a request is to blame; the death then counts towards no crash loop."""
         if self.state == "READY":
             self._metrics.num_restarts += 1
             if not instance.is_leaving:
@@ -125,6 +126,7 @@ class Readiness:
             self._first_ready.set_result(None)
 
     def hang_limit_s(self, instance: Instance) -> float | None:
+        """Return how long the instance's oldest batch may still take; None if it has no batch."""
         self._fail_if_unavailable()
         if not instance.batches:
             return None
