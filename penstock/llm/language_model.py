@@ -31,6 +31,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
+from penstock.serving.served import ModelProcess
 from penstock.types import Request
 
 One = TypeVar("One")
@@ -53,18 +54,6 @@ def check_packages() -> None:
         if importlib.util.find_spec(package) is None:
             problem = f"backend: '{LLM}' needs the package '{package}', which is not installed"
             raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlace:
-    """The engine process, shown as an instance."""
-
-    device: str
-    pid: int
-    is_ready: bool
-    gpu_memory_bytes: int
-    built: str
-    index: int = 0
 
 
 class LanguageModel:
@@ -132,22 +121,14 @@ class LanguageModel:
         return self._open.metrics.num_waiting
 
     @property
-    def instances(self) -> Sequence[EnginePlace]:
+    def processes(self) -> Sequence[ModelProcess]:
+        """The engine's process."""
         ready = self._engine.ready
         built = {} if ready is None else ready.built
-        memory = built.get("gpu_memory_bytes", "0")
-        return [
-            EnginePlace(
-                self.config.device,
-                self._engine.pid,
-                self.is_ready,
-                int(memory) if memory.isdigit() else 0,
-                ", ".join(f"{key}={value}" for key, value in built.items()),
-            )
-        ]
+        return [ModelProcess(0, self.config.device, self._engine.pid, self.is_ready, built)]
 
     def explain(self) -> Explanation:
-        (place,) = self.instances
+        (place,) = self.processes
         settings = self._settings
         return Explanation(
             model=self.config.name,

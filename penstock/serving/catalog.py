@@ -250,7 +250,7 @@ class Catalog:
         for model in self:
             memory = [
                 GpuMemory(each.index, each.device, each.gpu_memory_bytes)
-                for each in model.instances
+                for each in model.processes
                 if each.gpu_memory_bytes
             ]
             found.append(_pending(model, memory))
@@ -324,8 +324,9 @@ class Catalog:
         took_s = time.monotonic() - began
         text, load_s = " is ready after %.2f s", round(took_s, 3)
         log_about(log, logging.INFO, config, text, took_s, load_s=load_s)
-        if built := model.instances[0].built:
-            log_about(log, logging.INFO, config, " was built with %s", built)
+        if built := model.processes[0].built:
+            text = ", ".join(f"{key}={value}" for key, value in built.items())
+            log_about(log, logging.INFO, config, " was built with %s", text)
         return model
 
     def _create(self, config: ModelConfig) -> Served:
@@ -354,5 +355,5 @@ class Catalog:
 
 
 def _pending(model: Served, gpu_memory: Sequence[GpuMemory] = ()) -> Pending:
-    num_ready = sum(each.is_ready for each in model.instances)
+    num_ready = sum(each.is_ready for each in model.processes)
     return Pending(model.metrics, model.num_waiting, num_ready, gpu_memory)

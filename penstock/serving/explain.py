@@ -169,7 +169,7 @@ def explain(model: Model, now: float) -> Explanation:
     mode, reason = mode_of(config, policy)
     paces = _paces(model)
     instances = [
-        InstanceState(i.index, i.state, i.pid, i.device, i.gpu_memory_bytes, i.num_slots)
+        InstanceState(i.index, i.state, i.pid, i.device, i.process.gpu_memory_bytes, i.num_slots)
         for i in model.instances
     ]
     return Explanation(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.backends import GPU_MEMORY
 from penstock.processes.child import ChildProcess
 from penstock.processes.restarts import CrashLoop
 from penstock.serving.batches import RunningBatch
+from penstock.serving.served import ModelProcess
 from penstock.serving.slab import Segment
 from penstock.wire import frames
 
@@ -56,16 +56,9 @@ class Instance:
         return self.ready_at - self.started_at
 
     @property
-    def gpu_memory_bytes(self) -> int:
-        """GPU memory that its worker measured after the warm-up; 0: not measured."""
-        text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
-        return int(text) if text.isdigit() else 0
-
-    @property
-    def built(self) -> str:
-        """Build details of its worker, for the log."""
+    def process(self) -> ModelProcess:
         built = self.ready.built if self.ready is not None else {}
-        return ", ".join(f"{key}={value}" for key, value in built.items())
+        return ModelProcess(self.index, self.device, self.pid, self.is_ready, built)
 
     @property
     def is_idle(self) -> bool:

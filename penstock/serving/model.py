@@ -29,6 +29,7 @@ from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory, slab_bytes
 from penstock.serving.request_queue import RequestQueue
+from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Supervisor
 from penstock.types import CANCELLED, Request
@@ -105,6 +106,10 @@ class Model:
     @property
     def instances(self) -> Sequence[Instance]:
         return self.supervisor.instances
+
+    @property
+    def processes(self) -> Sequence[ModelProcess]:
+        return [each.process for each in self.instances]
 
     @property
     def batcher(self) -> Batcher | SloBatcher:

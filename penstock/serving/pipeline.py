@@ -25,6 +25,7 @@ from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
 from penstock.serving.request_queue import QUEUE_TIMEOUT
+from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
@@ -39,18 +40,6 @@ class Stage:
 
     name: str
     config: ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """An instance of a stage, numbered among those of all stages."""
-
-    index: int
-    device: str
-    pid: int
-    is_ready: bool
-    gpu_memory_bytes: int
-    built: str
 
 
 def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
@@ -288,15 +277,10 @@ class StagePipeline:
         return sum(model.num_running for model in self.models)
 
     @property
-    def instances(self) -> Sequence[StagePlace]:
+    def processes(self) -> Sequence[ModelProcess]:
         """Those of the network first."""
-        found = [each for model in reversed(self.models) for each in model.instances]
-        return [
-            StagePlace(
-                index, each.device, each.pid, each.is_ready, each.gpu_memory_bytes, each.built
-            )
-            for index, each in enumerate(found)
-        ]
+        found = [each for model in reversed(self.models) for each in model.processes]
+        return [replace(each, index=index) for index, each in enumerate(found)]
 
     def explain(self) -> Explanation:
         """Explain the network's batches; the other stages are notes."""

@@ -296,7 +296,7 @@ def test_a_closed_pipeline_refuses_and_ends_what_it_has():
 def test_it_is_ready_when_every_stage_is():
     async def scenario(pipeline, puppets):
         assert pipeline.is_ready and pipeline.shown_state == "READY"
-        assert [place.index for place in pipeline.instances] == [0, 1]
+        assert [place.index for place in pipeline.processes] == [0, 1]
         # One instance of the network, as configured; that of the first stage does not count.
         assert num_ready(pipeline) == pipeline.config.num_instances == 1
         puppets.alive[0].kill()
