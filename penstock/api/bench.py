@@ -7,6 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -179,25 +180,13 @@ def _run(conductor: Conductor) -> BenchRun:
         is_main = False
     if is_main:
         return asyncio.run(_interruptible(conductor))
-    found: list[BenchRun] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        measured = threads.submit(asyncio.run, conductor.measure())
         try:
-            found.append(asyncio.run(conductor.measure()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        conductor.interrupt()
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+            return measured.result()
+        except KeyboardInterrupt:
+            conductor.interrupt()
+            return measured.result()
 
 
 async def _interruptible(conductor: Conductor) -> BenchRun:

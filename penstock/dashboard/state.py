@@ -93,7 +93,6 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
 
 
 def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> ExampleCall:
-    """Return an example call of a loaded model."""
     key = _key(catalog, model)
     return example_call(model.config, key.has_chat, needs_key, key.is_latest)
 
@@ -104,7 +103,6 @@ def num_ready(model: Served) -> int:
 
 
 def batching(model: Served) -> str:
-    """Return how requests are batched, in a few words."""
     config, mode = model.config, model.mode
     if mode == "continuous":
         return mode

@@ -86,19 +86,16 @@ def _open_folder(folder: Path) -> Checkpoint:
     values = read_object(folder / CONFIG)
     shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
     files = _files(folder)
-    stack = ExitStack()
-    try:
+    with ExitStack() as stack:
         opened = {name: stack.enter_context(_opened(folder / name)) for name in set(files.values())}
         _check(shape, {name: opened[file] for name, file in files.items()})
-    except BaseException:
-        stack.close()
-        raise
+        close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:
         found: Tensor = opened[files[name]].get_tensor(name)
         return found
 
-    return Checkpoint(shape, weight, stack.close)
+    return Checkpoint(shape, weight, close)
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.checks import first_line
-from penstock.backends.torch_cuda import Device, Mark, Replayable
+from penstock.backends.torch_cuda import Cuda
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
@@ -68,15 +68,15 @@ class Staged:
     batch_table: Tensor
     extras: Tensor
     sampled_tokens: Tensor
-    mark: Mark | None = None
+    mark: torch.cuda.Event | None = None
 
 
 @dataclass(slots=True)
 class LaunchedStep:
     """A launched step. Tokens and logprobs are those of its sampled chunks, in order."""
 
-    begin: Mark
-    end: Mark
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
     sampled_tokens: Tensor
     # Index into `sampled_tokens` for each sampled chunk.
     places: list[int]
@@ -106,7 +106,7 @@ class LaunchedStep:
     @property
     def device_s(self) -> float:
         """Seconds that the device took, once the step is done."""
-        return self.begin.elapsed_time(self.end) / 1e3
+        return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class CudaRunner:
         self,
         decoder: Decoder,
         cache: Cache,
-        device: Device,
+        device: Cuda,
         limits: StepLimits,
         *,
         has_graphs: bool,
@@ -158,7 +158,7 @@ class CudaRunner:
         self._parameters = np.zeros((self._num_rows + 1, NUM_PARAMETERS), np.int32)
         self._staged = [self._stage() for _ in range(NUM_AHEAD + 2)]
         self._turn = 0
-        self._graphs: dict[int, Replayable] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._buckets = buckets(most)
         # Why steps of a given size run without a graph.
         self.problems: dict[int, str] = {}

@@ -181,8 +181,8 @@ def _report(engine: Engine, events: list[TokenEvent], step_s: float) -> messages
         scheduler.num_preemptions,
         step_s,
         num_computed=scheduler.num_computed,
-        num_asked=scheduler.pool.counts.num_asked,
-        num_cached=scheduler.pool.counts.num_found,
+        num_asked=scheduler.pool.num_asked,
+        num_cached=scheduler.pool.num_found,
         waits_s=scheduler.take_waits(),
     )
 
@@ -246,7 +246,7 @@ def learn_pace(engine: Engine) -> None:
         while not engine.is_idle:
             engine.step()
     engine.pace.targets = targets
-    engine.scheduler.num_computed = pool.counts.num_asked = pool.counts.num_found = 0
+    engine.scheduler.num_computed = pool.num_asked = pool.num_found = 0
     engine.scheduler.take_waits()
 
 

@@ -129,7 +129,9 @@ class LanguageModel:
 
     def explain(self) -> Explanation:
         (place,) = self.processes
-        settings = self._settings
+        settings, ready = self._settings, self._engine.ready
+        doing: Literal["idle", "busy"] = "idle" if self._open.is_idle else "busy"
+        state = doing if self.is_ready else "not ready"
         return Explanation(
             model=self.config.name,
             version=self.config.version,
@@ -139,26 +141,13 @@ class LanguageModel:
             policy={
                 "max_num_seqs": str(settings.max_sequences),
                 "max_num_batched_tokens": str(settings.max_tokens),
-                "dtype": self._dtype,
+                # The engine may have chosen another one than the configured.
+                "dtype": settings.dtype if ready is None else ready.built["dtype"],
             },
-            instances=[
-                InstanceState(0, self._doing, place.pid, place.device, place.gpu_memory_bytes)
-            ],
+            instances=[InstanceState(0, state, place.pid, place.device, place.gpu_memory_bytes)],
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
             notes=list(self.config.warnings),
         )
-
-    @property
-    def _dtype(self) -> str:
-        """The dtype that the engine uses, which may differ from the configured one."""
-        ready = self._engine.ready
-        return self._settings.dtype if ready is None else ready.built["dtype"]
-
-    @property
-    def _doing(self) -> Literal["idle", "busy", "not ready"]:
-        if not self.is_ready:
-            return "not ready"
-        return "idle" if self._open.is_idle else "busy"
 
     # Requests.
 

@@ -214,8 +214,8 @@ class Scheduler:
         if not sequence.is_admitted:
             sequence.is_admitted, sequence.num_found = True, num_found
             if sequence.is_cached:
-                pool.counts.num_asked += known
-                pool.counts.num_found += num_found
+                pool.num_asked += known
+                pool.num_found += num_found
         self.waiting.remove(sequence)
         sequence.state = "running"
         insort(self.running, sequence, key=RANK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock import units
@@ -55,7 +55,7 @@ def rows(optimization: Optimization) -> list[BeforeAfterRow]:
     measured = [_row(figure, before, after) for figure in FIGURES]
     if is_disturbed(optimization):
         measured = [replace(row, change=DISTURBED, is_better=None) for row in measured]
-    found = [*measured, *_accuracy_rows(optimization)]
+    found = measured + _accuracy_rows(optimization)
     return [row for row in found if {row.before.text, row.after.text} != {units.UNKNOWN}]
 
 
@@ -100,16 +100,16 @@ def keeps_up(served: ServedMeasurement) -> bool:
     return not reached < KEPT_UP * asked
 
 
-def _accuracy_rows(optimization: Optimization) -> Iterator[BeforeAfterRow]:
+def _accuracy_rows(optimization: Optimization) -> list[BeforeAfterRow]:
     found = optimization.held_out
     if found is None:
-        return
+        return []
     before, after = (
         FormattedValue(wording.score(found.metric, each))
         for each in (found.original, found.candidate)
     )
     change = wording.bound(found, optimization.accuracy_budget) if found.is_passed else ""
-    yield BeforeAfterRow(f"{found.metric} ({found.part})", before, after, change, None)
+    return [BeforeAfterRow(f"{found.metric} ({found.part})", before, after, change, None)]
 
 
 def _row(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -196,10 +195,8 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
     rows = [(run, summary.figures_of(run, level)) for run in runs for level in run.levels]
     rates = [row.throughput.value * run.batch_size for run, row in rows]
     best = max(rates, default=0.0)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("batch size", "load", "requests/s", "inferences/s", "", "p50", "p99", "failed"):
-        is_text = column in ("load", "")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    columns = "load", "requests/s", "inferences/s", "", "p50", "p99", "failed"
+    table = figure_table("batch size", *columns, words=("load", ""))
     for (run, row), rate in zip(rows, rates, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
         p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
@@ -215,13 +212,12 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
 
 def sweep_headline(runs: Sequence[BenchRun]) -> str:
     """Say at which batch size most rows are computed."""
-    best_rate, best_size = 0.0, 0
-    for run in runs:
-        for level in run.levels:
-            rate = summary.figures_of(run, level).throughput.value * run.batch_size
-            if rate > best_rate:
-                best_rate, best_size = rate, run.batch_size
-    if not best_size:
+    rates = [
+        (summary.figures_of(run, level).throughput.value * run.batch_size, run.batch_size)
+        for run in runs
+        for level in run.levels
+    ]
+    rate, size = max(rates, default=(0.0, 0), key=lambda each: each[0])
+    if not rate:
         return "nothing was measured"
-    number = units.number(best_rate)
-    return f"highest throughput: {number} inferences/s at batch size {best_size}"
+    return f"highest throughput: {units.number(rate)} inferences/s at batch size {size}"

@@ -55,13 +55,11 @@ def plots_of(optimization: Optimization) -> dict[str, Plot | None]:
         "pareto": _pareto(optimization, metric),
         "curves": _curves(optimization),
         "phases": _phases(optimization),
-        **_stream_plots(optimization),
+        **(_stream_plots(optimization) if optimization.form == "text" else {}),
     }
 
 
 def _stream_plots(optimization: Optimization) -> dict[str, Plot | None]:
-    if optimization.form != "text":
-        return {}
     return {
         "ttft_curves": _stream_curves(optimization, "ttft", "time to the first token, ms"),
         "tpot_curves": _stream_curves(optimization, "tpot", "time per token after it, ms"),
@@ -231,13 +229,17 @@ def points_of(optimization: Optimization, metric: str) -> list[Point]:
     scale = 100.0 if is_percent else 1.0
     found = []
     for each in optimization.tries:
-        measured = None if each.served is None else each.served.max_rate
-        is_measured = measured is not None and math.isfinite(measured.value)
-        rate = measured.value if measured is not None and is_measured else each.predicted_rate
+        measured = _measured_rate(each.served)
+        rate = each.predicted_rate if measured is None else measured
         if rate is not None and math.isfinite(rate):
             lost = _loss_of(optimization, each.candidate)
-            found.append(Point(each, rate, lost * scale, is_measured))
+            found.append(Point(each, rate, lost * scale, measured is not None))
     return found
+
+
+def _measured_rate(served: ServedMeasurement | None) -> float | None:
+    rate = None if served is None else served.max_rate
+    return rate.value if rate is not None and math.isfinite(rate.value) else None
 
 
 def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
@@ -334,10 +336,8 @@ def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Se
     found = [point for point in points if point.attempt is chosen]
     if not found:
         return []
-    measured = None if optimization.after is None else optimization.after.max_rate
-    is_known = measured is not None and math.isfinite(measured.value)
-    rate = measured.value if measured is not None and is_known else found[0].rate
-    place, loss = (rate,), (found[0].loss,)
+    measured = _measured_rate(optimization.after)
+    place, loss = (found[0].rate if measured is None else measured,), (found[0].loss,)
     mark = Series("chosen", place, loss, plots.AMBER, width=0.0, radii=(10.0,), symbols=("ring",))
     return [mark]
 

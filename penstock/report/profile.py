@@ -115,9 +115,7 @@ def _rows(profile: Profile) -> list[list[Cell]]:
 
 def _record(profile: Profile) -> dict[str, str]:
     return {
-        "model": f"{profile.model} on {profile.backend}",
-        "batch": profile.batch,
-        "inputs": profile.inputs,
+        **about(profile),
         "peaks": profile_table.peaks_text(profile.peaks),
         "with the profiler": units.duration(profile.profiled_s) if profile.operators else "",
         "versions": ", ".join(f"{name} {text}" for name, text in profile.versions.items()),
