@@ -22,10 +22,10 @@ from penstock.repository.layout import RepositoryScan, listed
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
-from penstock.serving.metrics import GpuMemory, Pending
+from penstock.serving.metrics import Pending
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
-from penstock.serving.served import Served
+from penstock.serving.served import ModelProcess, Served
 from penstock.serving.supervisor import load_timeout_text
 
 log = logging.getLogger("penstock.catalog")
@@ -117,8 +117,8 @@ class Catalog:
         self._failures: dict[str, LoadFailure] = {}
         # Models that are loading: requests for them get NotReady, which clients retry.
         self._awaited: set[str] = set()
-        # When the latest load of each model began, by the clock that stamps files.
-        self._load_began_ns: dict[str, int] = {}
+        # When the latest load of each model began, in ns, by the clock that stamps files.
+        self.load_began_ns: dict[str, int] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -157,7 +157,7 @@ class Catalog:
         """Load or replace all models found; a failure of one does not affect the others."""
         self.announce(found)
         now_ns = time.time_ns()
-        self._load_began_ns.update((config.name, now_ns) for config in found.configs)
+        self.load_began_ns.update((config.name, now_ns) for config in found.configs)
         try:
             await self._load(found)
         finally:
@@ -183,13 +183,9 @@ class Catalog:
             self._failures.pop(name, None)
             self._awaited.discard(name)
             self._latest.pop(name, None)
-            self._load_began_ns.pop(name, None)
+            self.load_began_ns.pop(name, None)
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
-
-    def load_began_ns(self, name: str) -> int:
-        """Return when the latest load of a model began, in nanoseconds of the epoch."""
-        return self._load_began_ns[name]
 
     def find(self, name: str, version: str = "") -> Served:
         """Return a loaded version. NotReady if the model is loading or, with the reasons, if that
@@ -248,12 +244,7 @@ class Catalog:
         memory of stages counts for the whole model."""
         found: list[Pending] = []
         for model in self:
-            memory = [
-                GpuMemory(each.index, each.device, each.gpu_memory_bytes)
-                for each in model.processes
-                if each.gpu_memory_bytes
-            ]
-            found.append(_pending(model, memory))
+            found.append(_pending(model, model.processes))
             found += map(_pending, model.models if isinstance(model, StagePipeline) else ())
         return found
 
@@ -354,6 +345,6 @@ class Catalog:
         return self._failures.get(name)
 
 
-def _pending(model: Served, gpu_memory: Sequence[GpuMemory] = ()) -> Pending:
+def _pending(model: Served, processes: Sequence[ModelProcess] = ()) -> Pending:
     num_ready = sum(each.is_ready for each in model.processes)
-    return Pending(model.metrics, model.num_waiting, num_ready, gpu_memory)
+    return Pending(model.metrics, model.num_waiting, num_ready, processes)

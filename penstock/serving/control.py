@@ -90,7 +90,7 @@ class Reloader:
     async def run(self) -> None:
         while True:
             models = self._files()
-            began_ns = {name: self._catalog.load_began_ns(name) for name in models}
+            began_ns = {name: self._catalog.load_began_ns[name] for name in models}
             for name in await asyncio.to_thread(self._find_changed, models, began_ns):
                 await self._reload(name)
             await asyncio.sleep(self._interval_s)

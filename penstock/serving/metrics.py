@@ -20,6 +20,7 @@ import penstock
 from penstock.errors import Overloaded, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.serving.served import ModelProcess
     from penstock.system.devices import GpuUse
     from penstock.types import Request, Timings
 
@@ -283,22 +284,14 @@ def _duration(count: int, seconds: float) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """GPU memory that an instance measured after its warm-up."""
-
-    instance: int
-    device: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pending:
-    """A model's metrics together with state of the live model."""
+    """A model's metrics together with state of the live model. `processes` are those whose GPU
+    memory is shown."""
 
     metrics: ModelMetrics
     num_pending: int
     num_ready: int
-    gpu_memory: Sequence[GpuMemory] = ()
+    processes: Sequence[ModelProcess] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,9 +425,10 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     text = "Tokens of each executed batch"
     yield ScrapeLines.of_histograms("penstock_batch_tokens", text, tokens)
     memory = [
-        ({**labels, "instance": str(each.instance), "device": each.device}, each.num_bytes)
+        ({**labels, "instance": str(each.index), "device": each.device}, each.gpu_memory_bytes)
         for labels, item in items
-        for each in item.gpu_memory
+        for each in item.processes
+        if each.gpu_memory_bytes
     ]
     text = "GPU memory that an instance took for loading and warming up"
     yield ScrapeLines.of("penstock_instance_gpu_memory_bytes", text, "gauge", memory)
