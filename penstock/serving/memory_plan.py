@@ -74,19 +74,12 @@ class GpuPlan:
 
 def make_plan(shares: Sequence[Share], gpus: Sequence[Gpu], reserve: float) -> tuple[GpuPlan, ...]:
     """Assign shares to GPUs. `reserve` is the share of each GPU's memory that is kept free."""
-    return tuple(
-        GpuPlan(
-            gpu,
-            tuple(
-                sorted(
-                    (share for share in shares if share.device == gpu.device),
-                    key=lambda share: -share.num_bytes,
-                )
-            ),
-            round(reserve * gpu.total_bytes),
-        )
-        for gpu in gpus
-    )
+    plan: list[GpuPlan] = []
+    for gpu in gpus:
+        there = [share for share in shares if share.device == gpu.device]
+        there.sort(key=lambda share: -share.num_bytes)
+        plan.append(GpuPlan(gpu, tuple(there), round(reserve * gpu.total_bytes)))
+    return tuple(plan)
 
 
 def shortages(plan: Sequence[GpuPlan]) -> list[str]:

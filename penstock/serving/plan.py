@@ -17,15 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
 from penstock.serving.slab import Layout, Slab
-from penstock.types import (
-    DATATYPES,
-    Buffer,
-    Request,
-    Tensor,
-    TensorSpec,
-    num_elements,
-    split_bytes,
-)
+from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_elements, split_bytes
 
 MAX_PLANS = 1024
 MAX_RANK = 32

@@ -46,6 +46,8 @@ class Readiness:
         self._config = context.config
         self._supervisor = supervisor
         self._dispatcher = dispatcher
+        # Events that only the dispatcher handles.
+        self.instance_answered, self.tick = dispatcher.answered, dispatcher.tick
         self._queue = queue
         self._memory = memory
         self._planner = context.planner
@@ -103,9 +105,6 @@ class Readiness:
             self._first_ready.set_result(None)
         self._dispatcher.pump()
 
-    def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
-        self._dispatcher.answered(instance, frame)
-
     def instance_died(self, instance: Instance, reason: str) -> bool:
         """Return whether a request is to blame; the death then counts towards no crash loop."""
         if self.state == "READY":
@@ -134,9 +133,6 @@ class Readiness:
         limit_s = self._dispatcher.hang_limits.limit_s(batch.num_rows)
         # Batches that were sent before this one ran first.
         return max(batch.started, instance.answered_at) + limit_s - self._clock()
-
-    def tick(self) -> None:
-        self._dispatcher.tick()
 
     def _fail_if_unavailable(self) -> None:
         """Fail queued requests when no instance came back in time."""

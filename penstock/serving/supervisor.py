@@ -92,10 +92,7 @@ class Supervisor:
     objects for hours."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        input_spill: Segment,
-        start_life: StartLife = ProcessLife,
+        self, config: ModelConfig, input_spill: Segment, start_life: StartLife = ProcessLife
     ) -> None:
         self._config = config
         self._input_spill = input_spill
