@@ -85,7 +85,7 @@ class LocalModel:
         )
         request = Request(CallbackSink(deliver), tensors, time.monotonic())
         self.send(request)
-        future.add_done_callback(lambda done: self._cancel_if(done, request))
+        future.add_done_callback(lambda done: self.cancel(request) if done.cancelled() else None)
         return future
 
     def send(self, request: Request) -> None:
@@ -121,10 +121,6 @@ class LocalModel:
             self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
         self._end_loop()
-
-    def _cancel_if(self, future: Future[dict[str, Array]], request: Request) -> None:
-        if future.cancelled():
-            self.cancel(request)
 
     def _take_sent(self) -> None:
         # Reset first: requests sent from now on wake the loop again.
