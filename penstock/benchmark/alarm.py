@@ -45,10 +45,6 @@ class Alarm:
         self._setting = _Setting()
         self._pointer = ctypes.byref(self._setting)
 
-    @property
-    def is_fine(self) -> bool:
-        return self._fd >= 0
-
     def set(self, moment: float) -> None:
         if self._fd < 0 or self._libc is None:
             self.cancel()

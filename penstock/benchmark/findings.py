@@ -13,12 +13,9 @@ from typing import Literal
 
 from penstock import units
 from penstock.benchmark import headline, pacer, stats, steadiness, summary
-from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.pacer import Closed
 from penstock.benchmark.results import BenchRun, Level
-from penstock.benchmark.summary import (
-    PERCENTILES,
-    Figures,
-)
+from penstock.benchmark.summary import PERCENTILES, Figures
 
 Severity = Literal["error", "warning", "note"]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -73,9 +70,9 @@ def deciding_levels(run: BenchRun) -> set[int]:
     if run.max_rate is None:
         return every
     rates = {
-        index: level.load.profile.rate
+        index: rate
         for index, level in enumerate(run.levels)
-        if isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
+        if (rate := pacer.flat_rate(level.load)) is not None
     }
     answer = run.max_rate.rate.value
     kept = [rate for rate in rates.values() if rate <= answer * (1 + 1e-9)]
@@ -181,9 +178,7 @@ def _shared_machine(run: BenchRun, level: Level) -> Iterator[tuple[Severity, str
 def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
     """Report a period with no answers where many were expected. In a closed loop it affects hardly
     any request, so no percentile shows it."""
-    is_even = isinstance(level.load, Closed) or (
-        isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
-    )
+    is_even = isinstance(level.load, Closed) or pacer.flat_rate(level.load) is not None
     if not is_even or level.ending in ("interrupted", "lost"):
         return
     longest_s = silent_s = 0.0
@@ -251,7 +246,7 @@ def _is_same(first_s: float | None, last_s: float | None) -> bool:
 
 def _is_growing(level: Level) -> bool:
     """Whether latency keeps growing; only for open loops at a constant rate."""
-    is_flat = isinstance(level.load, Open) and isinstance(level.load.profile, pacer.Flat)
+    is_flat = pacer.flat_rate(level.load) is not None
     return is_flat and steadiness.trend(level.windows).is_growing
 
 

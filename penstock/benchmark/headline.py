@@ -11,15 +11,10 @@ from typing import Literal
 
 from penstock import slo as promises
 from penstock import units
-from penstock.benchmark import stats, verdicts
-from penstock.benchmark.pacer import Flat, Open
+from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.benchmark.stats import Interval
-from penstock.benchmark.summary import (
-    in_order,
-    label_of,
-    slo_of,
-)
+from penstock.benchmark.summary import in_order, label_of, slo_of
 from penstock.benchmark.verdicts import IntervalVerdict
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 
@@ -137,9 +132,7 @@ def _levels_at(run: BenchRun, limits: Slo) -> list[Level]:
     found = [
         level
         for level in run.levels
-        if isinstance(level.load, Open)
-        and isinstance(level.load.profile, Flat)
-        and math.isclose(level.load.profile.rate, asked, rel_tol=0.01)
+        if math.isclose(pacer.flat_rate(level.load) or 0.0, asked, rel_tol=0.01)
     ]
     return found or run.levels
 

@@ -99,18 +99,6 @@ class Broken(msgspec.Struct, tag="broken"):
 Question = SetUp | PrepareLoad | Go | StopLoad | Count
 Answer = TargetOpened | LoadPrepared | GeneratorReport | Ended | Counted | Broken
 
-_encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Question | Answer) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_question(body: bytes) -> Question:
-    return _questions.decode(body)
-
-
-def decode_answer(body: bytes) -> Answer:
-    return _answers.decode(body)
+encode = msgspec.msgpack.Encoder().encode
+decode_question = msgspec.msgpack.Decoder[Question](Question).decode
+decode_answer = msgspec.msgpack.Decoder[Answer](Answer).decode

@@ -93,28 +93,22 @@ class Figures:
 
 def figures_of(run: BenchRun, level: Level) -> Figures:
     windows, limits = level.windows, slo_of(run)
-    failures: dict[str, int] = {}
-    for window in windows:
-        for cause, amount in window.failures.items():
-            failures[cause] = failures.get(cause, 0) + amount
-    span_s = sum(window.length_s for window in windows)
-    num_tokens = (
-        sum(window.num_input_tokens for window in windows),
-        sum(window.num_output_tokens for window in windows),
-    )
-    metrics = {name for window in windows for name in window.metrics}
+    whole = stats.merged(windows)
+    has_tokens = whole.num_output_tokens > 0 and whole.length_s > 0
     return Figures(
         label=label_of(level),
-        num_requests=sum(window.num_due for window in windows),
-        num_good=sum(window.num_good for window in windows),
-        failures=dict(sorted(failures.items(), key=lambda item: -item[1])),
+        num_requests=whole.num_due,
+        num_good=whole.num_good,
+        failures=dict(sorted(whole.failures.items(), key=lambda item: -item[1])),
         throughput=stats.throughput_interval(windows),
         mean_s=stats.histogram(windows, "latency").mean(),
         latency=_percentiles(windows, "latency"),
-        streams={name: _percentiles(windows, name) for name in STREAM_METRICS if name in metrics},
+        streams={
+            name: _percentiles(windows, name) for name in STREAM_METRICS if name in whole.metrics
+        },
         goodput_percent=_goodput(windows, limits),
-        input_tokens_per_s=num_tokens[0] / span_s if num_tokens[1] and span_s else None,
-        output_tokens_per_s=num_tokens[1] / span_s if num_tokens[1] and span_s else None,
+        input_tokens_per_s=whole.num_input_tokens / whole.length_s if has_tokens else None,
+        output_tokens_per_s=whole.num_output_tokens / whole.length_s if has_tokens else None,
         breakdown=breakdown_of(level),
         utilisation=utilisation_of(run, level),
     )

@@ -37,14 +37,6 @@ class Columns:
     non_finite: tuple[NonFinite, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _FilePlace:
-    """How messages name a file and a place in it."""
-
-    file: str
-    place: Callable[[int], str]
-
-
 def from_arrays(
     form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
 ) -> Columns:
@@ -65,8 +57,7 @@ def from_arrays(
             columns[spec.name] = examples(spec, arrays[spec.name])
         except DataMismatch as misfit:
             problems.append(f"{label}: {misfit}")
-    notes = _ignored(form, arrays)
-    return _columns(form, columns, problems, notes, _FilePlace(label, lambda index: f"row {index}"))
+    return _columns(form, columns, problems, _ignored(form, arrays), label)
 
 
 def from_rows(
@@ -91,16 +82,13 @@ def from_rows(
             problems.append(f"{label}: input '{spec.name}': {num_more:,} more such examples")
         if any(array is not None for array in column):
             columns[spec.name] = _joined(column)
-    return _columns(form, columns, problems, _ignored(form, names), _FilePlace(label, rows.place))
+    return _columns(form, columns, problems, _ignored(form, names), label, rows.place)
 
 
 def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
     """Make columns from examples of one input that are known to fit."""
     problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
-    column = _joined(list(arrays))
-    return _columns(
-        form, {name: column}, problems, (), _FilePlace(label, lambda index: f"row {index}")
-    )
+    return _columns(form, {name: _joined(arrays)}, problems, (), label)
 
 
 def check_batches(columns: Columns, batch_size: int, label: str) -> None:
@@ -264,7 +252,8 @@ def _columns(
     columns: dict[str, Column],
     problems: list[str],
     notes: tuple[str, ...],
-    reader: _FilePlace,
+    label: str,
+    place: Callable[[int], str] = "row {}".format,
 ) -> Columns:
     if not columns and not problems:
         problems.append("the model takes no inputs, and data was given")
@@ -274,7 +263,7 @@ def _columns(
         row
         for spec in form.inputs
         if spec.name in columns
-        for row in find_non_finite(spec, columns[spec.name], reader.file, reader.place)
+        for row in find_non_finite(spec, columns[spec.name], label, place)
     ]
     count = len(next(iter(columns.values())))
     return Columns(columns, count, notes, tuple(non_finite))

@@ -103,16 +103,11 @@ def _loaded(path: Path) -> dict[str, Array]:
 def read_rows(path: Path, as_arrays: bool = False) -> FileRows:
     """Read all rows. `as_arrays`: lists of numbers may come as arrays where that is cheaper."""
     try:
-        if path.suffix == ".jsonl":
-            rows = _json_lines(path)
-        elif path.suffix == ".json":
-            rows = _json(path)
-        elif path.suffix == ".txt":
-            rows = _text_lines(path)
-        elif path.suffix == ".csv":
-            rows = _csv(path)
-        else:
+        if path.suffix == ".parquet":
             rows = _parquet(path, as_arrays)
+        else:
+            readers = {".jsonl": _json_lines, ".json": _json, ".txt": _text_lines, ".csv": _csv}
+            rows = readers[path.suffix](path)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
     if not rows.rows:

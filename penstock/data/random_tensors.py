@@ -7,7 +7,8 @@ repeats until all were used; then the array is drawn anew.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -28,10 +29,8 @@ LETTERS = (97, 123)
 LONGEST_WORD = 8
 
 
-class Column(Protocol):
-    """One input; `take` returns its next tensor, with variable dimensions of this length."""
-
-    def take(self, length: int) -> Array: ...
+# One input: returns its next tensor, with variable dimensions of this length.
+Column = Callable[[int], Array]
 
 
 class RandomTensors:
@@ -57,7 +56,7 @@ class RandomTensors:
 
     def next(self) -> tuple[int | None, Sample]:
         length = 1 if self._lengths is None else next(self._lengths)
-        return None, Sample({name: column.take(length) for name, column in self._columns})
+        return None, Sample({name: take(length) for name, take in self._columns})
 
 
 def has_variable_dimension(form: RequestForm) -> bool:
@@ -73,11 +72,11 @@ class Windows:
         self._num_windows = NUM_STRING_WINDOWS if spec.datatype == "BYTES" else NUM_WINDOWS
         self._step = int(self._num_windows * STEP_SHARE)
         self._start = 0
-        self._shapes = Shapes(spec, leading)
-        self._elements = self._draw(self._shapes.of(1)[1])
+        self._shape = (*leading, *spec.shape)
+        self._elements = self._draw(_shape_for(self._shape, 1)[1])
 
     def take(self, length: int) -> Array:
-        shape, size = self._shapes.of(length)
+        shape, size = _shape_for(self._shape, length)
         start = self._start + self._step
         if start >= self._num_windows:
             start -= self._num_windows
@@ -92,40 +91,19 @@ class Windows:
         return _elements(self._spec, self._random, self._num_windows + size)
 
 
-class Constant:
-    """Inputs that must not be random: a mask, token types, positions."""
-
-    def __init__(self, spec: TensorSpec, leading: tuple[int, ...]) -> None:
-        self._spec = spec
-        self._shapes = Shapes(spec, leading)
-        self._arrays: dict[int, Array] = {}
-
-    def take(self, length: int) -> Array:
-        array = self._arrays.get(length)
-        if array is None:
-            array = self._arrays[length] = _meant(self._spec, self._shapes.of(length)[0])
-        return array
-
-
-class Shapes:
-    """The shape for a length, and its number of elements."""
-
-    def __init__(self, spec: TensorSpec, leading: tuple[int, ...]) -> None:
-        self._shape = (*leading, *spec.shape)
-        self._known: dict[int, tuple[tuple[int, ...], int]] = {}
-
-    def of(self, length: int) -> tuple[tuple[int, ...], int]:
-        known = self._known.get(length)
-        if known is None:
-            shape = tuple(length if size < 0 else size for size in self._shape)
-            known = self._known[length] = (shape, num_elements(shape))
-        return known
+@cache
+def _shape_for(shape: tuple[int, ...], length: int) -> tuple[tuple[int, ...], int]:
+    """Return the shape with variable dimensions of this length, and its number of elements."""
+    found = tuple(length if size < 0 else size for size in shape)
+    return found, num_elements(found)
 
 
 def _column(spec: TensorSpec, leading: tuple[int, ...], seed: tuple[int, ...]) -> Column:
     if DATATYPES[spec.datatype].numpy.kind in "iub" and _role(spec) in ("mask", "type", "position"):
-        return Constant(spec, leading)
-    return Windows(spec, leading, seed)
+        # These must not be random.
+        shape = (*leading, *spec.shape)
+        return cache(lambda length: _meant(spec, _shape_for(shape, length)[0]))
+    return Windows(spec, leading, seed).take
 
 
 def _role(spec: TensorSpec) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Description, TargetSpec
-from penstock.benchmark.targets.http_connection import CUT
+from penstock.benchmark.targets.http_connection import CUT, StatusReader
 from penstock.benchmark.targets.http_messages import (
     Causes,
     HttpAnswer,
@@ -31,8 +31,6 @@ PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 FORMS = {"chat": "messages", "completions": "prompt"}
 EVENTS = b"text/event-stream"
 DONE = b"[DONE]"
-# Limit on an error's body.
-MAX_KEPT_BYTES = 65_536
 # Statuses of servers that list no models but still answer requests.
 WITHOUT_LIST = (404, 405, 501)
 # Names in the Server header that belong to a proxy or HTTP stack, not to the model server.
@@ -81,19 +79,16 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class StreamReader:
+class StreamReader(StatusReader):
     """Reads one answer. A chunk is an event with text, of the answer or of its reasoning; an event
     that only names the role is not one."""
 
     def __init__(self, exchange: TimedExchange, causes: Causes, now: Callable[[], float]) -> None:
-        self._causes = causes
+        super().__init__(exchange, causes)
         self._now = now
-        self._exchange = exchange
         self._parser = EventParser()
         self._stream = StreamTimes()
-        self._status = 0
         self._kind = b""
-        self._kept = bytearray()
         self._num_told: int | None = None
         self._is_done = False
         self._failure: str | None = None
@@ -110,10 +105,8 @@ class StreamReader:
 
     def chunk(self, data: bytes) -> None:
         if not self._is_stream:
-            if len(self._kept) < MAX_KEPT_BYTES:
-                self._kept += data
-            return
-        if self._failure is None:
+            super().chunk(data)
+        elif self._failure is None:
             try:
                 self._take(self._parser.feed(data))
             except NotEvents as error:
@@ -121,7 +114,7 @@ class StreamReader:
 
     def end(self) -> str | None:
         if self._status != 200:
-            return self._causes.of(self._status, bytes(self._kept))
+            return self._cause()
         if not self._is_stream:
             kind = self._kind.decode("latin-1") or "of no content type"
             return f"the answer is no event stream but {in_short(kind)}"
