@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.pacer import Load
+from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.data import InputSpec, Origin
 
@@ -53,9 +54,7 @@ class Count(msgspec.Struct, tag="count"):
 class TargetOpened(msgspec.Struct, tag="opened"):
     description: Description
     origin: Origin
-    connect_s: float | None
-    load_s: float | None = None
-    first_s: float | None = None
+    cold_start: ColdStart
     # Why the first request failed.
     first_failure: str = ""
 

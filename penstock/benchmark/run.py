@@ -13,7 +13,7 @@ from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Open
 from penstock.benchmark.plan import BenchPlan
 from penstock.benchmark.progress import LevelProgress
-from penstock.benchmark.results import BenchRun, ColdStart, Level
+from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError
 
@@ -126,7 +126,7 @@ class Conductor:
             batch_size=plan.inputs.batch_size,
             slo="" if plan.slo is None else str(plan.slo),
             price_per_hour=plan.price_per_hour,
-            cold_start=ColdStart(opened.first_s, opened.connect_s, opened.load_s),
+            cold_start=opened.cold_start,
             seed=plan.seed,
         )
 

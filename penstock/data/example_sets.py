@@ -42,8 +42,8 @@ def from_arrays(
 ) -> Columns:
     """Fit arrays to the inputs of their names; ConfigError lists everything that does not fit.
     `others` names arrays of the file with another purpose, such as labels."""
-    required = _required(form)
-    if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in _names(form):
+    required = [spec.name for spec in form.required]
+    if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in form.names:
         arrays = {required[0]: arrays[UNNAMED]}
     names = _renamed(form, list(arrays))
     arrays = {names.get(name, name): array for name, array in arrays.items()}
@@ -69,7 +69,7 @@ def from_rows(
         renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
         rows = FileRows(renamed, rows.numbers, rows.word)
         names = [given.get(name, name) for name in names]
-    missing = {name for name in _required(form) if name not in names}
+    missing = {spec.name for spec in form.required} - set(names)
     problems = _mismatch(form, names, others, label) if missing else []
     columns: dict[str, Column] = {}
     for spec in form.inputs:
@@ -87,7 +87,8 @@ def from_rows(
 
 def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
     """Make columns from examples of one input that are known to fit."""
-    problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
+    others = [spec.name for spec in form.required if spec.name != name]
+    problems = [f"{label}: input '{each}' is missing" for each in others]
     return _columns(form, {name: _joined(arrays)}, problems, (), label)
 
 
@@ -172,8 +173,7 @@ class TextExamples:
 
 def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
     """Return which column is the text of a model that takes only one."""
-    required = [spec for spec in form.inputs if not spec.is_optional]
-    return rename(required[0], names) if len(required) == 1 else {}
+    return rename(form.required[0], names) if len(form.required) == 1 else {}
 
 
 def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
@@ -187,14 +187,6 @@ def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
     return {} if found is None else {found: spec.name}
 
 
-def _names(form: RequestForm) -> list[str]:
-    return [spec.name for spec in form.inputs]
-
-
-def _required(form: RequestForm) -> list[str]:
-    return [spec.name for spec in form.inputs if not spec.is_optional]
-
-
 def _mismatch(
     form: RequestForm, names: Sequence[str], others: Collection[str], label: str
 ) -> list[str]:
@@ -203,8 +195,8 @@ def _mismatch(
     theirs = f"inputs are {listed(inputs)}" if len(inputs) > 1 else f"input is {inputs[0]}"
     there = [f"'{name}'" for name in (*names, *others)]
     ours = listed(there) if there else "no values"
-    unknown = [name for name in names if name not in _names(form)]
-    missing = [name for name in _required(form) if name not in names]
+    unknown = [name for name in names if name not in form.names]
+    missing = [spec.name for spec in form.required if spec.name not in names]
     quoted = listed([f"'{name}'" for name in missing])
     advice = f"add {quoted}" + (", or rename what is meant to be that" if unknown else "")
     if len(unknown) == len(missing) == 1:
@@ -220,7 +212,7 @@ def _described(spec: TensorSpec, has_batch: bool) -> str:
 
 def _ignored(form: RequestForm, names: Collection[str]) -> tuple[str, ...]:
     """Note what is not sent; data sets often have extra columns such as ids."""
-    unknown = [f"'{name}'" for name in names if name not in _names(form)]
+    unknown = [f"'{name}'" for name in names if name not in form.names]
     return (f"ignored: {listed(unknown)}",) if unknown else ()
 
 

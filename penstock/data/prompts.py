@@ -5,9 +5,6 @@ Each random prompt of a run begins with different words, so that prefix caching 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from penstock.data.files import FileRows, Row
@@ -180,26 +177,26 @@ def _asked(kind: str, row: Row) -> dict[str, object]:
     return {"prompt": "\n".join(_content(message) for message in messages)}
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    is_list = isinstance(messages, list) and len(messages) > 0
+def _messages(messages: object) -> list[Row]:
     needed = {"role", "content"}
-    if not is_list or not all(isinstance(m, dict) and needed <= m.keys() for m in messages):
+    found = messages if isinstance(messages, list) else []
+    if not found or not all(isinstance(each, dict) and needed <= each.keys() for each in found):
         raise ValueError("'messages' must be a list of objects with 'role' and 'content'")
-    return list(messages)
+    return found
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: Row) -> str:
     if not isinstance(message["content"], str):
         raise ValueError("a message that is not text fits chat, not completions")
     return message["content"]
 
 
-def _first_turn(conversations: Any) -> list[dict[str, Any]]:
+def _first_turn(conversations: object) -> list[Row]:
     """Return the first question of a conversation in ShareGPT's form, as load tests use it."""
     if not isinstance(conversations, list):
         raise ValueError("'conversations' must be a list of objects with 'from' and 'value'")
     roles = {"system": "system", "human": "user", "user": "user"}
-    messages: list[dict[str, Any]] = []
+    messages: list[Row] = []
     for turn in conversations:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError("'conversations' must be a list of objects with 'from' and 'value'")

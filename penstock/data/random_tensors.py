@@ -45,14 +45,13 @@ class RandomTensors:
         sizes: Sizes,
         digest: str = "",
     ) -> None:
-        specs = [spec for spec in form.inputs if not spec.is_optional]
         leading = (batch_size,) if form.has_batch else ()
         self._columns = [
             (spec.name, _column(spec, leading, (*seed, position)))
-            for position, spec in enumerate(specs)
+            for position, spec in enumerate(form.required)
         ]
         self._lengths = sizes.requests
-        self.origin = Origin(_text(specs, sizes.requests_text), is_random=True, digest=digest)
+        self.origin = Origin(_text(form, sizes.requests_text), is_random=True, digest=digest)
 
     def next(self) -> tuple[int | None, Sample]:
         length = 1 if self._lengths is None else next(self._lengths)
@@ -60,7 +59,7 @@ class RandomTensors:
 
 
 def has_variable_dimension(form: RequestForm) -> bool:
-    return any(-1 in spec.shape for spec in form.inputs if not spec.is_optional)
+    return any(-1 in spec.shape for spec in form.required)
 
 
 class Windows:
@@ -154,9 +153,9 @@ def _words(random: np.random.Generator, count: int) -> Array:
     return letters.view(f"S{LONGEST_WORD}").ravel().astype(np.object_)
 
 
-def _text(specs: list[TensorSpec], lengths_text: str) -> str:
+def _text(form: RequestForm, lengths_text: str) -> str:
     text = "random values from the model's signature: real data may behave differently"
-    if not any(-1 in spec.shape for spec in specs):
+    if not has_variable_dimension(form):
         return text
     if lengths_text:
         return f"{text}; variable dimensions: {lengths_text}"

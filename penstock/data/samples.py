@@ -36,6 +36,14 @@ class RequestForm(msgspec.Struct, frozen=True):
     has_batch: bool = False
     fields: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.inputs]
+
+    @property
+    def required(self) -> list[TensorSpec]:
+        return [spec for spec in self.inputs if not spec.is_optional]
+
 
 class Sample:
     """One request's content: tensors by name, or a text, or the fields of a template."""

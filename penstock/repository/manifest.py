@@ -105,7 +105,7 @@ def check_files(manifest: Manifest, folder: Path) -> list[str]:
     """List files that are missing, have another size or were added, without reading any file."""
     problems = [
         f"{folder.name}/{name}: is not in {NAME}; remove it, or commit it as a new version"
-        for name in _names_below(folder)
+        for name in names_below(folder)
         if name != NAME and name not in manifest.files
     ]
     for name, entry in sorted(manifest.files.items()):
@@ -119,7 +119,7 @@ def check_files(manifest: Manifest, folder: Path) -> list[str]:
     return problems
 
 
-def _names_below(folder: Path) -> list[str]:
+def names_below(folder: Path) -> list[str]:
     """List everything but folders, except Python's caches and names with a leading dot, which file
     systems leave behind and no backend opens."""
     found: list[str] = []

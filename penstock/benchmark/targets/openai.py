@@ -6,21 +6,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
-from penstock.benchmark.targets import Description, TargetSpec
+from penstock.benchmark.targets import Description, TargetSpec, http_messages
 from penstock.benchmark.targets.http_connection import CUT, StatusReader
-from penstock.benchmark.targets.http_messages import (
-    Causes,
-    HttpAnswer,
-    Url,
-    error_text,
-    parse_url,
-    request_bytes,
-)
+from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import in_short
 from penstock.benchmark.targets.sse import EventParser, NotEvents
@@ -42,7 +35,7 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[object] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -60,7 +53,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: Any = None
+    error: object = None
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -147,7 +140,7 @@ class StreamReader(StatusReader):
             self._failure = f"error in the stream: {in_short(str(error))}"
             return
         if event.error is not None:
-            self._failure = f"error in the stream: {in_short(error_text(data))}"
+            self._failure = f"error in the stream: {in_short(http_messages.error_text(data))}"
             return
         if event.usage is not None:
             self._note_usage(event.usage)
@@ -207,7 +200,7 @@ class OpenAI(HttpTarget):
         data = body_of(self._model, self._api, sample, self._extra)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         path = self._base + PATHS[self._api]
-        return request_bytes(self._url, "POST", path, headers | self._headers, data)
+        return http_messages.request_bytes(self._url, "POST", path, headers | self._headers, data)
 
     def _read_answer(self, exchange: TimedExchange) -> StreamReader:
         return StreamReader(exchange, self._causes, time.monotonic)
@@ -241,14 +234,14 @@ class OpenAI(HttpTarget):
             return name
 
 
-def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> bytes:
+def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, object]) -> bytes:
     """Encode the request body as JSON."""
     field = FORMS[api]
     value = sample.fields.get(field)
     if not value:
         given = ", ".join(map(str, sample.fields)) or "nothing"
         raise ConfigError([f"input: expected '{field}' for OpenAI {api}, got {given}"])
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "model": model,
         field: value,
         "stream": True,
@@ -274,7 +267,7 @@ def find_place(spec: TargetSpec) -> OpenAiAddress:
     """Parse the target's address; ConfigError if it is invalid."""
     if spec.api not in PATHS:
         raise ConfigError([f"--api {spec.api}: expected {' or '.join(PATHS)}"])
-    url = parse_url(spec.address.removeprefix("openai+"))
+    url = http_messages.parse_url(spec.address.removeprefix("openai+"))
     if "?" in url.path:
         raise ConfigError([f"{spec.address}: expected no query"])
     path = url.path.rstrip("/")
@@ -284,12 +277,12 @@ def find_place(spec: TargetSpec) -> OpenAiAddress:
     return OpenAiAddress(url, path or "/v1", spec.api)
 
 
-def parse_extra(text: str) -> dict[str, Any]:
+def parse_extra(text: str) -> dict[str, object]:
     """Parse extra fields of each request; null removes one of ours."""
     if not text:
         return {}
     try:
-        extra = msgspec.json.decode(text, type=dict[str, Any])
+        extra = msgspec.json.decode(text, type=dict[str, object])
     except msgspec.DecodeError as error:
         raise ConfigError([f"--extra {text}: expected a JSON object: {error}"]) from None
     if not extra.get("stream", True):
