@@ -19,15 +19,18 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-TIME_NAMES = ("time", "timestamp", "arrival", "arrivaltime", "arrivedat")
-INPUT_NAMES = ("contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens")
-OUTPUT_NAMES = (
-    "generatedtokens",
-    "outputlength",
-    "outputtokens",
-    "completiontokens",
-    "numdecodetokens",
-)
+# Names of columns by meaning, without case and separators.
+NAMES = {
+    "time": ["time", "timestamp", "arrival", "arrivaltime", "arrivedat"],
+    "input": ["contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens"],
+    "output": [
+        "generatedtokens",
+        "outputlength",
+        "outputtokens",
+        "completiontokens",
+        "numdecodetokens",
+    ],
+}
 # The number of a line, and its cells by meaning, as text or numbers.
 TraceLine = tuple[int, Mapping[str, object]]
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -129,16 +132,12 @@ def _named_unit(name: str) -> tuple[str, str]:
 
 def _unit(names: Mapping[str, object] | list[str]) -> str:
     units = (_named_unit(name) for name in names)
-    return next((unit for name, unit in units if _plain(name) in TIME_NAMES), "")
+    return next((unit for name, unit in units if _plain(name) in NAMES["time"]), "")
 
 
 def _meaning(name: str) -> str:
     plain = _plain(_named_unit(name)[0])
-    if plain in TIME_NAMES:
-        return "time"
-    if plain in INPUT_NAMES:
-        return "input"
-    return "output" if plain in OUTPUT_NAMES else ""
+    return next((meaning for meaning, names in NAMES.items() if plain in names), "")
 
 
 def _is_time(text: str) -> bool:
