@@ -84,21 +84,17 @@ class GeneratorPool:
         """Start generators one at a time: the first one measures the cold start."""
         opened = []
         for setup in setups:
-            member = GeneratorProcess(await self._spawn(), partial(self._report, setup.index))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.benchmark.generator"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # The conductor handles Ctrl-C.
+            )
+            member = GeneratorProcess(process, partial(self._report, setup.index))
             self.members.append(member)
             member.ask(setup)
             opened.append(await member.expect(messages.TargetOpened))
         return opened
-
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "penstock.benchmark.generator",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # The conductor handles Ctrl-C.
-        )
 
     async def prepare(self, load: Load, seed: int) -> None:
         self.ask(messages.PrepareLoad(load, seed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
@@ -16,7 +17,6 @@ from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.targets import Counters
 from penstock.slo import Goodput, Latency, Slo
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
@@ -160,26 +160,15 @@ def utilisation_of(run: BenchRun, level: Level) -> dict[str, float]:
     """Return means over the level. The machine counts only if the server runs on it."""
     found: dict[str, float] = {}
     if run.environment.is_server_local and level.system:
-        found["CPU"] = _mean([sample.cpu_percent for sample in level.system])
+        found["CPU"] = fmean(sample.cpu_percent for sample in level.system)
         for index in range(min(len(sample.gpu_percent) for sample in level.system)):
             name = "GPU" if len(run.environment.gpus) <= 1 else f"GPU {index}"
-            found[name] = _mean([sample.gpu_percent[index] for sample in level.system])
-    busy = _instances_busy(level.server, run.target.num_instances, level.measured_s)
-    if busy is not None:
-        found["instances"] = busy
+            found[name] = fmean(sample.gpu_percent[index] for sample in level.system)
+    server, num_instances = level.server, run.target.num_instances
+    if server is not None and server.busy_ns is not None and num_instances and level.measured_s > 0:
+        busy = 100 * server.busy_ns * NANOSECOND / (level.measured_s * num_instances)
+        found["instances"] = min(100.0, busy)
     return found
-
-
-def _instances_busy(
-    server: Counters | None, num_instances: int | None, measured_s: float
-) -> float | None:
-    if server is None or server.busy_ns is None or not num_instances or measured_s <= 0:
-        return None
-    return min(100.0, 100 * server.busy_ns * NANOSECOND / (measured_s * num_instances))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def slo_of(run: BenchRun) -> Slo | None:

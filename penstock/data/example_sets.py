@@ -143,28 +143,22 @@ class TensorExamples:
         return Sample(tensors)
 
 
+@dataclass(slots=True)
 class TextExamples:
     """A source of fields: prompts, messages or a template's fields. The answer's length comes from
     `answers`, else from the example, else from the server."""
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        answers: Iterator[int] | None,
-        order: Iterator[list[int]],
-        origin: Origin,
-    ) -> None:
-        self.origin = origin
-        self._samples = samples
-        self._answers = answers
-        self._order = order
+    samples: Sequence[Sample]
+    answers: Iterator[int] | None
+    order: Iterator[list[int]]
+    origin: Origin
 
     def next(self) -> tuple[int | None, Sample]:
-        index = next(self._order)[0]
-        sample = self._samples[index]
-        if self._answers is None:
+        index = next(self.order)[0]
+        sample = self.samples[index]
+        if self.answers is None:
             return index, sample
-        max_tokens = next(self._answers)
+        max_tokens = next(self.answers)
         fields = sample.fields
         if "max_tokens" in fields:
             fields = {**fields, "max_tokens": max_tokens}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ def read_images(folder: Path, spec: TensorSpec, seed: int, max_bytes: int = MAX_
     scale = "raw 0..255" if spec.datatype == "UINT8" else "scaled to 0..1"
     colours = "RGB" if layout.num_channels == 3 else "grey"
     treatment = f"resized to {size}, {colours}, {scale}"
-    return Images(images.examples, images.paths, images.num_found, treatment)
+    return replace(images, treatment=treatment)
 
 
 def find_images(folder: Path) -> list[Path]:

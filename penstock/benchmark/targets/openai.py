@@ -31,6 +31,8 @@ CARRIERS = ("uvicorn", "nginx", "envoy", "istio-envoy", "cloudflare", "caddy", "
 
 
 class _Delta(msgspec.Struct):
+    """The fields of a delta that count as text."""
+
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -113,15 +115,11 @@ class StreamReader(StatusReader):
             return f"the answer is no event stream but {in_short(kind)}"
         if self._failure is None:
             self._take(self._parser.end())
+        stream, told = self._stream, self._num_told
+        stream.num_output_tokens = len(stream.times) if told is None else told
         if self._failure is None and not self._is_done:
-            self._failure = CUT
-        if self._failure is None and not self._stream.times:
-            self._failure = "empty answer"
-        stream = self._stream
-        stream.num_output_tokens = (
-            self._num_told if self._num_told is not None else len(stream.times)
-        )
-        return self._failure
+            return CUT
+        return self._failure or (None if stream.times else "empty answer")
 
     def _take(self, events: list[bytes]) -> None:
         now = self._now()
@@ -157,14 +155,7 @@ class StreamReader(StatusReader):
 def _has_text(choice: _Choice) -> bool:
     if choice.text:
         return True
-    delta = choice.delta
-    return delta is not None and bool(
-        delta.content
-        or delta.reasoning_content
-        or delta.reasoning
-        or delta.refusal
-        or delta.tool_calls
-    )
+    return choice.delta is not None and any(msgspec.structs.astuple(choice.delta))
 
 
 class OpenAI(HttpTarget):
