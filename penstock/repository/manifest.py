@@ -14,7 +14,6 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import msgspec
 
@@ -43,7 +42,7 @@ class Manifest:
     format: int
     created: str
     files: dict[str, FileEntry]
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, object] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -162,14 +161,14 @@ def check_digests(folder: Path) -> None:
         raise ConfigError(problems)
 
 
-def unkept(evidence: Mapping[str, Any]) -> str:
+def unkept(evidence: Mapping[str, object]) -> str:
     """Return the outcome of the evidence if its SLO was not kept; empty if it was, or if there is
     no outcome. Versions from before 2026-11 say "met"."""
     outcome = evidence.get("outcome")
     return "" if outcome in KEPT else str(outcome)
 
 
-def promised(evidence: Mapping[str, Any]) -> slo.Slo | None:
+def promised(evidence: Mapping[str, object]) -> slo.Slo | None:
     """Return the SLO of the evidence; ConfigError starts with its path."""
     if "slo" not in evidence:
         return None
