@@ -279,16 +279,16 @@ class Meter:
         self, load: Load, phase: Phase, elapsed_of_s: tuple[float, float], windows: list[Window]
     ) -> None:
         elapsed_s, of_s = elapsed_of_s
-        recent = windows[-4:]
-        span_s = sum(window.length_s for window in recent)
+        recent = stats.merged(windows[-4:])
+        durations = recent.metrics.get(self._plan.decides.metric, stats.NO_DURATIONS)
         self._watch(
             Shown(
                 level=pacer.label(load),
                 phase=phase,
                 elapsed_s=elapsed_s,
                 of_s=of_s,
-                rate=sum(window.num_arrived for window in recent) / span_s if span_s else 0.0,
-                p99_s=stats.histogram(recent, self._plan.decides.metric).percentile(99),
+                rate=recent.num_arrived / recent.length_s if recent.length_s else 0.0,
+                p99_s=durations.percentile(99),
                 num_requests=sum(window.num_due for window in windows),
                 num_failed=sum(window.num_failed for window in windows),
                 statistic=self._plan.decides.name,

@@ -7,7 +7,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.data import example_sets, files
+import penstock.data.example_sets as example_sets
+import penstock.data.files as files
 from penstock.data.cycling import shares
 from penstock.data.example_sets import Columns
 from penstock.data.files import FileRows
@@ -52,7 +53,7 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
         # A placeholder: each request gets its own limit.
         rows = replace(rows, rows=[{"max_tokens": 1, **row} for row in rows.rows])
     samples = samples_from_rows(form, rows, path.name)
-    _note_left_out(account, len(samples), len(rows.rows), "in the others nobody asks anything")
+    _note_left_out(account, len(samples), len(rows.rows), "the others have no question")
     if sizes.answers is not None:
         account.notes.append(f"answer tokens (at most): {sizes.answers_text}")
     origin = _origin(spec, len(samples), account)

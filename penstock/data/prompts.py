@@ -147,7 +147,7 @@ def _sample(form: RequestForm, row: Row) -> Sample:
         raise ValueError(f"'max_tokens' must be a whole number from 1, got {max_tokens!r}")
     if form.kind == "fields":
         return Sample(fields=_named(form.fields, row), max_tokens=max_tokens)
-    return Sample(fields=_asked(form.kind, row), max_tokens=max_tokens)
+    return Sample(fields=_question(form.kind, row), max_tokens=max_tokens)
 
 
 def _named(names: tuple[str, ...], row: Row) -> dict[str, object]:
@@ -158,7 +158,7 @@ def _named(names: tuple[str, ...], row: Row) -> dict[str, object]:
     return {name: row[name] for name in names}
 
 
-def _asked(kind: str, row: Row) -> dict[str, object]:
+def _question(kind: str, row: Row) -> dict[str, object]:
     """Convert a row to the target's form: a prompt becomes one user message; messages become a
     prompt by joining their texts with newlines."""
     if "prompt" in row:
