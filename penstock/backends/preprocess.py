@@ -59,17 +59,8 @@ class StepRunner(PlainRunner):
         return self._step.names()
 
     def start(self, batch: Batch) -> Execution:
-        rows = [
-            {name: values[n, ...] for name, values in batch.inputs.items()}
-            for n in range(batch.num_rows)
-        ]
-        made = self._step.tried_all(rows)
-        answers: list[Outputs | Exception] = []
-        first = 0
-        for count in [part.num_rows for part in batch.requests] or [batch.num_rows]:
-            answers.append(self._answer(made[first : first + count]))
-            first += count
-        return Finished(PerRequest(answers))
+        made = self._step.tried_all(batch.rows())
+        return Finished(PerRequest([self._answer(rows) for rows in batch.by_request(made)]))
 
     def close(self) -> None:
         self._step.close()

@@ -71,15 +71,16 @@ DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-# Values of options `penstock.*`; the empty one is the default.
+# Values of options; the empty one is the default.
 VALUES: Mapping[str, tuple[str, ...]] = {
-    "compile": ("", "default", *WITH_GRAPHS),
-    "dtype": tuple(DTYPES),
-    "memory_format": ("", "channels_last"),
-    "fuse": ("", "convolutions"),
-    "cuda_graphs": ("", "on", "off"),
-    "pack": ("", torch_packing.TOKENS),
+    "penstock.compile": ("", "default", *WITH_GRAPHS),
+    "penstock.dtype": tuple(DTYPES),
+    "penstock.memory_format": ("", "channels_last"),
+    "penstock.fuse": ("", "convolutions"),
+    "penstock.cuda_graphs": ("", "on", "off"),
+    "penstock.pack": ("", torch_packing.TOKENS),
 }
+OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8")
 ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
 # Advice of Inductor to use TF32, which is a separate option here because it changes answers.
 ADVICE = "TensorFloat32 tensor cores"
@@ -442,25 +443,25 @@ def _options(config: ModelConfig) -> Options:
         for spec in specs
         if spec.datatype == "BYTES"
     ]
-    given = {key: config.options.get(f"penstock.{key}", "") for key in (*VALUES, "factory", "fp8")}
+    settings = config.options
+    given = {key.removeprefix("penstock."): settings.get(key, "") for key in OPTIONS}
     problems += [
-        f"parameters.penstock.{key}: '{given[key]}' is not one of {', '.join(known[1:])}"
+        f"parameters.{key}: '{settings[key]}' is not one of {', '.join(known[1:])}"
         for key, known in VALUES.items()
-        if given[key] not in known
+        if settings.get(key, "") not in known
     ]
     problems += [
         f"parameters.penstock.{key}: {problem}"
         for key, is_wrong, problem in _conflicts(config, given)
         if is_wrong
     ]
-    settings, factory = config.options, given["factory"]
     has_graphs = config.device != CPU and given["compile"] in WITH_GRAPHS
     options = Options(
         num_threads(settings, "intra_op_thread_count", share_of_cores(config), problems),
         num_threads(settings, "inter_op_thread_count", torch.get_num_interop_threads(), problems),
         given["compile"],
         DTYPES.get(given["dtype"]),
-        factory.rpartition(":")[2] or "factory",
+        given["factory"].rpartition(":")[2] or "factory",
         is_channels_last=bool(given["memory_format"]),
         has_cuda_graphs=(given["cuda_graphs"] or ("on" if has_graphs else "off")) == "on",
         is_fused=bool(given["fuse"]),

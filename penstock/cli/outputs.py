@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from penstock.api.options import flags_of
 
@@ -57,3 +59,14 @@ def files(*names: str) -> list[str]:
 
 def print_json(text: str) -> None:
     click.echo(text.rstrip("\n"))
+
+
+def write_json(value: object, name: str) -> None:
+    """Write a value as JSON to a file, or to stdout if its name is `-`."""
+    from penstock.benchmark import run_files
+
+    text = msgspec.json.format(msgspec.json.encode(value)).decode()
+    if name == STDOUT:
+        click.echo(text)
+    else:
+        run_files.write_text(text, Path(name))

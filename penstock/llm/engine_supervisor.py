@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from penstock.errors import BackendFailed, ConfigError, InvalidRequest, NotReady
 from penstock.llm import messages
 from penstock.llm.text_metrics import Death, TextMetrics
-from penstock.processes.child import Child, StartLife
+from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
 from penstock.wire.frames import MAX_FRAME_BYTES
@@ -67,7 +67,7 @@ class EngineSupervisor:
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[None] | None = None
         self._aborted: list[int] = []
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._most_bytes = MAX_FRAME_BYTES
         self._num_deaths = 0
         self._ready_at = 0.0
@@ -175,7 +175,7 @@ class EngineSupervisor:
 
     def _launch(self) -> None:
         try:
-            self._child = Child(self._loop, self._start_life, self._receive, self._died)
+            self._child = ChildProcess(self._loop, self._start_life, self._receive, self._died)
         except OSError as error:
             self._ended(f"could not be started ({error})")
             return

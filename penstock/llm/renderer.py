@@ -32,7 +32,7 @@ from penstock.errors import (
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import unpack_tokens
 from penstock.llm.token_bytes import Vocabulary
-from penstock.processes.child import Child, StartLife
+from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s
 
@@ -133,7 +133,7 @@ class Renderer:
         self._queues: dict[Lane, deque[RenderJob]] = {lane: deque() for lane in SLOTS}
         self._suspects: deque[RenderJob] = deque()
         self._sent: dict[int, RenderJob] = {}
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._joiner = messages.Joiner()
         self._is_ready = False
         self._is_stopping = False
@@ -294,7 +294,7 @@ class Renderer:
         self._problems = ()
         self._joiner = messages.Joiner()
         try:
-            self._child = Child(self._loop, self._start_life, self._receive, self._died)
+            self._child = ChildProcess(self._loop, self._start_life, self._receive, self._died)
         except OSError as error:
             self._ended(f"cannot be started ({error})")
             return

@@ -37,7 +37,7 @@ class Life(Protocol):
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
-class Child:
+class ChildProcess:
     """One life. `received` gets every datagram, also those sent before the death, and returns
     whether the next one may wait for the next iteration of the loop; then `died` gets the reason of
     the death. OSError if it cannot be started."""

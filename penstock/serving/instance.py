@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.backends import GPU_MEMORY
-from penstock.processes.child import Child
+from penstock.processes.child import ChildProcess
 from penstock.processes.restarts import CrashLoop
-from penstock.serving.running_batch import RunningBatch
+from penstock.serving.batches import RunningBatch
 from penstock.serving.slab import Segment
 from penstock.wire import frames
 
@@ -20,7 +22,7 @@ class Instance:
         self.device = device
         self.num_slots = num_slots
         # None while no process runs.
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
         # Its current worker is being killed because it hung.
@@ -69,6 +71,11 @@ class Instance:
         """Whether it can take another batch."""
         return self.is_ready and not self.is_leaving and len(self.batches) < self.num_slots
 
+    @property
+    def state(self) -> Literal["idle", "busy", "not ready"]:
+        if self.is_idle:
+            return "idle"
+        return "busy" if self.is_ready else "not ready"
+
     def __repr__(self) -> str:
-        state = "idle" if self.is_idle else "busy" if self.is_ready else "not ready"
-        return f"<Instance {self.index} pid={self.pid} {state}>"
+        return f"<Instance {self.index} pid={self.pid} {self.state}>"

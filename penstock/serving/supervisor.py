@@ -20,7 +20,7 @@ from typing import Protocol
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import socket_pair
-from penstock.processes.child import Child, StartLife, limited
+from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
 from penstock.serving.instance import Instance
@@ -192,7 +192,7 @@ class Supervisor:
         instance.is_hung = instance.is_leaving = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         received, died = partial(self._receive, instance), partial(self._died, instance)
-        instance.child = Child(self._loop, self._start_life, received, died)
+        instance.child = ChildProcess(self._loop, self._start_life, received, died)
         spill_bytes = self._config.memory.spill_bytes
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
@@ -236,16 +236,8 @@ class Supervisor:
                 instance.ready = frame
                 instance.is_ready = True
                 instance.ready_at = self._loop.time()
-                log.info(
-                    "%s/%s instance %d ready on %s in %.2f s (pid %d)",
-                    self._config.name,
-                    self._config.version,
-                    instance.index,
-                    instance.device,
-                    frame.load_s,
-                    instance.pid,
-                    extra=self._labels(instance),
-                )
+                took = instance.device, frame.load_s, instance.pid
+                self._log(logging.INFO, instance, " ready on %s in %.2f s (pid %d)", *took)
                 if not instance.is_spare:
                     self._listener.instance_ready(instance)
                 self._prepare_spares()
@@ -255,14 +247,8 @@ class Supervisor:
                     self._listener.load_failed(frame.problems)
             case frames.Leaving():
                 instance.is_leaving = True
-                log.warning(
-                    "%s/%s instance %d is replaced when it has answered: %s",
-                    self._config.name,
-                    self._config.version,
-                    instance.index,
-                    frame.reason,
-                    extra=self._labels(instance),
-                )
+                text = " is replaced when it has answered: %s"
+                self._log(logging.WARNING, instance, text, frame.reason)
                 self._let_go(instance)
             case _:
                 self._listener.instance_answered(instance, frame)
@@ -274,7 +260,7 @@ class Supervisor:
             self.send(instance, frames.Stop())
             self._later(LEAVE_S, self._end, instance, instance.child)
 
-    def _end(self, instance: Instance, child: Child) -> None:
+    def _end(self, instance: Instance, child: ChildProcess) -> None:
         """Kill a worker that has not stopped in time."""
         if instance.child is child:
             child.life.kill()
@@ -326,15 +312,9 @@ class Supervisor:
         delay_s = 0.0 if is_excused else instance.crashes.delay_s
         instance.num_restarts += 1
         spare = self.spares.pick() if delay_s == 0 else None
-        log.warning(
-            "%s/%s instance %d: worker %s; %s",
-            self._config.name,
-            self._config.version,
-            instance.index,
-            f"cannot load the model: {instance.load_error}" if instance.load_error else reason,
-            "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s",
-            extra={**self._labels(instance), "reason": reason},
-        )
+        why = f"cannot load the model: {instance.load_error}" if instance.load_error else reason
+        then = "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s"
+        self._log(logging.WARNING, instance, ": worker %s; %s", why, then, reason=reason)
         if spare is not None:
             self._adopt(instance, spare)
         elif delay_s == 0:
@@ -373,14 +353,7 @@ class Supervisor:
         for instance in self.instances:
             left_s = self._listener.hang_limit_s(instance)
             if left_s is not None and left_s < 0 and instance.child is not None:
-                log.error(
-                    "%s/%s instance %d hangs; killing pid %d",
-                    self._config.name,
-                    self._config.version,
-                    instance.index,
-                    instance.pid,
-                    extra=self._labels(instance),
-                )
+                self._log(logging.ERROR, instance, " hangs; killing pid %d", instance.pid)
                 instance.is_hung = True
                 instance.child.life.kill()
         for instance in self._all:
@@ -398,19 +371,17 @@ class Supervisor:
         if instance.child is None or instance.is_ready or not is_late or instance.load_error:
             return
         instance.load_error = load_timeout_text(limit_s)
-        name, version = self._config.name, self._config.version
-        log.error("%s/%s instance %d: %s", name, version, instance.index, instance.load_error)
+        self._log(logging.ERROR, instance, ": %s", instance.load_error)
         instance.child.life.kill()
 
-    def _labels(self, instance: Instance) -> dict[str, object]:
-        """Return the instance's labels for log lines."""
-        return {
-            "model": self._config.name,
-            "version": self._config.version,
-            "instance": instance.index,
-            "device": instance.device,
-            "worker_pid": instance.pid,
-        }
+    def _log(
+        self, level: int, instance: Instance, text: str, *values: object, **more: object
+    ) -> None:
+        """Log a line about an instance; `more` are additional labels."""
+        labels = {**self._config.labels, "instance": instance.index, "device": instance.device}
+        names = self._config.name, self._config.version, instance.index
+        extra = {**labels, "worker_pid": instance.pid, **more}
+        log.log(level, f"%s/%s instance %d{text}", *names, *values, extra=extra)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         number = next(self._timer_ids)

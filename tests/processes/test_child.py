@@ -5,7 +5,7 @@ import gc
 import weakref
 
 from penstock.processes.channel import socket_pair
-from penstock.processes.child import Child
+from penstock.processes.child import ChildProcess
 
 
 class MadeLife:
@@ -48,7 +48,7 @@ class Events:
         self.all.append(reason)
 
     def start(self):
-        return Child(asyncio.get_running_loop(), MadeLife, self.received, self.died)
+        return ChildProcess(asyncio.get_running_loop(), MadeLife, self.received, self.died)
 
 
 def test_frames_go_both_ways():
