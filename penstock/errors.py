@@ -132,6 +132,11 @@ def error_text(error: BaseException) -> str:
         return f"<no text: __str__ raised {type(failure).__name__}>"
 
 
+def first_line(error: BaseException) -> str:
+    text = error_text(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def describe_error(error: BaseException) -> str:
     """Return the type and text of an exception that a model's code raised."""
     text = error_text(error)

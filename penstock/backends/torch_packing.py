@@ -24,8 +24,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.backends.checks import first_line
-from penstock.backends.packed_encoder import (
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError, first_line
+from penstock.kernels.cublaslt import Unavailable
+from penstock.kernels.gemm import open_multiplier
+from penstock.kernels.packed_encoder import (
     ACTIVATIONS,
     ADA,
     KERNEL_TYPES,
@@ -41,10 +44,6 @@ from penstock.backends.packed_encoder import (
     lay_out,
     to_fp8,
 )
-from penstock.backends.torch_products import open_multiplier
-from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, ConfigError
-from penstock.kernels.cublaslt import Unavailable
 from penstock.types import DATATYPES, Array
 
 OPTION, TOKENS = "penstock.pack", "tokens"

@@ -99,7 +99,6 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the file of each weight."""
     if (folder / WHOLE).is_file():
         with _opened(folder / WHOLE) as file:
             return dict.fromkeys(file.keys(), WHOLE)

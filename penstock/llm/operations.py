@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.backends.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels import has_triton
+from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
 from penstock.llm.models.decoder import rms_norm, rope
@@ -82,7 +82,6 @@ def add_norm(
 
 
 def taken(x: Tensor, linear: AnyLinear) -> Tensor | Small:
-    """Convert to the input format of the linear layer."""
     if not isinstance(linear, Fp8Linear):
         return x
     if not uses_kernels(x):
@@ -136,7 +135,6 @@ def rope_to_cache(
 
 
 def slots_of(paged: Paged, rows: Tensor, positions: Tensor) -> Tensor:
-    """Return the KV cache slots of tokens."""
     blocks = paged.table[rows.long(), positions // paged.block_size].long()
     return blocks * paged.block_size + positions % paged.block_size
 

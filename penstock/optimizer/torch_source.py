@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backends import CHOICES, COMPILED, KERNELS
+from penstock.backends import COMPILED
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
+from penstock.kernels import CHOICES, KERNELS
 from penstock.optimizer import pretrained_steps, sent, user_code
 from penstock.optimizer.sent import Row
 from penstock.repository import pretrained

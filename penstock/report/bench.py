@@ -79,7 +79,6 @@ def page(run: BenchRun) -> str:
 
 
 def fragment(run: BenchRun) -> str:
-    """Return the heart of the page, for notebooks."""
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
     verdict = headline_of(run)

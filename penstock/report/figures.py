@@ -53,7 +53,6 @@ class LegendKey:
 
 
 def legend(plot: Plot) -> list[LegendKey]:
-    """Return an entry for each mark that has one."""
     found = {mark.name: _legend_key(mark) for mark in plot.marks if mark.in_legend and mark.name}
     return list(found.values()) if plot.has_legend else []
 

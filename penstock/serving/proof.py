@@ -15,11 +15,10 @@ import msgspec
 import numpy as np
 
 from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
-from penstock.backends.checks import first_line
 from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, first_line
 from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart

@@ -27,7 +27,10 @@ from fake_gpu import FakeGpu  # noqa: E402
 from packable import answer, texts, write  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
-from penstock.backends.packed_encoder import (  # noqa: E402
+from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
+from penstock.kernels.cublaslt import Products  # noqa: E402
+from penstock.kernels.gemm import Multiplier  # noqa: E402
+from penstock.kernels.packed_encoder import (  # noqa: E402
     LinearInput,
     PackedFp8Linear,
     PackedLinear,
@@ -36,9 +39,6 @@ from penstock.backends.packed_encoder import (  # noqa: E402
     taken_of,
     to_fp8,
 )
-from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
-from penstock.backends.torch_products import Multiplier  # noqa: E402
-from penstock.kernels.cublaslt import Products  # noqa: E402
 
 PACKED = {"penstock.pack": "tokens"}
 

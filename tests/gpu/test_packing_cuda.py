@@ -23,7 +23,9 @@ from packable import answer, texts, write  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
-from penstock.backends.packed_encoder import (  # noqa: E402
+from penstock.backends.pytorch import load_module  # noqa: E402
+from penstock.kernels import encoder, layout, varlen  # noqa: E402
+from penstock.kernels.packed_encoder import (  # noqa: E402
     BLOCK,
     LinearInput,
     PackedFp8Linear,
@@ -33,9 +35,7 @@ from penstock.backends.packed_encoder import (  # noqa: E402
     taken_of,
     to_fp8,
 )
-from penstock.backends.packed_encoder import padded_attention as plain_attention  # noqa: E402
-from penstock.backends.pytorch import load_module  # noqa: E402
-from penstock.kernels import encoder, layout, varlen  # noqa: E402
+from penstock.kernels.packed_encoder import padded_attention as plain_attention  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no FP8"

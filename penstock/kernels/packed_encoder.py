@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.backends import torch_products
-from penstock.backends.torch_products import Multiplier
 from penstock.kernels import has_triton
 from penstock.kernels.cublaslt import GemmForm, Operands
+from penstock.kernels.gemm import Gemm, Multiplier
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -219,7 +218,7 @@ class PackedLinear(nn.Module):
             return by_torch(x)
         form = GemmForm(len(x), x.shape[1], len(self.weight), x.dtype, x.dtype, has_gelu)
         operands = Operands(x, self.weight, self.bias)
-        return self.multiplier.run(torch_products.Gemm(form, operands, by_torch))
+        return self.multiplier.run(Gemm(form, operands, by_torch))
 
     def _by_torch(self, x: Tensor, *, has_gelu: bool) -> Tensor:
         if has_gelu and x.is_cuda:
@@ -259,7 +258,7 @@ class PackedFp8Linear(nn.Module):
         sizes = len(x), x.shape[1], len(self.weight)
         form = GemmForm(*sizes, FP8, self.bias.dtype, scaling="rows")
         operands = Operands(x, self.weight, self.bias, rows, self.scales)
-        return self.multiplier.run(torch_products.Gemm(form, operands, by_torch))
+        return self.multiplier.run(Gemm(form, operands, by_torch))
 
     def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -306,7 +305,7 @@ class GeluToFp8(nn.Module):
         form = GemmForm(len(x), x.shape[1], len(self.weight), FP8, FP8, True, "one")
         scales = self.x_scale, self.weight_scale, self.factor
         operands = Operands(x, self.weight, self.bias, *scales)
-        return self.multiplier.run(torch_products.Gemm(form, operands, apart))
+        return self.multiplier.run(Gemm(form, operands, apart))
 
     def plain(self, x: Tensor) -> Tensor:
         sums = x.float() @ self.weight.t().float() * self.x_scale * self.weight_scale
