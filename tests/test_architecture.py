@@ -129,7 +129,6 @@ PURE = [
     "processes/restarts.py",
     "serving/plan.py",
     "serving/slo_batcher.py",
-    "serving/wait_limit.py",
 ]
 # The parts of a model that could run in another process than its supervisor.
 KNOW_NO_PROCESS = [
