@@ -23,7 +23,7 @@ STAGES: tuple[Stage, ...] = (
     "memory",
 )
 # Passes that change how a model is served; all others make another model.
-SERVING_PASSES = ("batching", "instances", "memory")
+SERVING_PASSES = ("batching", "instances", "memory", "pace", "step-tokens", "sequences")
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.findings import Finalist, Findings
 from penstock.optimizer.interruption import finish
-from penstock.optimizer.journal import TIMINGS
+from penstock.optimizer.journal import TIMINGS, Journal
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
@@ -107,21 +107,13 @@ def conclude(evaluator: Evaluator, search: Search, found: Optimization) -> None:
     other = _better_proven(evaluator, search, choice, found)
     if other is not None:
         choice = _proven_again(evaluator, search, choice, other, found)
-    if _original_does(choice, found):
-        how = "measured in turns, " if found.is_proven else ""
-        chosen = choice.finalist.build.candidate
-        found.notes.append(f"{how}the original does as well as {chosen}, and is simpler")
-        choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
+    if original_does(choice, found):
+        return_to_original(choice, findings, found)
         original = _admitted(evaluator, choice.finalist, choice.refused)
         choice.held_out = None if original is None else original.held_out
-        found.after = found.before
         choice.doubts = [] if found.after is None else list(found.after.disturbances)
     found.chosen = choice.finalist.build.candidate
-    found.notes += outcomes.mark_refused(
-        findings.tries,
-        choice.refused,
-        lambda each: each if each.key in choice.refused else each.model,
-    )
+    found.notes += outcomes.mark_refused(findings.tries, choice.refused)
     outcomes.settle_served(findings.tries, found.chosen, findings.proofs)
     found.held_out = choice.held_out
     found.unchecked = [*evaluator.run.unchecked, *_not_compared(evaluator, choice)]
@@ -131,7 +123,7 @@ def conclude(evaluator: Evaluator, search: Search, found: Optimization) -> None:
         *_failed(found),
     ]
     found.notes += _narrowed(evaluator, choice)
-    _note_disturbances(evaluator, choice, found)
+    note_disturbances(run.journal, choice, found)
     found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
     if found.outcome != "kept" and found.after is not None:
         more = _can_add_instances(evaluator, choice)
@@ -198,9 +190,9 @@ def _examples_wanted(evaluator: Evaluator, findings: Findings) -> list[str]:
     return [f"too few examples to judge some candidates: provide about {total:,} in total"]
 
 
-def _saved(choice: FinalChoice, found: Optimization) -> Candidate:
+def saved(choice: FinalChoice, found: Optimization) -> Candidate:
     """Return the candidate to save if nothing more is measured."""
-    return Candidate() if _original_does(choice, found) else choice.finalist.build.candidate
+    return Candidate() if original_does(choice, found) else choice.finalist.build.candidate
 
 
 def _prove(
@@ -226,12 +218,12 @@ def _prove(
         return False
     is_proven = False
     for attempt in range(MAX_PROOFS):
-        search.progress.begin_proof(chosen.candidate, to_save or str(_saved(choice, found)))
+        search.progress.begin_proof(chosen.candidate, to_save or str(saved(choice, found)))
         try:
             measured = evaluator.measurements.prove(builds, search.budget.left_s, attempt)
         except (PenstockError, KeyboardInterrupt) as error:
             findings.is_interrupted = isinstance(error, KeyboardInterrupt)
-            _note_end(error, chosen.candidate, found, is_proven=is_proven)
+            note_end(error, chosen.candidate, found, is_proven=is_proven)
             return is_proven
         found.before, found.after = measured[0], measured[-1]
         found.is_proven = is_proven = True
@@ -247,7 +239,7 @@ def _prove(
     return True
 
 
-def _note_end(
+def note_end(
     error: PenstockError | KeyboardInterrupt,
     candidate: Candidate,
     found: Optimization,
@@ -289,14 +281,14 @@ def _note_doubts(
         found.notes.append(gap)
 
 
-def _note_disturbances(evaluator: Evaluator, choice: FinalChoice, found: Optimization) -> None:
+def note_disturbances(journal: Journal, choice: FinalChoice, found: Optimization) -> None:
     """If the verdict cannot stand, record what contradicts it and what disturbed the machine, and
     drop all timings from the journal so that none is reused."""
     if not choice.doubts:
         return
     servings = [each for each in (found.before, found.after) if each is not None]
     found.disturbances = [*choice.doubts, *disturbance.disturbances(servings)]
-    evaluator.run.journal.forget(TIMINGS)
+    journal.forget(TIMINGS)
 
 
 def _better_proven(
@@ -355,8 +347,17 @@ def _proven_again(
     return first
 
 
-def _original_does(choice: FinalChoice, found: Optimization) -> bool:
+def original_does(choice: FinalChoice, found: Optimization) -> bool:
     """Return whether the original is no worse after all: it is the simplest."""
     if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
         return False
     return goals.order([found.before, found.after], [0, choice.finalist.simplicity])[0] == 0
+
+
+def return_to_original(choice: FinalChoice, findings: Findings, found: Optimization) -> None:
+    """Choose the original instead: it does as well."""
+    how = "measured in turns, " if found.is_proven else ""
+    chosen = choice.finalist.build.candidate
+    found.notes.append(f"{how}the original does as well as {chosen}, and is simpler")
+    choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
+    found.after = found.before

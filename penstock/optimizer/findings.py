@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock import units
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
@@ -40,8 +41,10 @@ class Contender:
     @property
     def speed_text(self) -> str:
         if self.rate:
-            return f"about {self.rate:,.0f}/s"
-        return f"no rate within the SLO, {self.alone_s * 1e3:.3g} ms alone"
+            shown = units.number(self.rate) if self.rate < 100 else f"{self.rate:,.0f}"
+            return f"about {shown}/s"
+        alone = f", {self.alone_s * 1e3:.3g} ms alone" if self.times else ""
+        return f"no rate within the SLO{alone}"
 
     def is_ahead(self, other: Contender) -> bool:
         """Compare beyond the noise: by the predicted rate that keeps the SLO; if neither has one,

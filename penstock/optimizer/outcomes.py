@@ -7,7 +7,7 @@ The report's wording comes from these outcomes: a candidate's in `Try`, the run'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
@@ -40,16 +40,12 @@ def outcome_of_error(error: PenstockError) -> tuple[Outcome, str]:
     return "failed", str(error)
 
 
-def mark_refused(
-    tries: Sequence[Try],
-    refused: Mapping[str, Judgement],
-    model_of: Callable[[Candidate], Candidate],
-) -> list[str]:
-    """Reject the models that failed on the held-out set, by key, however they are served.
-    `model_of` leaves out steps that change no answers. Return a note for each model."""
+def mark_refused(tries: Sequence[Try], refused: Mapping[str, Judgement]) -> list[str]:
+    """Reject what failed on the held-out set, by key: models, however they are served, or one way
+    to serve a model. Return a note for each."""
     notes = []
     for each in tries:
-        model = model_of(each.candidate)
+        model = each.candidate if each.candidate.key in refused else each.candidate.model
         if model.key not in refused:
             continue
         each.outcome, each.reason = "rejected", REFUSED_MODEL

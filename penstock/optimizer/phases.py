@@ -24,7 +24,7 @@ def waterfall(found: Optimization) -> list[Phase]:
     known = _Known(found)
     phases = []
     merged: list[str] = []
-    chain = list(_chain(found.chosen))
+    chain = list(_chain(found))
     for place, (label, candidate) in enumerate(chain):
         phase = known.phase(ARROW.join([*merged, label]), candidate)
         is_unknown = math.isnan(phase.p99_s) and math.isnan(phase.max_rate)
@@ -38,12 +38,14 @@ def waterfall(found: Optimization) -> list[Phase]:
     return phases
 
 
-def _chain(chosen: Candidate | None) -> Iterator[tuple[str, Candidate]]:
+def _chain(found: Optimization) -> Iterator[tuple[str, Candidate]]:
     """Yield the label of each bar and its candidate."""
     yield "original", Candidate()
+    chosen = found.chosen
     if chosen is None:
         return
-    model = chosen.model.steps
+    # Each step of a language model was measured.
+    model = chosen.steps if found.form == "text" else chosen.model.steps
     for place, step in enumerate(model, start=1):
         yield str(step), Candidate(model[:place])
     if len(model) < len(chosen.steps):

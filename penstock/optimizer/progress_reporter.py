@@ -28,15 +28,17 @@ class ProgressReporter:
         watch: Callable[[Progress], None],
         findings: Findings,
         budget: TimeBudget,
+        stages: tuple[Stage, ...],
         *,
-        is_on_gpu: bool,
-        has_data: bool,
+        judges_lossless: bool,
     ) -> None:
+        """`stages` are in the order in which they run. Candidates that lose nothing are judged on
+        the held-out set too if `judges_lossless`."""
         self._watch = watch
         self._findings = findings
         self._budget = budget
-        self._has_data = has_data
-        self.model_stages = ON_GPU if is_on_gpu else MODEL_STAGES
+        self._judges_lossless = judges_lossless
+        self.stages = stages
         self._trying = ""
         self._doing = "start"
         # Saved on an interruption once the choice is made; see `begin_proof`.
@@ -75,7 +77,7 @@ class ProgressReporter:
                 best_text="" if best is None else best.speed_text,
                 elapsed_s=budget.elapsed_s,
                 left_s=budget.left_s,
-                stages=self._all_stages,
+                stages=self.stages,
                 note=note,
                 to_measure=", ".join(str(one.candidate.then(*steps)) for one, steps in left),
                 to_save=self._to_save or self._first_finalist(),
@@ -87,15 +89,16 @@ class ProgressReporter:
         """Return what is saved if nothing more is measured."""
         if not self._findings.finalists:
             return ""
-        candidate = self._findings.finalists[0].build.candidate
-        is_judged = bool(candidate.steps) and self._has_data
+        first = self._findings.finalists[0]
+        candidate = first.build.candidate
+        is_judged = first.contender.is_lossy or (bool(candidate.steps) and self._judges_lossless)
         return f"{candidate}{UNLESS_REFUSED if is_judged else ''}"
 
-    @property
-    def _all_stages(self) -> tuple[Stage, ...]:
-        """All stages, in the order of this run."""
-        order = iter(self.model_stages)
-        return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
+
+def stages_of(is_on_gpu: bool) -> tuple[Stage, ...]:
+    """Return all stages in the order of a run."""
+    order = iter(ON_GPU if is_on_gpu else MODEL_STAGES)
+    return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 
 def to_measure(findings: Findings, budget: TimeBudget) -> list[tuple[Contender, ServingSteps]]:

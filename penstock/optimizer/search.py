@@ -90,7 +90,9 @@ class Search:
         self._start()
         if self._is_enough():
             return
-        for stage in self.progress.model_stages:
+        for stage in self.progress.stages:
+            if stage not in MODEL_STAGES:
+                continue
             if stage == "quantise":
                 self._profile()
             self._run_stage(stage)

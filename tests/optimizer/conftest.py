@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.optimizer import run, served
+from penstock.optimizer import model_run, served
 from penstock.optimizer.results import Conditions
 
 SPEED_S = 1e-3
@@ -20,5 +20,5 @@ class QuietMachine:
 def _quiet_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served, "CpuMeter", QuietMachine)
-        patch.setattr(run, "machine_speed_s", lambda: SPEED_S)
+        patch.setattr(model_run, "machine_speed_s", lambda: SPEED_S)
         yield

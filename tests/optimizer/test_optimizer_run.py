@@ -29,7 +29,6 @@ from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.optimize_call import OptimizeCall
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
@@ -115,8 +114,8 @@ def key_of(plan: Plan, machine: Machine = MACHINE, model: str = "m", data: str =
     config = ModelConfig("m", "1", "null", "", (), (), 0, BatchPolicy(0))
     subject = Subject(Build(Candidate(), Path("m"), config), "ONNX", model, "ONNX")
     examples = Examples([], None, Split((), (), ()), data, "")
-    call = OptimizeCall(plan, lambda progress: None, "", 0.0, "today", machine)
-    return tensor_run.TensorRun(call).key(subject, examples)
+    made = tensor_run.TensorRun(plan, lambda progress: None, "", 0.0, "today", machine)
+    return made.key(subject, examples)
 
 
 def test_a_journal_is_of_one_model_data_machine_and_wish(

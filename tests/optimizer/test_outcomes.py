@@ -87,7 +87,7 @@ class TestRefused:
         tries = made.tries()
         refused = made.judgement(0.03, 0.04, part="held out")
         keys = {made.QUANTISED.key: refused}
-        (note,) = outcomes.mark_refused(tries, keys, lambda each: each.model)
+        (note,) = outcomes.mark_refused(tries, keys)
         assert note == f"{made.QUANTISED} was refused on the held-out examples: {refused.text}"
         rejected = [each for each in tries[8:] if each.outcome == "rejected"]
         assert [each.candidate.model for each in rejected] == [made.QUANTISED] * 4

@@ -107,16 +107,16 @@ class TextEvaluator:
         return found
 
     def prove(
-        self, candidates: Sequence[Candidate], starts: Sequence[float | None]
+        self, builds: Sequence[Build], starts: Sequence[float | None]
     ) -> list[ServedMeasurement]:
         longest_s = text_time.SEARCH_S
 
         def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
-            found = bench.prove([self.build(each) for each in candidates], starts)
+            found = bench.prove(builds, starts)
             has_rates = all(each.max_rate is not None for each in found)
             return found, has_rates or longest_s < MIN_SEARCH_S
 
-        key = " ".join(each.key for each in candidates)
+        key = " ".join(each.candidate.key for each in builds)
         limits = MeasurementLimits(NUM_ROUNDS, longest_s, self._time_to_prove)
         return self._served("proof", key, measured, limits)
 

@@ -1,16 +1,21 @@
 """The search by fake measurements: what is tried, in which order, and what is kept."""
 
 import math
+from pathlib import Path
 
 import pytest
+from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.llm.text_search import TextFindings, TextSearch, instead, is_lossy, rate_of
+from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.findings import Findings
+from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_lossy, rate_of
 from penstock.optimizer.llm.text_steps import Offer
+from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.progress_reporter import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, TermVerdict
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
@@ -59,6 +64,9 @@ class FakeLab:
         self.judgements: list[str] = []
         self.error = BackendFailed("the server did not start")
 
+    def build(self, candidate):
+        return Build(candidate, Path("m"), a_config())
+
     def rated(self, candidate, start):
         text = str(candidate)
         self.asked.append((text, start))
@@ -74,7 +82,11 @@ class FakeLab:
 
 def searched(lab, dtypes=(), knobs=(), slo="p99 ttft < 1s", has_time=lambda: True, **others):
     plan = Plan("m", "m", "out", slo=parse(slo), **others)
-    search = TextSearch(lab, plan, TextFindings(), has_time, lambda *told: None, lambda: 0.0)
+    findings = Findings()
+    budget = TextTime(plan, findings, lambda: 0.0, is_on_gpu=False)
+    budget.has_time_to_try = has_time
+    progress = ProgressReporter(lambda told: None, findings, budget, STAGES, judges_lossless=False)
+    search = TextSearch(lab, plan, findings, budget, progress)
     search.run(dtypes, lambda candidate: knobs)
     return search.findings
 
@@ -89,7 +101,7 @@ B, I8, I4 = (f"dtype(dtype={name})" for name in ("bfloat16", "int8", "int4"))
 def test_the_best_datatype_is_kept_and_the_next_must_be_ahead_of_it():
     lab = FakeLab({"original": 1.0, B: 2.0, I8: 3.0, I4: 3.1})
     found = searched(lab, [BF16, INT8, INT4])
-    assert [str(each.candidate) for each in found.kept] == ["original", B, I8]
+    assert [str(each.candidate) for each in found.contenders] == ["original", B, I8]
     assert outcomes(found)[I4] == "slower"
     assert lab.asked == [
         ("original", None),
