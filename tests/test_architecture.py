@@ -246,7 +246,6 @@ WITHOUT_OWN_TEST = {
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",
     "optimizer/machine.py": "values only; tests/optimizer/test_this_machine.py reads them",
     "optimizer/llm/__init__.py": "empty",
-    "optimizer/llm/likelihood_child.py": "tests/optimizer/llm/test_text_trials.py starts it",
     "optimizer/search.py": "tests/optimizer/test_optimizer_search.py, whose name was taken",
     "optimizer/answer_source.py": "tests/optimizer/test_accuracy_gate.py asks it",
     "optimizer/builder.py": "tests/optimizer/test_gpu_sessions.py and test_optimizer_run.py",

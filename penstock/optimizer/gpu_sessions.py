@@ -23,6 +23,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import TookTooLong
+from penstock.optimizer.trial_child import TrialDone
 from penstock.optimizer.trials import Row, TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
@@ -47,7 +48,8 @@ class WarmSpare:
         self.settle()
         child, self._child = self._child, None
         if child is None or child.config.backend != config.backend:
-            self._drop(child)
+            if child is not None:
+                child.close()
             child = TrialProcess(config)
             child.start()
         child.config = config
@@ -59,24 +61,21 @@ class WarmSpare:
         if self._child is None or self._is_ready:
             return
         try:
-            self._child.expect_prepared()
+            self._child.expect(TrialDone)
             self._is_ready = True
         except (BackendFailed, ConfigError):
             self.close()
 
     def close(self) -> None:
         child, self._child = self._child, None
-        self._drop(child)
+        if child is not None:
+            child.close()
 
     def _begin(self, config: ModelConfig) -> None:
         self._child, self._is_ready = TrialProcess(config), False
         self._child.start()
         with contextlib.suppress(BackendFailed):
             self._child.prepare()
-
-    def _drop(self, child: TrialProcess | None) -> None:
-        if child is not None:
-            child.close()
 
 
 class GpuSession:
@@ -149,17 +148,11 @@ class GpuSession:
         is_new = self._child is None
         try:
             return question(self._loaded())
-        except (TookTooLong, ConfigError):
-            self.close()
-            raise
-        except BackendFailed:
-            self.close()
-            if is_new:
-                raise
-        except BaseException:
+        except BaseException as error:
             # The next request must not receive this answer.
             self.close()
-            raise
+            if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
+                raise
         return self._asked(question)
 
     def _loaded(self) -> TrialProcess:

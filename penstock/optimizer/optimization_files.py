@@ -4,7 +4,6 @@ other tools; it is written anew each time and ignored on reading."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -29,8 +28,8 @@ def write_optimization(optimization: Optimization, path: Path) -> None:
 
 def to_json(optimization: Optimization) -> str:
     """Return the optimisation as JSON, with its verdict."""
-    data: dict[str, Any] = {"verdict": first_line.headline(optimization)}
-    data |= run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
+    plain = run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
+    data = {"verdict": first_line.headline(optimization), **plain}
     return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
 
 

@@ -9,11 +9,9 @@ import os
 import socket
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -38,21 +36,19 @@ from penstock.optimizer.trial_child import (
     LoadTrial,
     Measure,
     Package,
-    Packaged,
     PrepareTrial,
     Question,
+    TrialDone,
     TrialFailed,
-    TrialHeld,
     TrialLoaded,
     TrialMeasured,
-    TrialPrepared,
     Values,
 )
 from penstock.processes import framing
 from penstock.processes.tool import ToolProcess
 from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
-from penstock.types import Array, TensorSpec
+from penstock.types import Array
 from penstock.wire.frames import Proof
 
 Row = Mapping[str, Array]
@@ -134,7 +130,7 @@ def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEO
     compiler and GPU when it ends. TookTooLong after the timeout."""
     with TrialProcess(config, timeout_s) as child:
         child.send(Package(config, str(path)))
-        child.expect(Packaged)
+        child.expect(TrialDone)
 
 
 def answers(
@@ -273,12 +269,7 @@ class TrialProcess:
                 environment=devices.worker_environment(),
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -302,11 +293,8 @@ class TrialProcess:
         return self.config.padding is not None and may_pad
 
     def prepare(self) -> None:
-        """Make it import the backend; call `expect_prepared` before any other request."""
+        """Make it import the backend; expect `TrialDone` before any other request."""
         self.send(PrepareTrial(self.config.backend))
-
-    def expect_prepared(self) -> None:
-        self.expect(TrialPrepared)
 
     def load(self, run_timeout_s: float | None = None) -> TrialLoaded:
         """Load the model. Later requests have this timeout; None: the default."""
@@ -453,7 +441,7 @@ class TrialCrew:
             taken = _taken(index, rung, len(rows))
             values = stacked(self.config, [rows[each] for each in taken])
             child.send(Hold(values, rung, [lengths[each] for each in taken]))
-        self._heard(TrialHeld)
+        self._heard(TrialDone)
         for child in self.children:
             child.send(Measure(POINT_S, self.num_slots))
         measured = self._heard(TrialMeasured)
@@ -531,18 +519,15 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
 def shape_groups(config: ModelConfig, rows: Sequence[Row], most: int) -> list[list[int]]:
     """Group indices of rows with equal shapes, at most `most` per group."""
     by_shape: dict[object, list[int]] = {}
+    names = [spec.name for spec in config.inputs]
     for index, row in enumerate(rows):
-        key = tuple(_shape(spec, row) for spec in config.inputs)
+        key = tuple(np.shape(row[n]) if n in row else None for n in names)
         by_shape.setdefault(key, []).append(index)
     return [
         indices[begin : begin + most]
         for indices in by_shape.values()
         for begin in range(0, len(indices), most)
     ]
-
-
-def _shape(spec: TensorSpec, row: Row) -> tuple[int, ...] | None:
-    return np.shape(row[spec.name]) if spec.name in row else None
 
 
 def _by_length(
@@ -600,9 +585,8 @@ def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -
 
 def _spread(keys: Sequence[int], most: int) -> list[int]:
     """Return the shortest, the longest and some lengths between, at even quantiles."""
-    counted = Counter(keys)
-    if len(counted) <= most:
-        return sorted(counted)
+    if len(set(keys)) <= most:
+        return sorted(set(keys))
     ordered = sorted(keys)
     last = len(ordered) - 1
     return sorted({ordered[last * i // (most - 1)] for i in range(most)})
