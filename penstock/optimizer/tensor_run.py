@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.optimizer import passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.findings import Findings
@@ -65,7 +65,7 @@ class TensorRun(ModelRun[Subject, Examples]):
             search = Search(evaluator, findings, budget, progress, passes.sequence())
             _search(evaluator, search)
             found = self.record(subject, data, findings)
-            conclude(evaluator, search, found)
+            TensorConclusion(evaluator, search, found).conclude()
             build = without_promise(_as_committed(evaluator, found), found)
             _keep_chosen(evaluator, search, build, found)
         found.elapsed_s = budget.elapsed_s

@@ -15,7 +15,7 @@ from penstock import slo
 from penstock.optimizer import outcomes, predictor, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
-from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.numerics import Numerics
@@ -290,7 +290,7 @@ def simulated(budget_s: float, profile: Profile) -> tuple[SlowLab, Optimization,
     run.budget.learn_judging(judge_s)
     run.run()
     found = made_record(lab, run.findings)
-    conclude(lab, run, found)  # type: ignore[arg-type]
+    TensorConclusion(lab, run, found).conclude()  # type: ignore[arg-type]
     lab.spend(0.5)
     return lab, found, lab.clock.now
 
@@ -362,7 +362,7 @@ def test_a_step_whose_process_is_cut_off_has_not_failed() -> None:
     run = made_search(lab, lambda progress: None, passes)
     run.run()
     found = made_record(lab, run.findings)
-    conclude(lab, run, found)  # type: ignore[arg-type]
+    TensorConclusion(lab, run, found).conclude()  # type: ignore[arg-type]
     (step,) = [each for each in found.tries if each.stage == "compile"]
     assert step.outcome == "cut off"
     assert step.reason == "cut off by the time budget: compiling it takes too long"

@@ -4,28 +4,20 @@ with the original."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from penstock.errors import CommandLineError, PenstockError
+from penstock.errors import CommandLineError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text import read_text
-from penstock.optimizer import disturbance, outcomes, phases
-from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.accuracy import spent_alpha
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.conclusion import (
-    FinalChoice,
-    note_disturbances,
-    note_end,
-    original_does,
-    return_to_original,
-    saved,
-)
+from penstock.optimizer.conclusion import Conclusion, FinalChoice
 from penstock.optimizer.findings import Finalist, Findings
-from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.llm import likelihoods
 from penstock.optimizer.llm.text_evaluator import HELD_OUT, TextEvaluator
@@ -84,13 +76,8 @@ class TextRun(ModelRun[TextSubject, Prompts]):
         with closing(evaluator):
             search = TextSearch(evaluator, self.plan, findings, budget, progress)
             self._search(evaluator, search)
-            progress.begin_proof(search.best.build.candidate)
-            choice = finish(findings, lambda: choose(evaluator, findings))
             found = self.record(subject, data, findings)
-            found.accuracy_budget, found.form = str(evaluator.budget), "text"
-            found.notes += outcomes.mark_refused(found.tries, choice.refused)
-            _prove(evaluator, findings, choice, found, budget, progress)
-            _settle(evaluator, findings, choice, found)
+            choice = TextConclusion(evaluator, search, found).conclude()
         found.elapsed_s = budget.elapsed_s
         return found, choice.finalist.build
 
@@ -107,76 +94,44 @@ class TextRun(ModelRun[TextSubject, Prompts]):
         search.run(offers, others)
 
 
-def choose(evaluator: TextEvaluator, findings: Findings) -> FinalChoice:
-    """Return the best finalist that passes on the held-out prompts; lossless ones need no test."""
-    refused: dict[str, Judgement] = {}
-    for finalist in findings.finalists:
+class TextConclusion(Conclusion):
+    def __init__(self, evaluator: TextEvaluator, search: TextSearch, found: Optimization) -> None:
+        findings, budget, progress = search.findings, search.budget, search.progress
+        super().__init__(
+            evaluator.plan, evaluator.journal, findings, budget, progress, found, max_proofs=1
+        )
+        self._evaluator = evaluator
+        # The search measures at highest rates.
+        self.has_slo_load = False
+        found.accuracy_budget, found.form = str(evaluator.budget), "text"
+
+    def admit(self, finalist: Finalist) -> FinalChoice | None:
+        """Lossless candidates need no test."""
         if not finalist.contender.is_lossy:
-            return FinalChoice(finalist, None, refused)
+            return FinalChoice(finalist, None)
         model = finalist.build.candidate.model
-        if model.key in refused:
-            continue
-        judged = evaluator.judge(model, HELD_OUT, spent_alpha(len(refused)))
+        if model.key in self.refused:
+            return None
+        judged = self._evaluator.judge(model, HELD_OUT, spent_alpha(len(self.refused)))
         if judged.is_passed:
-            return FinalChoice(finalist, judged, refused)
-        refused[model.key] = judged
-    raise AssertionError("the original loses nothing")
+            return FinalChoice(finalist, judged)
+        self.refused[model.key] = judged
+        return None
+
+    def measure_proof(self, finalists: Sequence[Finalist], attempt: int) -> list[ServedMeasurement]:
+        """Use the search's highest rates and their costs if the proof had no time for them."""
+        starts = [each.contender.rate or None for each in finalists]
+        proven = self._evaluator.prove([each.build for each in finalists], starts)
+        if any(each.max_rate is None for each in proven):
+            self.found.notes.append("the highest rates are those of the search, not of the proof")
+        return [
+            each if each.max_rate is not None else _with_rate(each, one.served, self.plan)
+            for each, one in zip(proven, finalists, strict=True)
+        ]
 
 
-def _prove(
-    evaluator: TextEvaluator,
-    findings: Findings,
-    choice: FinalChoice,
-    found: Optimization,
-    budget: TextTime,
-    progress: ProgressReporter,
-) -> None:
-    """Measure original and choice in turns: at the SLO's load, then for the highest rate."""
-    original, chosen = findings.finalists[-1], choice.finalist
-    found.before, found.after = original.served, chosen.served
-    if findings.is_interrupted:
-        return
-    if not budget.has_time_to_prove(2):
-        found.notes.append(outcomes.NO_PROOF)
-        return
-    progress.begin_proof(chosen.build.candidate, str(saved(choice, found)))
-    pair = [original, chosen] if chosen.build.candidate.steps else [original]
-    starts = [each.contender.rate or None for each in pair]
-    try:
-        proven = evaluator.prove([each.build for each in pair], starts)
-    except (PenstockError, KeyboardInterrupt) as error:
-        findings.is_interrupted = isinstance(error, KeyboardInterrupt)
-        note_end(error, chosen.build.candidate, found, is_proven=False)
-        return
-    if any(each.max_rate is None for each in proven):
-        found.notes.append("the highest rates are those of the search, not of the proof")
-    whole = [_with_rate(*each, evaluator.plan) for each in zip(proven, pair, strict=True)]
-    found.before, found.after, found.is_proven = whole[0], whole[-1], True
-
-
-def _settle(
-    evaluator: TextEvaluator, findings: Findings, choice: FinalChoice, found: Optimization
-) -> None:
-    """Return to the original if it does as well, and conclude."""
-    if original_does(choice, found):
-        return_to_original(choice, findings, found)
-        choice.held_out = None
-    found.chosen, found.held_out = choice.finalist.build.candidate, choice.held_out
-    if found.before is not None and found.after is not None and found.is_proven:
-        slo = evaluator.plan.slo
-        rate = None if slo is None or slo.rate is None else slo.rate.per_s
-        original = disturbance.BuildHistory("original", found.before)
-        chosen = disturbance.BuildHistory("chosen", found.after)
-        choice.doubts = disturbance.doubts(chosen, original, rate)
-        note_disturbances(evaluator.journal, choice, found)
-    found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
-    found.phases = phases.waterfall(found)
-
-
-def _with_rate(proven: ServedMeasurement, finalist: Finalist, plan: Plan) -> ServedMeasurement:
-    """Use the search's highest rate and its cost if the proof had no time to measure one."""
-    if proven.max_rate is not None:
-        return proven
-    found = finalist.served
-    proven = msgspec.structs.replace(proven, max_rate=found.max_rate, curve=found.curve)
-    return repriced(proven, plan)
+def _with_rate(
+    proven: ServedMeasurement, searched: ServedMeasurement, plan: Plan
+) -> ServedMeasurement:
+    found = msgspec.structs.replace(proven, max_rate=searched.max_rate, curve=searched.curve)
+    return repriced(found, plan)

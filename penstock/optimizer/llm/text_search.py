@@ -54,8 +54,8 @@ class TextSearch:
     ) -> None:
         self._evaluator = evaluator
         self._plan = plan
-        self._budget = budget
-        self._progress = progress
+        self.budget = budget
+        self.progress = progress
         self.findings = findings
 
     def run(self, dtypes: Sequence[Offer], others: Callable[[Candidate], Sequence[Knob]]) -> None:
@@ -80,7 +80,7 @@ class TextSearch:
         """Whether the result is good enough, or time is up."""
         if self.is_enough:
             return True
-        if not self._budget.has_time_to_try():
+        if not self.budget.has_time_to_try():
             self.findings.is_out_of_time = True
         return self.findings.is_out_of_time
 
@@ -94,13 +94,13 @@ class TextSearch:
         return is_there and not self._plan.is_exhaustive
 
     def _measure_original(self) -> None:
-        began = self._budget.clock()
+        began = self.budget.clock()
         original = Candidate()
         self._begin("baseline", original)
         served = self._evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
-        seconds = self._budget.clock() - began
+        seconds = self.budget.clock() - began
         self.findings.tries.append(
             Try(original, "baseline", "kept", reason, served=served, seconds=seconds)
         )
@@ -108,8 +108,8 @@ class TextSearch:
         self._add(original, served, rate)
 
     def _begin(self, stage: Stage, candidate: Candidate) -> None:
-        self._budget.enter(stage)
-        self._progress.begin(candidate)
+        self.budget.enter(stage)
+        self.progress.begin(candidate)
 
     def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:
         """Add the best so far."""
@@ -117,7 +117,7 @@ class TextSearch:
         contender = Contender(build, Facts("llm"), {}, [((), rate)], is_lossy(candidate))
         self.findings.contenders.append(contender)
         self.findings.finalists.insert(0, Finalist(contender, build, served))
-        self._progress.refresh()
+        self.progress.refresh()
 
     def _try_dtypes(self, dtypes: Sequence[Offer]) -> None:
         """Try each datatype on the original alone: a model has one datatype."""
@@ -151,7 +151,7 @@ class TextSearch:
 
     def _try(self, stage: Stage, candidate: Candidate) -> bool:
         """Measure a candidate; return whether it is the best now."""
-        began = self._budget.clock()
+        began = self.budget.clock()
         self._begin(stage, candidate)
         attempt = Try(candidate, stage, "failed", "")
         try:
@@ -159,7 +159,7 @@ class TextSearch:
         except PenstockError as error:
             attempt.outcome, attempt.reason = outcomes.outcome_of_error(error)
             is_better = False
-        attempt.seconds = self._budget.clock() - began
+        attempt.seconds = self.budget.clock() - began
         self.findings.tries.append(attempt)
         return is_better
 

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,6 +171,8 @@ class TestWrongInputs:
 class HeldOut:
     """A lab whose held-out prompts allow some datatypes."""
 
+    plan, journal, budget = None, None, "kl rise <= 0.02"
+
     def __init__(self, *allowed):
         self.allowed = allowed
         self.asked = []
@@ -199,30 +202,38 @@ def findings_of(*candidates):
     return Findings(finalists=finalists)
 
 
+def concluding(lab, findings):
+    search = SimpleNamespace(findings=findings, budget=None, progress=None)
+    return text_run.TextConclusion(lab, search, SimpleNamespace())
+
+
 class TestChoice:
     def test_is_the_best_that_the_held_out_prompts_allow(self):
         lab = HeldOut("bfloat16")
-        choice = text_run.choose(lab, findings_of((HALF,), (EIGHT,), (EIGHT, MORE)))
+        conclusion = concluding(lab, findings_of((HALF,), (EIGHT,), (EIGHT, MORE)))
+        choice = conclusion.choose()
         assert choice.finalist.build.candidate.steps == (HALF,) and choice.held_out.is_passed
         # A datatype is asked about once, however it is served, and each costs some of the risk.
         assert [each[:2] for each in lab.asked] == [("int8", "held out"), ("bfloat16", "held out")]
         assert lab.asked[0][2] > lab.asked[1][2]
-        assert [each.text for each in choice.refused.values()] == ["int8"]
+        assert [each.text for each in conclusion.refused.values()] == ["int8"]
 
     def test_what_loses_nothing_is_not_asked_about(self):
         lab = HeldOut()
-        choice = text_run.choose(lab, findings_of((MORE,)))
+        choice = concluding(lab, findings_of((MORE,))).choose()
         assert choice.finalist.build.candidate.steps == (MORE,)
         assert choice.held_out is None and lab.asked == []
 
     def test_is_the_original_where_nothing_else_is_allowed(self):
-        choice = text_run.choose(HeldOut(), findings_of((HALF,)))
-        assert choice.finalist.build.candidate.steps == () and len(choice.refused) == 1
+        conclusion = concluding(HeldOut(), findings_of((HALF,)))
+        choice = conclusion.choose()
+        assert choice.finalist.build.candidate.steps == () and len(conclusion.refused) == 1
 
 
 def test_a_datatype_that_was_refused_is_so_however_it_is_served():
     findings = findings_of((HALF,), (EIGHT,), (EIGHT, MORE))
     tries = [Try(each.build.candidate, "quantise", "kept", "") for each in findings.finalists[::-1]]
-    choice = text_run.choose(HeldOut("bfloat16"), findings)
-    outcomes.mark_refused(tries, choice.refused)
+    conclusion = concluding(HeldOut("bfloat16"), findings)
+    conclusion.choose()
+    outcomes.mark_refused(tries, conclusion.refused)
     assert [each.outcome for each in tries] == ["kept", "kept", "rejected", "rejected"]
