@@ -21,7 +21,7 @@ from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS, Journal
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.search import Search
 from penstock.optimizer.time_budget import TimeBudget

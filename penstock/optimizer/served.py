@@ -35,7 +35,6 @@ from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import goals, served_answers
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.conditions import CpuMeter
 from penstock.optimizer.disturbance import MIN_CALM, calm_windows, is_void
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import (
@@ -47,6 +46,7 @@ from penstock.optimizer.results import (
     Turn,
 )
 from penstock.optimizer.simulate import fitted
+from penstock.optimizer.this_machine import CpuMeter
 from penstock.optimizer.time_plan import (
     MIN_COST_SEARCH_S,
     MIN_SEARCH_S,

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import finalists, outcomes
+from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.finalists import ServingSteps
-from penstock.optimizer.findings import Contender, Finalist, Findings
+from penstock.optimizer.findings import Contender, Finalist, Findings, ServingSteps
 from penstock.optimizer.passes import Pass, PassContext
-from penstock.optimizer.progress_reporter import ProgressReporter, to_measure
+from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import ServedMeasurement, Try
 from penstock.optimizer.time_budget import TimeBudget
 
@@ -42,13 +41,13 @@ class ServingRounds:
         assert plan.slo is not None
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
         if findings.is_in_reach(plan) or not (has_rates and self.budget.estimates.has_rates):
-            chosen = finalists.nearest(findings, limit, is_fresh=is_fresh)
+            chosen = findings.nearest(limit, is_fresh=is_fresh)
             self._measure(chosen, is_final=is_final)
         else:
-            self._measure(finalists.leading(findings), is_rated=True, is_final=is_final)
+            self._measure(findings.leading(), is_rated=True, is_final=is_final)
 
     def measure_overlooked(self) -> None:
-        self._measure(finalists.overlooked(self.findings, self.evaluator.run.plan))
+        self._measure(self.findings.overlooked(self.evaluator.run.plan))
 
     def measure_interrupted(self) -> None:
         self._measure(to_measure(self.findings, self.budget))

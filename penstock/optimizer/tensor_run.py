@@ -20,7 +20,7 @@ from penstock.optimizer.examples import Examples, open_examples, signature_examp
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.model_run import ModelRun
-from penstock.optimizer.progress_reporter import ProgressReporter, stages_of
+from penstock.optimizer.progress import ProgressReporter, stages_of
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.search import Search

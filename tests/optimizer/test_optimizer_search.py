@@ -23,8 +23,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import PassContext
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.progress import Progress
-from penstock.optimizer.progress_reporter import ProgressReporter, stages_of
+from penstock.optimizer.progress import Progress, ProgressReporter, stages_of
 from penstock.optimizer.results import FallbackLayer, ServedMeasurement, TermVerdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable

@@ -12,7 +12,7 @@ from made_evaluators import made_record
 from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadeLayers, MadePass, made_search
 
 from penstock import slo
-from penstock.optimizer import outcomes, predictor, time_plan
+from penstock.optimizer import attempts, outcomes, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import TensorConclusion
@@ -147,7 +147,7 @@ def predict(situation: PassContext) -> list[tuple[tuple[Step, ...], float]]:
 
 @pytest.fixture(autouse=True)
 def simple_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "shapes", predict)
+    monkeypatch.setattr(attempts, "shapes", predict)
 
 
 class SlowLab(MadeLab):

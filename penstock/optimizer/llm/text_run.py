@@ -28,7 +28,7 @@ from penstock.optimizer.llm.text_subject import TextSubject, open_text_subject
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.model_run import ModelRun
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.served import repriced
 

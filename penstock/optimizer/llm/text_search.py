@@ -17,7 +17,7 @@ from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, Try
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.

@@ -15,7 +15,7 @@ from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_l
 from penstock.optimizer.llm.text_steps import Offer
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, TermVerdict
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
