@@ -254,7 +254,6 @@ WITHOUT_OWN_TEST = {
     "optimizer/llm/text_time.py": "tests/optimizer/llm/test_text_run.py and test_text_evaluator.py",
     "optimizer/model_run.py": "tests/optimizer/test_optimizer_run.py makes them",
     "optimizer/tensor_run.py": "tests/optimizer/test_optimizer_run.py runs it",
-    "optimizer/workspace.py": "tests/optimizer/test_optimizer_run.py opens models in it",
     "optimizer/run_context.py": "values; tests/optimizer/made_evaluators.py makes them",
     "optimizer/attempts.py": "tests/optimizer/test_optimizer_search.py tries every outcome",
     "optimizer/findings.py": "tests/optimizer/test_optimizer_search.py and test_conclusion.py",

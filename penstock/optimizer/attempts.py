@@ -77,7 +77,6 @@ class Predictor:
         """Return the shapes that fit the SLO's memory limit; all of them if none is known to
         fit."""
         slo = self.evaluator.run.plan.slo
-        assert slo is not None
         found = shapes(self.context(contender))
         limits = [term.max_bytes for term in slo.terms if isinstance(term, Memory)]
         if not limits:
@@ -138,7 +137,7 @@ class Attempts:
             is_worth = any(record.outcome != "rejected" for record in judged)
             needed_s = budget.step_s + budget.estimates.shortest_kept_s
             if is_worth and budget.left_s is not None and budget.left_s >= needed_s:
-                budget.finish_step()
+                budget.is_finishing = True
                 self._compare_variants(each, parent, judged)
             raise
         self._compare_variants(each, parent, judged)

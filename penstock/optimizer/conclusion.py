@@ -158,7 +158,6 @@ class Conclusion(ABC):
         self, choice: FinalChoice, before: ServedMeasurement, after: ServedMeasurement
     ) -> None:
         """Collect what contradicts the proof, for the choice and for the original."""
-        assert self.plan.slo is not None
         rate = None if self.plan.slo.rate is None else self.plan.slo.rate.per_s
         known = [self.findings.original] if self.has_slo_load else []
         original = disturbance.BuildHistory("original", before, list(filter(None, known)))
@@ -313,7 +312,6 @@ class TensorConclusion(Conclusion):
             *self._narrowed(choice),
         ]
         if found.outcome != "kept" and found.after is not None:
-            assert self.plan.slo is not None
             more = self._can_add_instances(choice)
             found.binding = goals.binding(found.after, self.plan.slo, can_add_instances=more)
 

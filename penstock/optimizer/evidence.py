@@ -11,7 +11,7 @@ import msgspec
 from penstock import units
 from penstock.backends import GPU_MEMORY
 from penstock.errors import StorageFull
-from penstock.optimizer import disk
+from penstock.optimizer import workspace
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.repository import layout, versions
@@ -51,15 +51,15 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
         found.kept_version = _kept_version(out / found.name, found)
     if found.version or found.kept_version:
         return
-    size = disk.size_of(build.version_folder)
+    size = workspace.size_of(build.version_folder)
     try:
-        missing = disk.missing_room(out, size)
+        missing = workspace.missing_room(out, size)
         if missing:
             found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
             return
         found.version = _commit(build, found, made)
     except (OSError, StorageFull) as error:
-        needed, free = units.size(size), units.size(disk.free_bytes(out))
+        needed, free = units.size(size), units.size(workspace.free_bytes(out))
         text = str(error)
         if isinstance(error, OSError):
             text = f"{error.filename or out}: {error.strerror or error}"

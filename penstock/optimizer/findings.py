@@ -120,7 +120,6 @@ class Findings:
 
     def is_in_reach(self, plan: Plan) -> bool:
         """Return whether the best is predicted to come near the SLO."""
-        assert plan.slo is not None
         return goals.is_within_reach(self.best.rate, plan.slo, plan.price_per_hour)
 
     def add_served(self, contender: Contender, build: Build, served: ServedMeasurement) -> None:
@@ -183,7 +182,6 @@ class Findings:
         must not hide those behind it."""
         if any(one.served.is_met for one in self.finalists):
             return []
-        assert plan.slo is not None
         tried = {one.contender.candidate.key for one in self.served.values()}
         left = [
             contender

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from penstock.optimizer import disk, evidence, outcomes, workspace
+from penstock.optimizer import evidence, outcomes, workspace
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
@@ -83,7 +83,7 @@ class ModelRun(ABC, Generic[S, D]):
             key = self.key(subject, data)
             folder = workspace.work_folder(plan) / key
             original = folder / workspace.ORIGINAL
-            disk.check_room(Path(plan.out), subject.build.folder, is_resumed=original.is_dir())
+            workspace.check_room(Path(plan.out), subject.build.folder, is_resumed=original.is_dir())
             findings = Findings()
             with Journal(folder, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
                 placed = workspace.place(subject.build, original / plan.name)

@@ -157,10 +157,10 @@ def _check(plan: Plan, problems: Problems) -> None:
         for key in ("labels", "eval", "calibration", "accuracy"):
             if getattr(plan, READERS[key][0]):
                 problems.add(key, f"needs {problems.label('data')}, which is not given")
-    if any(isinstance(term, slo.Cost) for term in plan.terms) and plan.price_per_hour is None:
+    if any(isinstance(term, slo.Cost) for term in plan.slo.terms) and plan.price_per_hour is None:
         price = problems.label("price")
         problems.add("slo", f"a limit on cost needs {price}, the machine's price per hour")
-    latencies = [term for term in plan.terms if isinstance(term, slo.Latency)]
+    latencies = [term for term in plan.slo.terms if isinstance(term, slo.Latency)]
     names_streams = any(term.metric != "latency" for term in latencies)
     if names_streams and not is_language_model(plan.model):
         streams = "ttft, tpot and itl apply to language models only"

@@ -72,7 +72,7 @@ class ProgressReporter:
     def begin_proof(self, candidate: object, to_save: str = "") -> None:
         """Report the proof, after the search: of the candidate, and what an interruption would
         save; empty: the best that passes on the held-out set."""
-        self._budget.enter("proof")
+        self._budget.stage = "proof"
         self._trying, self._to_save = str(candidate), to_save
 
     def announce(self, note: str) -> None:

@@ -237,7 +237,6 @@ class Search:
         return self.findings.is_in_reach(self._plan)
 
     def _has_room(self, contender: Contender) -> bool:
-        assert self._plan.slo is not None
         required = goals.required_rate(self._plan.slo, self._plan.price_per_hour)
         return contender.rate >= ROOM * required
 
@@ -264,7 +263,7 @@ class Search:
         findings.tries.append(record)
 
     def _run_stage(self, stage: Stage) -> None:
-        self.budget.enter(stage)
+        self.budget.stage = stage
         for each in self._passes:
             if each.stage == stage:
                 self._run_pass(each)

@@ -135,11 +135,6 @@ class ServedBench:
             search_s = self._search_s(opened)
             return found if search_s < shortest_s else self._rated(opened, found, search_s, starts)
 
-    def max_rates(self, builds: Sequence[Build]) -> list[tuple[Interval, Curve | None]]:
-        """Return only the highest rate of each; used by the benchmarks."""
-        with self._stage(builds) as opened:
-            return self._max_rates(opened, self.limits.search_s)
-
     def rate_from(self, build: Build, start: float | None) -> tuple[ServedMeasurement, bool]:
         """Find the highest rate that keeps the SLO, from `start` on; if that is given, lower rates
         are not tried. The figures are those of the highest rate that kept it, or else of the lowest
@@ -279,7 +274,7 @@ def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedM
     cost = Interval(value, min(low, high), max(low, high))
     judged = [
         _verdict(term, cost) if isinstance(term, Cost) else known
-        for term, known in zip(plan.terms, served.verdicts, strict=True)
+        for term, known in zip(plan.slo.terms, served.verdicts, strict=True)
     ]
     return msgspec.structs.replace(
         served, max_rate=max_rate, cost_per_million=cost.value, verdicts=judged
@@ -576,18 +571,16 @@ def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> b
     )
 
 
-def patience_s(slo: Slo | None) -> float:
+def patience_s(slo: Slo) -> float:
     """Return the client's timeout. Without a latency limit, a batch may take long."""
-    limit_s = None if slo is None else slo.latency_s
+    limit_s = slo.latency_s
     return LONG_PATIENCE_S if limit_s is None else max(PATIENCE_S, PATIENCE * limit_s)
 
 
-def load_of(slo: Slo | None) -> Load:
+def load_of(slo: Slo) -> Load:
     """Return the load at which the SLO must hold: its rate, or slightly more than its throughput,
     or one client. If only throughput counts, arrivals are constant: Poisson arrivals often bring
     fewer requests than asked for, whatever the server does."""
-    if slo is None:
-        return Closed(1)
     if slo.rate is not None:
         return _open(slo.rate.per_s, slo)
     asked = [term.min_per_s for term in slo.terms if isinstance(term, Throughput)]
@@ -597,8 +590,8 @@ def load_of(slo: Slo | None) -> Load:
     return Open(Flat(ABOVE * max(asked)), "poisson" if is_timed else "constant")
 
 
-def _open(rate: float, slo: Slo | None) -> Open:
-    if slo is None or slo.rate is None:
+def _open(rate: float, slo: Slo) -> Open:
+    if slo.rate is None:
         return Open(Flat(rate))
     return Open(Flat(rate), slo.rate.arrivals, slo.rate.cv or 1.0)
 
@@ -638,12 +631,14 @@ class ServedAccount:
 
 def has_limits(plan: Plan) -> bool:
     """Return whether the SLO limits latency or goodput, so that a highest rate exists."""
-    return any(isinstance(term, Latency | Goodput) for term in plan.terms)
+    return any(isinstance(term, Latency | Goodput) for term in plan.slo.terms)
 
 
 def _has_cost(plan: Plan) -> bool:
     """Return whether judging the SLO needs highest rates."""
-    return plan.price_per_hour is not None and any(isinstance(each, Cost) for each in plan.terms)
+    return plan.price_per_hour is not None and any(
+        isinstance(each, Cost) for each in plan.slo.terms
+    )
 
 
 def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasurement:
@@ -680,9 +675,8 @@ def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasureme
 
 def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn:
     latencies = stats.histogram(windows)
-    limit_s = None if plan.slo is None else plan.slo.latency_s
     is_waiting = conditions.is_generator_waiting
-    calm = list(windows) if is_waiting else calm_windows(windows, limit_s)
+    calm = list(windows) if is_waiting else calm_windows(windows, plan.slo.latency_s)
     share = len(calm) / len(windows) if windows else 0.0
     return Turn(
         p50_s=latencies.percentile(50),
@@ -699,8 +693,6 @@ def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn
 
 def _is_kept(windows: Sequence[Window], plan: Plan) -> bool:
     """Return whether no term that windows can judge is missed, by its estimate."""
-    if plan.slo is None:
-        return True
     found = verdicts.measured(windows, plan.slo)
     judged = verdicts.verdicts(plan.slo, found)
     return all(each.outcome != "missed" for each in judged)
@@ -753,24 +745,23 @@ def phases(
     num = sum(each.num_success for each in counters)
     if not num:
         return {}
-    sums = {
-        "queue": sum(each.queue_ns for each in counters),
-        "preprocess" if has_preprocess else "compute input": sum(
-            each.compute_input_ns for each in counters
-        ),
-        "compute": sum(each.compute_infer_ns for each in counters),
-        "postprocess" if has_postprocess else "compute output": sum(
-            each.compute_output_ns for each in counters
-        ),
+    fields = {
+        "queue": "queue_ns",
+        "preprocess" if has_preprocess else "compute input": "compute_input_ns",
+        "compute": "compute_infer_ns",
+        "postprocess" if has_postprocess else "compute output": "compute_output_ns",
     }
-    found = {name: each / num / 1e9 for name, each in sums.items()}
+    found = {
+        name: sum(getattr(each, field) for each in counters) / num / 1e9
+        for name, field in fields.items()
+    }
     found["network and codec"] = max(0.0, latency_s - sum(found.values()))
     return found
 
 
-def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
+def _goodput(windows: Sequence[Window], slo: Slo) -> float:
     """Return the share of requests that were answered successfully and in time."""
-    limits = [term for term in (slo.terms if slo else ()) if isinstance(term, Latency)]
+    limits = [term for term in slo.terms if isinstance(term, Latency)]
     whole = Slo((*limits, Goodput(100.0)))
     return verdicts.measured(windows, whole)["goodput"].value / 100
 
@@ -778,8 +769,6 @@ def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
 def _verdicts(
     rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan
 ) -> list[TermVerdict]:
-    if plan.slo is None:
-        return []
     found = verdicts.measured([window for each in rounds for window in each], plan.slo)
     turns = [verdicts.measured(each, plan.slo) for each in rounds]
     found = {
@@ -849,7 +838,6 @@ class RateSearch:
         *,
         is_floor: bool = False,
     ) -> None:
-        assert bench.plan.slo is not None
         self._slo = slo = bench.plan.slo
         self._floor = 0.999 * start if is_floor and start is not None else 0.0
         self._bench = bench

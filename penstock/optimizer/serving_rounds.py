@@ -38,7 +38,6 @@ class ServingRounds:
         differ, so several builds are served. If no rate is predicted to keep the SLO, none is
         searched for: the lowest latency wins."""
         findings, plan = self.findings, self.evaluator.run.plan
-        assert plan.slo is not None
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
         if findings.is_in_reach(plan) or not (has_rates and self.budget.estimates.has_rates):
             chosen = findings.nearest(limit, is_fresh=is_fresh)
@@ -67,7 +66,7 @@ class ServingRounds:
         known = [(one.contender, one.build) for one in kept]
         search_s = RATE_S if is_rated else 0.0
         stage = budget.stage
-        budget.enter("batching")
+        budget.stage = "batching"
         fresh: list[tuple[Contender, Build]] = []
         # Build only as many as there is time to measure.
         shaped = self._shaped(chosen)
@@ -84,7 +83,7 @@ class ServingRounds:
             self._serve(
                 known + fresh, self._serve_rated if is_rated else self.evaluator.measurements.serve
             )
-        budget.enter(stage)
+        budget.stage = stage
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         return self.evaluator.measurements.with_rates(builds, RATE_S)
@@ -160,7 +159,7 @@ class ServingRounds:
         missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
         if missed != {"bytes"}:
             return
-        self.budget.enter("memory")
+        self.budget.stage = "memory"
         for each in self.passes:
             if each.stage == "memory":
                 self._try_less(each, best, replace(context(best.contender), build=best.build))

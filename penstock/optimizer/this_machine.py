@@ -63,19 +63,10 @@ def _own_seconds() -> float:
 
 # Instruction sets that matter for inference, as /proc/cpuinfo spells them.
 ISA = (
-    "avx2",
-    "f16c",
-    "avx512f",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_int8",
-    "amx_bf16",
+    *("avx2", "f16c", "avx512f", "avx512_vnni", "avx_vnni"),
+    *("avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16"),
     # ARM: INT8 dot products, INT8 matmuls, BF16.
-    "asimddp",
-    "i8mm",
-    "bf16",
+    *("asimddp", "i8mm", "bf16"),
 )
 # In addition to those that a load test reports.
 PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")

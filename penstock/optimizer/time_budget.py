@@ -43,15 +43,8 @@ class TimeBudget:
         self.step_s = 0.0
         # Time from the start to the end of the baseline.
         self.baseline_s = 0.0
-        # Work that was started in time is being finished.
-        self._is_finishing = False
-
-    def enter(self, stage: str) -> None:
-        self.stage = stage
-
-    def finish_step(self) -> None:
-        """Let the current step run to its end, whatever is left for steps."""
-        self._is_finishing = True
+        # The current step runs to its end, whatever is left for steps.
+        self.is_finishing = False
 
     @property
     def elapsed_s(self) -> float:
@@ -119,7 +112,7 @@ class TimeBudget:
 
     def check_part(self) -> None:
         """Raise OutOfTime between the parts of long work; only steps can be cut short."""
-        if self.stage in MODEL_STAGES and not self._is_finishing:
+        if self.stage in MODEL_STAGES and not self.is_finishing:
             self.check()
 
     def has_time(self, needed_s: float) -> bool:

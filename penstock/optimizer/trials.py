@@ -19,31 +19,12 @@ import numpy as np
 
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import trial_child as messages
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
 from penstock.optimizer.time_plan import CutOff, TookTooLong
-from penstock.optimizer.trial_child import (
-    Answer,
-    Compute,
-    Computed,
-    Hold,
-    Inspect,
-    Inspected,
-    Keep,
-    Kept,
-    LoadTrial,
-    Measure,
-    Package,
-    PrepareTrial,
-    Question,
-    TrialDone,
-    TrialFailed,
-    TrialLoaded,
-    TrialMeasured,
-    Values,
-)
 from penstock.processes import framing
 from penstock.processes.tool import ToolProcess
 from penstock.serving.padding import Crop, Pads, cropped
@@ -72,7 +53,7 @@ MORE_ON_GPU = (32, 128)
 MAX_BATCH_S = 1.0
 # Lengths at which batches are timed; the second on a CPU with a small time budget.
 MAX_LENGTHS, FEW_LENGTHS = 6, 3
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=messages.Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +87,8 @@ def inspect(build: Build, ends_at: float = math.inf) -> Facts:
 
 def inspected(child: TrialProcess, build: Build) -> Facts:
     """Inspect by a child that has loaded the build."""
-    child.send(Inspect(build.candidate, str(build.folder)))
-    return child.expect(Inspected).facts
+    child.send(messages.Inspect(build.candidate, str(build.folder)))
+    return child.expect(messages.Inspected).facts
 
 
 def keep_compiled(
@@ -121,16 +102,16 @@ def keep_compiled(
     with (take or TrialProcess)(build.config) as child:
         child.timeout_s = timeout_s
         child.load(timeout_s)
-        child.send(Keep(str(build.version_folder)))
-        return child.expect(Kept).num_bytes
+        child.send(messages.Keep(str(build.version_folder)))
+        return child.expect(messages.Kept).num_bytes
 
 
 def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
     """Compile the module to an AOTInductor package in a separate process, which frees the memory of
     compiler and GPU when it ends. TookTooLong after the timeout."""
     with TrialProcess(config, timeout_s) as child:
-        child.send(Package(config, str(path)))
-        child.expect(TrialDone)
+        child.send(messages.Package(config, str(path)))
+        child.expect(messages.TrialDone)
 
 
 def answers(
@@ -199,8 +180,8 @@ def compute(
     """Run these rows, which have equal shapes, as one batch; return answers in the same order, each
     with a batch dimension of 1."""
     values = stacked(build.config, [served.rows[index] for index in indices])
-    child.send(Compute(values, len(indices), [served.lengths[index] for index in indices]))
-    computed = child.expect(Computed).rows
+    child.send(messages.Compute(values, len(indices), [served.lengths[index] for index in indices]))
+    computed = child.expect(messages.Computed).rows
     if len(computed) != len(indices):
         text = f"{len(computed)} answers to {len(indices)} rows"
         raise BackendFailed(f"{build.candidate}: {text}")
@@ -241,7 +222,7 @@ class TrialProcess:
         # Configuration that is loaded, or will be.
         self.config = config
         self._sock: socket.socket | None = None
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = msgspec.msgpack.Decoder(messages.Answer)
         # Timeout of the next answer.
         self.timeout_s = timeout_s
         # Deadline of all answers, by the monotonic clock.
@@ -294,20 +275,20 @@ class TrialProcess:
 
     def prepare(self) -> None:
         """Make it import the backend; expect `TrialDone` before any other request."""
-        self.send(PrepareTrial(self.config.backend))
+        self.send(messages.PrepareTrial(self.config.backend))
 
-    def load(self, run_timeout_s: float | None = None) -> TrialLoaded:
+    def load(self, run_timeout_s: float | None = None) -> messages.TrialLoaded:
         """Load the model. Later requests have this timeout; None: the default."""
-        self.send(LoadTrial(self.config))
+        self.send(messages.LoadTrial(self.config))
         return self.expect_loaded(run_timeout_s)
 
-    def expect_loaded(self, run_timeout_s: float | None = None) -> TrialLoaded:
-        loaded = self.expect(TrialLoaded)
+    def expect_loaded(self, run_timeout_s: float | None = None) -> messages.TrialLoaded:
+        loaded = self.expect(messages.TrialLoaded)
         self.proof, self.load_s = loaded.proof, loaded.load_s
         self.timeout_s = RUN_TIMEOUT_S if run_timeout_s is None else run_timeout_s
         return loaded
 
-    def send(self, question: Question) -> None:
+    def send(self, question: messages.Question) -> None:
         assert self._sock is not None
         self._sock.settimeout(self.timeout_s)
         try:
@@ -331,8 +312,8 @@ class TrialProcess:
             data = None
         if data is None:
             raise self._ended()
-        answer: Answer = self._decoder.decode(data)
-        if isinstance(answer, TrialFailed):
+        answer: messages.Answer = self._decoder.decode(data)
+        if isinstance(answer, messages.TrialFailed):
             if answer.is_config:
                 raise ConfigError(answer.problems)
             raise BackendFailed("; ".join(answer.problems))
@@ -346,7 +327,7 @@ class TrialProcess:
 def _load_all(children: Sequence[TrialProcess]) -> None:
     """Load all children in parallel, each with its own configuration."""
     for child in children:
-        child.send(LoadTrial(child.config))
+        child.send(messages.LoadTrial(child.config))
     for child in children:
         child.expect_loaded()
 
@@ -440,11 +421,11 @@ class TrialCrew:
         for index, child in enumerate(self.children):
             taken = _taken(index, rung, len(rows))
             values = stacked(self.config, [rows[each] for each in taken])
-            child.send(Hold(values, rung, [lengths[each] for each in taken]))
-        self._heard(TrialDone)
+            child.send(messages.Hold(values, rung, [lengths[each] for each in taken]))
+        self._heard(messages.TrialDone)
         for child in self.children:
-            child.send(Measure(POINT_S, self.num_slots))
-        measured = self._heard(TrialMeasured)
+            child.send(messages.Measure(POINT_S, self.num_slots))
+        measured = self._heard(messages.TrialMeasured)
         self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
         return statistics.fmean(statistics.median(each.seconds) for each in measured)
 
@@ -501,10 +482,10 @@ def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> f
 # Rows to batches.
 
 
-def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
+def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
     """Stack the model's inputs of these rows, which have equal shapes; other fields are not
     sent."""
-    values: list[Values] = []
+    values: list[messages.Values] = []
     for spec in config.inputs:
         if spec.name not in rows[0]:
             if spec.is_optional:
@@ -512,7 +493,7 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
             raise ConfigError([f"input '{spec.name}': missing; a row has {sorted(rows[0])}"])
         arrays = [np.asarray(row[spec.name]) for row in rows]
         array = np.stack(arrays) if config.max_batch_size else arrays[0]
-        values.append(Values.of(spec.name, spec.datatype, array))
+        values.append(messages.Values.of(spec.name, spec.datatype, array))
     return values
 
 
@@ -574,7 +555,9 @@ def _filled(
     return sent, lengths
 
 
-def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -> dict[str, Array]:
+def _cut_back(
+    outputs: Sequence[messages.Values], crops: Collection[Crop], length: int
+) -> dict[str, Array]:
     """Return one row's answer with a batch dimension of 1, cropped to its length without
     padding."""
     arrays = {each.name: each.array()[None] for each in outputs}

@@ -87,9 +87,7 @@ class TextSearch:
     @property
     def is_enough(self) -> bool:
         """Whether the best meets the required rate with headroom; never if no rate is required."""
-        slo = self._plan.slo
-        assert slo is not None
-        needed = goals.required_rate(slo, self._plan.price_per_hour)
+        needed = goals.required_rate(self._plan.slo, self._plan.price_per_hour)
         is_there = needed > 0 and self.best.contender.rate >= ROOM * needed
         return is_there and not self._plan.is_exhaustive
 
@@ -108,7 +106,7 @@ class TextSearch:
         self._add(original, served, rate)
 
     def _begin(self, stage: Stage, candidate: Candidate) -> None:
-        self.budget.enter(stage)
+        self.budget.stage = stage
         self.progress.begin(candidate)
 
     def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:

@@ -75,10 +75,10 @@ class TextEndpoint(ServedEndpoint):
         return settings_of(self.build.config).max_sequences
 
 
-def patience_of(slo: Slo | None, num_tokens: int) -> float:
+def patience_of(slo: Slo, num_tokens: int) -> float:
     """Return the request timeout, from the SLO's limits for a whole answer or for its parts."""
     limits = {"latency": math.inf, "ttft": math.inf, "tpot": math.inf}
-    for term in () if slo is None else slo.terms:
+    for term in slo.terms:
         if isinstance(term, Latency) and term.metric in limits:
             limits[term.metric] = min(limits[term.metric], term.limit_s)
     whole_s = min(limits["latency"], limits["ttft"] + num_tokens * limits["tpot"])

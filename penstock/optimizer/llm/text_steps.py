@@ -73,17 +73,17 @@ def _nothing_to_gain(dtype: str, device: str, machine: Machine) -> str:
     return ""
 
 
-def tpot_limit_ms(slo: Slo | None) -> float | None:
+def tpot_limit_ms(slo: Slo) -> float | None:
     """Return the tightest limit per token after the first, whatever its statistic."""
     limits = [
         term.limit_s
-        for term in (() if slo is None else slo.terms)
+        for term in slo.terms
         if isinstance(term, Latency) and term.metric in ("tpot", "itl")
     ]
     return min(limits) * 1e3 if limits else None
 
 
-def serving_offers(settings: EngineSettings, slo: Slo | None) -> list[Knob]:
+def serving_offers(settings: EngineSettings, slo: Slo) -> list[Knob]:
     """Return pacing, step size and sequence count as knobs. A step holds at least one token of each
     sequence, so the bounds keep the two compatible."""
     found: list[Knob] = []
