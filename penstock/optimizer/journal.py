@@ -27,7 +27,7 @@ from penstock.repository.staging import sync_folder
 FILE = "journal.jsonl"
 FORMAT = 1
 # Kinds of findings that depend on the machine's speed and its other load.
-SERVED = ("served", "served with rates", "proof", "proof with rates", "rated")
+SERVED = ("served", "served with rates", "proof", "proof with rates", "text rates", "text proof")
 TIMINGS = (*SERVED, "times", "profile")
 # If the machine's speed has changed by more than this, timings are discarded.
 MAX_SPEED_RATIO = 1.25

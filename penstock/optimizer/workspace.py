@@ -15,9 +15,8 @@ import psutil
 from penstock import units
 from penstock.errors import ConfigError
 from penstock.optimizer import folders
-from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.candidates import Build
 from penstock.optimizer.plan import Plan
-from penstock.repository import layout
 
 # Journal, report and configuration files.
 MARGIN_BYTES = 4 << 20
@@ -104,12 +103,13 @@ def sweep(work: Path) -> None:
 
 
 def place(build: Build, folder: Path) -> Build:
-    """Put the original into the run's folder, unless the run that this one resumes has done so."""
+    """Write a build to this folder, unless an earlier run has done so: builds are immutable."""
     if not folder.is_dir():
         draft = folder.with_name(f".{folder.name}") / folder.name
+        # Left by a run that was killed while writing.
         shutil.rmtree(draft.parent, ignore_errors=True)
         draft.parent.mkdir(parents=True)
         folders.write(build, build.config, draft)
         os.rename(draft, folder)
         draft.parent.rmdir()
-    return Build(Candidate(), folder, layout.read(folder).configs[-1])
+    return Build(build.candidate, folder, folders.read_config(folder))

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from penstock import units
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, outcomes
-from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
+from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
+from penstock.optimizer.llm.text_evaluator import TextEvaluator
 from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
@@ -28,25 +28,13 @@ STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
 NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 
-class Evaluates(Protocol):
-    """Evaluates candidates for the search."""
-
-    def build(self, candidate: Candidate) -> Build: ...
-
-    def rated(self, candidate: Candidate, start: float | None) -> ServedMeasurement:
-        """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
-
-    def judge(self, candidate: Candidate) -> Judgement:
-        """Judge the accuracy on the prompts that candidates are chosen by."""
-
-
 class TextSearch:
     """One search. Its contenders are the original and each candidate that became the best, in that
     order; the finalists are the same, the best first."""
 
     def __init__(
         self,
-        evaluator: Evaluates,
+        evaluator: TextEvaluator,
         plan: Plan,
         findings: Findings,
         budget: TextTime,
