@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -143,8 +143,21 @@ class _Opened:
     rows: list[dict[str, Array]]
     labels: Array | None
     digest: str
-    notes: list[str] = field(default_factory=list)
-    non_finite: list[NonFinite] = field(default_factory=list)
+    notes: list[str]
+    non_finite: list[NonFinite]
+
+    @classmethod
+    def of(cls, name: str, columns: Columns, labels: Array | None, digest: str) -> _Opened:
+        """Return the rows of columns."""
+        rows = [
+            {
+                name: column[index, ...] if isinstance(column, np.ndarray) else value
+                for name, column in columns.by_name.items()
+                if (value := column[index]) is not None
+            }
+            for index in range(columns.num_examples)
+        ]
+        return cls(name, rows, labels, digest, list(columns.notes), list(columns.non_finite))
 
 
 def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
@@ -158,16 +171,14 @@ def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
 
 
 def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
-    names = [tensor.name for tensor in form.inputs]
-    name = one_name(spec, [each.name for each in form.inputs if not each.is_optional], names)
+    name = _only_input(spec, form)
     tensor = next(each for each in form.inputs if each.name == name)
     images = read_images(folder, tensor, spec.seed)
     columns = from_list(form, name, images.examples, folder.name)
     labels = _folder_labels(images, folder)
     # Digests of files do not cover the names of their folders.
     named = digest(images.paths) + ("" if labels is None else labels.tobytes().hex())
-    opened = _Opened(folder.name, _split_rows(columns), labels, _sha(named), list(columns.notes))
-    opened.non_finite = list(columns.non_finite)
+    opened = _Opened.of(folder.name, columns, labels, _sha(named))
     if images.treatment:
         opened.notes.append(images.treatment)
     if labels is not None:
@@ -194,14 +205,7 @@ def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
         rest = [{key: row[key] for key in row if key != name} for row in table.rows]
         table = FileRows(rest, table.numbers, table.word)
     columns = from_rows(form, table, path.name, [name] if name else [])
-    return _Opened(
-        path.name,
-        _split_rows(columns),
-        labels,
-        digest([path]),
-        notes=list(columns.notes),
-        non_finite=list(columns.non_finite),
-    )
+    return _Opened.of(path.name, columns, labels, digest([path]))
 
 
 def _label_column(path: Path, name: str, table: FileRows) -> Array:
@@ -221,9 +225,7 @@ def _label_column(path: Path, name: str, table: FileRows) -> Array:
 def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Opened:
     arrays = read_arrays(path)
     if "" in arrays:
-        names = [tensor.name for tensor in form.inputs]
-        required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
-        arrays = {one_name(spec, required, names): arrays[""]}
+        arrays = {_only_input(spec, form): arrays[""]}
     label_name = _label_name(plan, form, arrays.keys(), path)
     labels = arrays.pop(label_name) if label_name else None
     is_input = any(tensor.name == LENGTHS_NAME for tensor in form.inputs)
@@ -231,18 +233,23 @@ def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Open
     others = [] if lengths is None else [LENGTHS_NAME]
     others += [label_name] if label_name else []
     columns = from_arrays(form, _with_ones(form, arrays), path.name, others)
-    rows = _split_rows(columns)
-    non_finite = list(columns.non_finite)
+    opened = _Opened.of(path.name, columns, labels, digest([path]))
     if lengths is not None:
-        rows = _cut(rows, lengths, form, path)
+        opened.rows = rows = _cut(opened.rows, lengths, form, path)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
         # Padding may contain anything.
-        non_finite = [
+        opened.non_finite = [
             each
-            for each in non_finite
+            for each in opened.non_finite
             if not is_finite(datatypes[each.input], rows[each.index][each.input]).all()
         ]
-    return _Opened(path.name, rows, labels, digest([path]), list(columns.notes), non_finite)
+    return opened
+
+
+def _only_input(spec: InputSpec, form: RequestForm) -> str:
+    """Return the input that data without names is for."""
+    required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
+    return one_name(spec, required, [tensor.name for tensor in form.inputs])
 
 
 def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -294,17 +301,6 @@ def _cut(
             for name, array in row.items()
         }
         for row, length in zip(rows, lengths, strict=True)
-    ]
-
-
-def _split_rows(columns: Columns) -> list[dict[str, Array]]:
-    return [
-        {
-            name: column[index, ...] if isinstance(column, np.ndarray) else value
-            for name, column in columns.by_name.items()
-            if (value := column[index]) is not None
-        }
-        for index in range(columns.num_examples)
     ]
 
 
@@ -379,8 +375,7 @@ def _text(opened: _Opened, split: Split) -> str:
     if count < MIN_EXAMPLES:
         notes.append("too few to show anything about accuracy")
     else:
-        parts = f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out"
-        notes.append(parts)
+        notes.append(f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out")
     word = "example" if count == 1 else "examples"
     return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *notes])
 

@@ -119,11 +119,7 @@ class ModelRun(ABC, Generic[S, D]):
             command=self.command,
             out=plan.out,
             price_per_hour=plan.price_per_hour,
-            notes=outcomes.cut_notes(
-                findings.tries,
-                is_interrupted=findings.is_interrupted,
-                is_out_of_time=findings.is_out_of_time,
-            ),
+            notes=outcomes.cut_notes(findings),
             tries=findings.tries,
             skipped=findings.skipped,
         )

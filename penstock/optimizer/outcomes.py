@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.time_plan import CutOff
@@ -185,6 +186,6 @@ def unfinished(found: Optimization) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def cut_notes(tries: Sequence[Try], *, is_interrupted: bool, is_out_of_time: bool) -> list[str]:
-    is_out_of_time = is_out_of_time or any(each.outcome == "cut off" for each in tries)
-    return [INTERRUPTED] * is_interrupted + [BUDGET_ENDED] * is_out_of_time
+def cut_notes(findings: Findings) -> list[str]:
+    is_cut = findings.is_out_of_time or any(each.outcome == "cut off" for each in findings.tries)
+    return [INTERRUPTED] * findings.is_interrupted + [BUDGET_ENDED] * is_cut

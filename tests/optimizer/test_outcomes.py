@@ -9,6 +9,7 @@ from optimizer import made_optimizations as made
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Candidate, Skip, Step
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.results import Optimization, ServedMeasurement, Try
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 
@@ -160,15 +161,15 @@ class TestRun:
         assert outcomes.untried(found, "interrupt") == ["other settings of half"]
 
     def test_notes_say_what_ended_the_search(self) -> None:
-        assert outcomes.cut_notes([], is_interrupted=False, is_out_of_time=False) == []
-        (note,) = outcomes.cut_notes([], is_interrupted=False, is_out_of_time=True)
+        assert outcomes.cut_notes(Findings()) == []
+        (note,) = outcomes.cut_notes(Findings(is_out_of_time=True))
         assert "--budget" in note
-        (note,) = outcomes.cut_notes([], is_interrupted=True, is_out_of_time=False)
+        (note,) = outcomes.cut_notes(Findings(is_interrupted=True))
         assert "resume" in note
 
     def test_a_step_that_was_cut_off_is_noted_as_the_end_of_the_budget(self) -> None:
         cut = made.attempt(made.FUSED, "compile", "cut off", "cut off by the time budget")
-        notes = outcomes.cut_notes([cut], is_interrupted=False, is_out_of_time=False)
+        notes = outcomes.cut_notes(Findings(tries=[cut]))
         assert notes == [outcomes.BUDGET_ENDED]
         found: Optimization = made.kept()
         found.tries += [cut, cut]
