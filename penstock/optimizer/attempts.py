@@ -74,8 +74,7 @@ class Predictor:
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
-        """Return the shapes that fit the SLO's memory limit; all of them if none is known to
-        fit."""
+        """Return the shapes within the SLO's memory limit; all if none is known to fit."""
         slo = self.evaluator.run.plan.slo
         found = shapes(self.context(contender))
         limits = [term.max_bytes for term in slo.terms if isinstance(term, Memory)]

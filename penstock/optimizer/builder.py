@@ -55,8 +55,7 @@ class Builder:
         return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
-        """Return the candidate's files, built after its parents' if they do not exist.
-        BackendFailed if it cannot be built."""
+        """Return the candidate's files, built after its parents'. BackendFailed if that fails."""
         run = self.run
         if not candidate.steps:
             return run.original

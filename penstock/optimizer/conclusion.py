@@ -211,8 +211,7 @@ class Conclusion(ABC):
                 yield finalist
 
     def _proven_again(self, first: FinalChoice, other: FinalChoice) -> FinalChoice:
-        """Prove the other choice too; return the one with the better proof, or the first if the
-        other has none."""
+        """Prove the other choice too; return the one with the better proof, or the first."""
         found = self.found
         before, after, is_proven = found.before, found.after, found.is_proven
         failure = found.proof_failure

@@ -167,8 +167,7 @@ def _spread_doubts(history: BuildHistory) -> Iterator[str]:
 def _slowness_doubts(
     chosen: BuildHistory, original: BuildHistory, rate: float | None
 ) -> Iterator[str]:
-    """Yield a doubt if the SLO might be kept at the speed this machine reached before or would
-    reach without other load."""
+    """Yield a doubt if the SLO might be kept at the full speed of this machine."""
     factor, text = slowness(chosen, original)
     if text and _may_be_kept(chosen.served, factor, rate):
         yield f"{chosen.name}: SLO missed while {text}"
@@ -194,8 +193,7 @@ def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
 
 
 def _late_share(turns: Sequence[Turn]) -> float:
-    """Return the largest share of time with a late generator, without lateness caused by the run
-    itself."""
+    """Return the largest share of time with a generator late through no fault of the run."""
     others = (turn.late_share for turn in turns if not _is_own(turn.conditions))
     return max(others, default=0.0)
 
@@ -312,8 +310,7 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def calm_windows(windows: Sequence[Window], limit_s: float | None) -> list[Window]:
-    """Return the windows in which the generator was on time and the queue after a pause was
-    gone."""
+    """Return the windows with a generator on time and without the queue after a pause."""
     late_s = max(LATE_S, LATE_SHARE * (limit_s or 0.0))
     medians = [_median(window) for window in windows]
     known = [each for each in medians if not math.isnan(each)]

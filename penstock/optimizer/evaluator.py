@@ -28,8 +28,7 @@ SERVED_ANSWERS_S = 8.0
 
 
 class KeptLayers(msgspec.Struct):
-    """A step that passes the gate with some layers in float, and those layers; no step: none
-    passes."""
+    """A step that passes the gate with these layers in float; no step: none passes."""
 
     step: Step | None = None
     layers: list[FallbackLayer] = []

@@ -26,8 +26,7 @@ Evidence = dict[str, object]
 
 
 def commit(build: Build, found: Optimization, run: str) -> str:
-    """Commit and return the version's number. A run that was killed after its commit does not
-    commit again."""
+    """Commit, unless a run killed after its commit has; return the version's number."""
     made = evidence(build, found, run)
     return _committed(Path(found.out) / found.name, made) or _commit(build, found, made)
 

@@ -91,8 +91,7 @@ def open_examples(
 def signature_examples(
     inputs: Sequence[TensorSpec], has_batch: bool, seed: int, num: int
 ) -> Examples:
-    """Draw random rows from the signature, for runs without data: none for calibration, no
-    labels."""
+    """Draw random rows from the signature: none for calibration, no labels."""
     form = RequestForm("tensors", tuple(inputs), has_batch)
     is_image = any(spec.shape.count(-1) > 1 for spec in inputs)
     lengths = SIDE_LENGTHS if is_image else SEQUENCE_LENGTHS
@@ -110,8 +109,7 @@ def signature_examples(
 
 
 def split_examples(num_examples: int, seed: int) -> Split:
-    """Split: a fifth, at most 300, for calibration; the rest in equal halves for choice and held
-    out."""
+    """Split: a fifth, at most 300, for calibration; equal halves to choose by and held out."""
     order = [int(i) for i in np.random.default_rng(seed).permutation(num_examples)]
     num_calibration = min(MAX_CALIBRATION, int(num_examples * CALIBRATION_SHARE))
     calibration, rest = order[:num_calibration], order[num_calibration:]
@@ -127,8 +125,7 @@ def _without_non_finite(split: Split, bad: Sequence[NonFinite]) -> Split:
 
 
 def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
-    """Return the total number of examples for `num_needed` each in the choice and held-out
-    parts."""
+    """Return the total number of examples for `num_needed` in each judged part."""
     judged = 2 * num_needed
     if has_own_calibration:
         return judged
@@ -187,8 +184,7 @@ def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
 
 
 def _folder_labels(images: Images, folder: Path) -> Array | None:
-    """Return the sub-folder number of each image; None unless all images are in two or more
-    sub-folders."""
+    """Return the sub-folder number of each image; None unless all are in two or more."""
     parents = [path.relative_to(folder).parts[:-1] for path in images.paths]
     classes = sorted({parts[0] for parts in parents if parts})
     if len(classes) < 2 or not all(parents):
@@ -349,8 +345,7 @@ def _form(array: Array) -> str:
 
 
 def _with_separate(num_examples: int, num_extra: int, seed: int) -> Split:
-    """Split with a separate calibration set, whose rows come after the data: all data is for
-    judging."""
+    """Split with separate calibration rows, which follow the data: all data is for judging."""
     random = np.random.default_rng(seed)
     order = [int(i) for i in random.permutation(num_examples)]
     extra = [num_examples + int(i) for i in random.permutation(num_extra)]

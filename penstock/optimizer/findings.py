@@ -114,8 +114,7 @@ class Findings:
         return best
 
     def is_met(self) -> bool:
-        """Return whether the SLO is met with certainty: a limit that is barely kept may be missed
-        next time."""
+        """Return whether the SLO is met for sure: one barely kept may be missed next time."""
         return bool(self.finalists) and self.finalists[0].served.is_sure
 
     def is_in_reach(self, plan: Plan) -> bool:

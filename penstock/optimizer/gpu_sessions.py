@@ -36,8 +36,7 @@ MIN_FREE = 0.75
 
 
 class WarmSpare:
-    """The next child process, which imports its backend while the previous one is in use. `settle`
-    before measuring."""
+    """The next child process, which imports its backend ahead. `settle` before measuring."""
 
     def __init__(self) -> None:
         self._child: TrialProcess | None = None
@@ -83,8 +82,7 @@ class GpuSession:
     new: an earlier request may be the cause. A timeout is not repeated."""
 
     def __init__(self, build: Build, most: tuple[int, int], spare: WarmSpare) -> None:
-        """`most`: instances and threads; fewer instances are timed in the same process, as fewer
-        batches in flight."""
+        """`most`: instances and threads; fewer instances are timed as fewer batches in flight."""
         self.build = build
         self._config = with_instances(build.config, *most)
         self._spare = spare
@@ -125,8 +123,7 @@ class GpuSession:
         longest_s: float = trials.MAX_BATCH_S,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> TimeTable:
-        """Measure T(b) with this many instances; the memory is that of everything this process has
-        run."""
+        """Measure T(b) with this many instances; memory is that of all this process has run."""
 
         def measured(child: TrialProcess) -> TimeTable:
             self._spare.settle()

@@ -85,8 +85,7 @@ class Interruption:
 
 
 def finish(findings: Findings, do: Callable[[], T]) -> T:
-    """Call `do` even after Ctrl-C: the first one is noted, and `do` starts again. The second one
-    propagates."""
+    """Call `do`, again after the first Ctrl-C, which is noted. The second one propagates."""
     try:
         return do()
     except KeyboardInterrupt:

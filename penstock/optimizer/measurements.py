@@ -61,8 +61,7 @@ class Measurements:
 
     @property
     def _longest_s(self) -> float:
-        """Longest batch worth measuring: one that exceeds the latency limit fits no
-        configuration."""
+        """Longest batch worth measuring: one beyond the latency limit fits no configuration."""
         limit_s = self._run.plan.slo.latency_s
         return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
@@ -135,8 +134,7 @@ class Measurements:
         limits: MeasurementLimits,
         suffix: str = "",
     ) -> list[ServedMeasurement]:
-        """Measure with the machine otherwise idle, or take the figures from the journal, at the
-        current price."""
+        """Measure with the machine otherwise idle, or use the journal, at the current price."""
 
         def measured() -> list[ServedMeasurement]:
             return measure(self._bench(builds, limits), builds)

@@ -96,8 +96,7 @@ class ModelRun(ABC, Generic[S, D]):
                 return found
 
     def digest(self, plan: Plan, *digests: str) -> str:
-        """Return a key of plan, model, data, code, tools and machine: journals are valid for equal
-        keys only."""
+        """Return a key of plan, model, data, code, tools and machine; a journal is valid for it."""
         # Price and time budget do not change the measurements, only their use and their number.
         plan = replace(plan, budget_s=None, out="", price_per_hour=None, is_fresh=False)
         parts = [str(plan), str(self.machine), *digests]

@@ -139,8 +139,7 @@ def is_refused(found: Optimization) -> bool:
 
 
 def _is_faster(attempt: Try, found: Optimization) -> bool:
-    """Return whether the attempt is faster than the choice: by prediction, else as measured, else
-    False."""
+    """Return whether it is faster than the choice: by prediction, else as measured."""
     candidate = found.chosen or Candidate()
     model, own = (try_of(found.tries, key) for key in (candidate.model.key, candidate.key))
     if model is not None and model.predicted_rate is not None:

@@ -104,8 +104,7 @@ class Problems:
 
 
 def make_plan(flags: Mapping[str, object], file: PlanFile | None = None) -> Plan:
-    """Make a plan; flags override the file. Raise CommandLineError or ConfigError with every
-    problem."""
+    """Make a plan; flags override the file. CommandLineError or ConfigError has every problem."""
     options = {**(file.options if file is not None else {}), **flags}
     problems = Problems(flags, file)
     for key in sorted(set(options) - set(READERS)):
@@ -169,8 +168,7 @@ def _check(plan: Plan, problems: Problems) -> None:
 
 
 def _check_paths(plan: Plan, problems: Problems) -> None:
-    """Check that files exist. Missing ones count as problems of files, even if a flag names
-    them."""
+    """Check that files exist; missing ones are problems of files, even if a flag names them."""
     if plan.model:
         try:
             resolve(plan.model)

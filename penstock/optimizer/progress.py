@@ -123,8 +123,7 @@ def stages_of(is_on_gpu: bool) -> tuple[Stage, ...]:
 
 
 def to_measure(findings: Findings, budget: TimeBudget) -> list[tuple[Contender, ServingSteps]]:
-    """Return what to serve after an interruption: the best by prediction, if it was not served yet
-    and there is time."""
+    """Return what to serve after an interruption: the best, if it was not served and may be."""
     if len(findings.contenders) < 2:
         return []
     num_known = sum(one.served.is_met for one in findings.finalists[:1])

@@ -13,8 +13,7 @@ from penstock.optimizer.this_machine import read_machine
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
-    """Run the optimisation. ConfigError before anything long begins, if the plan or its files are
-    wrong."""
+    """Run the optimisation. ConfigError at once if the plan or its files are wrong."""
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     call = plan, watch, command, time.monotonic(), created, read_machine()
     if is_language_model(plan.model):

@@ -98,8 +98,7 @@ class Proposals:
         return self.is_on_gpu and is_adding and not self.is_exhaustive
 
     def _is_far_behind(self, parent: Contender, each: Pass) -> bool:
-        """Return whether a parent is too slow for any precision to make it the best. A compiler
-        might."""
+        """Return whether no precision can make a parent the best. A compiler might."""
         if each.stage == "compile" or self.is_exhaustive:
             return False
         return parent.rate < MIN_PARENT[each.stage] * self.findings.best.rate
@@ -221,8 +220,7 @@ class Search:
     # When to stop.
 
     def _is_enough(self) -> bool:
-        """Return whether the SLO is met with certainty and headroom. The original needs no
-        headroom: it requires no change."""
+        """Return whether the SLO is met for sure, with headroom unless by the original."""
         if self._plan.is_exhaustive or not self.findings.is_met():
             return False
         best = self.findings.finalists[0]
@@ -269,8 +267,7 @@ class Search:
                 self._run_pass(each)
 
     def _profile(self) -> None:
-        """Profile the best candidate to find the bottleneck. If this fails, only the report lacks a
-        figure."""
+        """Find the bottleneck of the best. If this fails, only the report lacks a figure."""
         budget_s = self._plan.budget_s
         if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
             return

@@ -109,8 +109,7 @@ class ServedBench:
     limits: MeasurementLimits = UNLIMITED
 
     def measure(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
-        """Measure at the SLO's load, one build once. With a price and a cost term, also search for
-        highest rates."""
+        """Measure at the SLO's load, one build once; if cost is limited, highest rates too."""
         with self._stage(builds) as opened:
             found = self._in_turns(opened, 1 if len(builds) == 1 else self.limits.num_rounds)
             if not _has_cost(self.plan):
@@ -161,8 +160,7 @@ class ServedBench:
 
     @contextlib.contextmanager
     def _stage(self, builds: Sequence[Build]) -> Iterator[Endpoints]:
-        """Open endpoints for a measurement. Kept servers stay up unless it fails, as their state is
-        unknown then."""
+        """Open endpoints. Kept servers stay up unless it fails: their state is unknown then."""
         own = Servers() if self.servers is None else self.servers
         own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s()))
         try:
@@ -242,8 +240,7 @@ class ServedBench:
 
 
 def curve_of(levels: Sequence[Level]) -> Curve:
-    """Return throughput and latency at increasing rates; if a rate was measured twice, the last
-    one."""
+    """Return throughput and latency at increasing rates, each as measured last."""
     by_rate = {pacer.mean_rate(each.load): each for each in levels if isinstance(each.load, Open)}
     ordered = [by_rate[rate] for rate in sorted(by_rate)]
     histograms = [stats.histogram(level.windows) for level in ordered]
@@ -429,8 +426,7 @@ class Servers:
         self._scratch: Path | None = None
 
     def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[ServedEndpoint]:
-        """Return endpoints of these builds, started if they do not run. The rows must be the same
-        each time."""
+        """Return endpoints of these builds, started if needed. Rows must be the same each time."""
         has_others = bool(self._endpoints)
         try:
             return [self._opened(build, rows) for build in builds]

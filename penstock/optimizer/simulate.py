@@ -158,8 +158,7 @@ def fitted(
 
 
 def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:
-    """Return the variable axis of each input, padded with 0; empty if an input has several or is
-    not numeric."""
+    """Return the variable axis of each input, padded with 0; empty without one in each."""
     axes: list[PadAxis] = []
     for spec in config.inputs:
         if spec.is_fixed:
@@ -360,8 +359,7 @@ def run(
     patience: Patience | None = None,
     jitter: float = 0.0,
 ) -> Outcome:
-    """Simulate requests due at `arrivals` (ascending), each of its length, until all have ended or
-    patience is over."""
+    """Simulate requests due at `arrivals` (ascending) until all ended or patience is over."""
     clock = _Clock(table)
     kinds = kinds_of(set(lengths), config)
     outcome = Outcome(np.full(len(arrivals), math.inf))
@@ -406,8 +404,7 @@ def _make_batcher(
 
 
 def _warm_s(clock: _Clock, policy: BatchPolicy, bucket: int, num_rows: int) -> float:
-    """Return a warm-up time: rows are as long as their bucket, within the token budget of a
-    batch."""
+    """Return a warm-up time: rows as long as their bucket, within the batch's token budget."""
     if not clock.is_by_tokens:
         return clock.batch_s(bucket, num_rows)
     return clock.tokens_s(_within(policy, num_rows * bucket))
@@ -479,8 +476,7 @@ def _is_kept(slo: Slo, latencies_s: Array) -> bool:
 
 
 def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Return the upper limit of the rate for any batcher: batches of the best size, and a server
-    that keeps up."""
+    """Return the upper limit of the rate for any batcher: batches of the best size."""
     row_s = _best_row_s(_Clock(as_served(table, config, 0.0)), config, lengths)
     num_instances = table.num_instances
     # The rate at which rows and server together use all cores.

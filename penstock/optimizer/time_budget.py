@@ -62,8 +62,7 @@ class TimeBudget:
         self.estimates = self.estimates.with_judging(took_s)
 
     def learn_baseline(self, step_s: float, served_s: float) -> None:
-        """Learn from the original: how long facts and batch times took, and a served
-        measurement."""
+        """Learn how long facts and batch times of the original took, and serving it."""
         self.step_s = step_s
         self.estimates = self.estimates.with_start(served_s)
         self.baseline_s = self.elapsed_s

@@ -139,8 +139,7 @@ class TimePlan:
         return self.serve_s() + self.shortest_proof_s
 
     def kept_s(self, *, is_far: bool = False) -> float:
-        """Return the time reserved for finalists and proof while steps are tried. `is_far`: the SLO
-        is out of reach."""
+        """Return the time kept for finalists and proof. `is_far`: the SLO is out of reach."""
         needed_s = self.serve_s() + self.proof_s
         if self.budget_s is None or not self.has_rates:
             return needed_s

@@ -98,8 +98,7 @@ class Hold(Compute, tag="hold"):
 
 
 class Measure(msgspec.Struct, tag="measure"):
-    """Run the held batch repeatedly for this long, with this many in flight (0: as many as the
-    model has instances)."""
+    """Run the held batch for this long, so many in flight (0: the model's instances)."""
 
     duration_s: float
     num_slots: int = 0

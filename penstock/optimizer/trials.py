@@ -136,8 +136,7 @@ def answered(
     rows: Sequence[Row],
     told: Callable[[int], None] | None = None,
 ) -> list[dict[str, Array]]:
-    """Compute answers by a child that has loaded the build. Rows that its limits leave no time for
-    have an empty answer."""
+    """Compute answers by a loaded child; empty ones for rows that there is no time for."""
     config = build.config
     stop_at = time.monotonic() + child.rules.stop_after_s
     found: list[dict[str, Array]] = [{} for _ in rows]
@@ -297,8 +296,7 @@ class TrialProcess:
             raise self._ended() from None
 
     def expect(self, kind: type[A]) -> A:
-        """Receive an answer; BackendFailed or ConfigError with the model's message, or how it
-        ended."""
+        """Receive an answer; BackendFailed or ConfigError with what went wrong."""
         assert self._sock is not None
         timeout_s = min(self.timeout_s, max(MIN_TIMEOUT_S, self.ends_at - time.monotonic()))
         self._sock.settimeout(timeout_s)
@@ -483,8 +481,7 @@ def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> f
 
 
 def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
-    """Stack the model's inputs of these rows, which have equal shapes; other fields are not
-    sent."""
+    """Stack the model's inputs of rows with equal shapes; other fields are not sent."""
     values: list[messages.Values] = []
     for spec in config.inputs:
         if spec.name not in rows[0]:
@@ -558,8 +555,7 @@ def _filled(
 def _cut_back(
     outputs: Sequence[messages.Values], crops: Collection[Crop], length: int
 ) -> dict[str, Array]:
-    """Return one row's answer with a batch dimension of 1, cropped to its length without
-    padding."""
+    """Return one row's answer with a batch dimension of 1, cropped to its own length."""
     arrays = {each.name: each.array()[None] for each in outputs}
     if not length:
         return arrays

@@ -25,8 +25,7 @@ COPIES = 3
 
 
 class WriteFailed(Exception):
-    """The run cannot write its own files, so its results would be lost. Not a PenstockError: no
-    candidate caused it."""
+    """The run cannot write its own files. Not a PenstockError: no candidate caused it."""
 
 
 def free_bytes(path: Path) -> int:
@@ -50,8 +49,7 @@ def missing_room(path: Path, num_bytes: int) -> str:
 
 
 def check_room(out: Path, model: Path, *, is_resumed: bool) -> None:
-    """Raise ConfigError if space is short, before anything long begins. A resumed run has all its
-    files but the version."""
+    """Raise ConfigError if space is short. A resumed run has all its files but the version."""
     copies = 1 if is_resumed else COPIES
     missing = missing_room(out, copies * size_of(model))
     if missing:

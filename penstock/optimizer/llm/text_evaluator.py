@@ -227,8 +227,7 @@ class TextEvaluator:
 
 
 def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Cut the middle out of a long prompt. Its start has the form that models expect, its end
-    what they are to answer."""
+    """Cut the middle out of a long prompt, not its form at the start nor the end to answer."""
     if len(tokens) <= FIRST + LAST:
         return tuple(tokens)
     return (*tokens[:FIRST], *tokens[-LAST:])
