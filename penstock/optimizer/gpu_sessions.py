@@ -97,12 +97,9 @@ class GpuSession:
 
     def check_rows(self, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
         """Check whether these rows influence each other."""
-
-        def check(child: TrialProcess) -> RowCheck:
-            child.rules = trials.NO_LIMITS
-            return influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
-
-        return self._asked(check)
+        return self._asked(
+            lambda child: influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
+        )
 
     def answers(
         self,
@@ -110,11 +107,7 @@ class GpuSession:
         told: Callable[[int], None] | None = None,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> list[dict[str, Array]]:
-        def answer(child: TrialProcess) -> list[dict[str, Array]]:
-            child.rules = rules
-            return trials.answered(child, self.build, rows, told)
-
-        return self._asked(answer)
+        return self._asked(lambda child: trials.answered(child, self.build, rows, told), rules)
 
     def times(
         self,
@@ -127,30 +120,33 @@ class GpuSession:
 
         def measured(child: TrialProcess) -> TimeTable:
             self._spare.settle()
-            child.rules = rules
             crew = TrialCrew(self._config, [child], longest_s, num_slots=pair[0])
             table = crew.table(rows, pair)
             if crew.is_hurt:
                 self.close()
             return table
 
-        return self._asked(measured)
+        return self._asked(measured, rules)
 
     def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.close()
 
-    def _asked(self, question: Callable[[TrialProcess], T]) -> T:
+    def _asked(
+        self, question: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS
+    ) -> T:
         is_new = self._child is None
         try:
-            return question(self._loaded())
+            child = self._loaded()
+            child.rules = rules
+            return question(child)
         except BaseException as error:
             # The next request must not receive this answer.
             self.close()
             if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
                 raise
-        return self._asked(question)
+        return self._asked(question, rules)
 
     def _loaded(self) -> TrialProcess:
         if self._child is None:

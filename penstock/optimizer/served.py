@@ -110,17 +110,20 @@ class ServedBench:
 
     def measure(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         """Measure at the SLO's load, one build once; if cost is limited, highest rates too."""
-        with self._stage(builds) as opened:
-            found = self._in_turns(opened, 1 if len(builds) == 1 else self.limits.num_rounds)
+        num_rounds = 1 if len(builds) == 1 else self.limits.num_rounds
+        with self._stage(builds) as bench:
+            found = bench._in_turns(builds, num_rounds)
             if not _has_cost(self.plan):
                 return found
-            return self._rated(opened, found, max(MIN_COST_SEARCH_S, self._search_s(opened)))
+            search_s = max(MIN_COST_SEARCH_S, self._search_s(builds))
+            return bench._rated(builds, found, search_s)
 
     def with_rates(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         """Measure once at the SLO's load, then up to the highest rate of each. A search without
         time for another level ends with what it has."""
-        with self._stage(builds) as opened:
-            return self._rated(opened, self._in_turns(opened, 1), self._search_s(opened))
+        with self._stage(builds) as bench:
+            found = bench._in_turns(builds, 1)
+            return bench._rated(builds, found, self._search_s(builds))
 
     def prove(
         self, builds: Sequence[Build], starts: Sequence[float | None] = ()
@@ -129,10 +132,12 @@ class ServedBench:
         given: with rates, costs and curves. Rates are left out if there is no time to search for
         them, unless the SLO limits cost."""
         shortest_s = MIN_COST_SEARCH_S if _has_cost(self.plan) else MIN_SEARCH_S
-        with self._stage(builds) as opened:
-            found = self._in_turns(opened, self.limits.num_rounds)
-            search_s = self._search_s(opened)
-            return found if search_s < shortest_s else self._rated(opened, found, search_s, starts)
+        with self._stage(builds) as bench:
+            found = bench._in_turns(builds, self.limits.num_rounds)
+            search_s = self._search_s(builds)
+            if search_s < shortest_s:
+                return found
+            return bench._rated(builds, found, search_s, starts)
 
     def rate_from(self, build: Build, start: float | None) -> tuple[ServedMeasurement, bool]:
         """Find the highest rate that keeps the SLO, from `start` on; if that is given, lower rates
@@ -140,8 +145,8 @@ class ServedBench:
         one tried. Also return whether the search ended before its time was up."""
         if not has_limits(self.plan):
             return self.with_rates([build])[0], True
-        with self._stage([build]) as opened:
-            endpoint = opened[0]
+        with self._stage([build]) as bench:
+            endpoint = bench._endpoint(build)
             search = RateSearch(self, endpoint, self.limits.search_s, start, is_floor=True)
             while search.is_open:
                 search.step()
@@ -155,85 +160,92 @@ class ServedBench:
 
     def answers(self, build: Build, seconds: float) -> list[tuple[int, dict[str, Array]]]:
         """Return the answers of the build behind its server, with the index of each row."""
-        with self._stage([build]) as opened:
-            return served_answers.ask(opened[0].address, build.config, self.rows, seconds)
+        with self._stage([build]) as bench:
+            address = bench._endpoint(build).address
+            return served_answers.ask(address, build.config, self.rows, seconds)
 
     @contextlib.contextmanager
-    def _stage(self, builds: Sequence[Build]) -> Iterator[Endpoints]:
+    def _stage(self, builds: Sequence[Build]) -> Iterator[ServedBench]:
         """Open endpoints. Kept servers stay up unless it fails: their state is unknown then."""
         own = Servers() if self.servers is None else self.servers
         own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s()))
         try:
-            yield Endpoints(own, builds, self.rows)
+            if not own.is_alone:
+                own.opened(builds, self.rows)
+            yield replace(self, servers=own)
         except BaseException:
             own.close()
             raise
         if self.servers is None:
             own.close()
 
-    def _search_s(self, opened: Endpoints) -> float:
+    def _search_s(self, builds: Sequence[Build]) -> float:
         """Return the time for each search for a highest rate; searches take turns."""
-        return min(self.limits.search_s, self.limits.left_s() / len(opened) - PROBE_COST_S)
+        return min(self.limits.search_s, self.limits.left_s() / len(builds) - PROBE_COST_S)
 
-    def _in_turns(self, opened: Endpoints, num_rounds: int) -> list[ServedMeasurement]:
+    def _endpoint(self, build: Build) -> ServedEndpoint:
+        assert self.servers is not None, "outside of a stage"
+        return self.servers.opened([build], self.rows)[0]
+
+    def _in_turns(self, builds: Sequence[Build], num_rounds: int) -> list[ServedMeasurement]:
         """Measure in rounds; those after the first are left out if there is no time for all."""
         load = load_of(self.plan.slo)
-        accounts = [ServedAccount(build.config) for build in opened.builds]
+        accounts = [ServedAccount(build.config) for build in builds]
         for number in range(num_rounds):
             round_s = len(accounts) * level_cost_s(self.plan.duration_s)
             if number and self.limits.left_s() < round_s:
                 break
-            for place, account in enumerate(accounts):
-                endpoint = opened[place]
-                run = endpoint.measured(bench_plan(endpoint, self.plan, [load]), self.watch)
-                account.add(run.levels[0], endpoint)
+            for build, account in zip(builds, accounts, strict=True):
+                endpoint = self._endpoint(build)
+                account.add(self.level(endpoint, load), endpoint)
         return [served_of(account, load, self.plan) for account in accounts]
 
     def _rated(
         self,
-        opened: Endpoints,
+        builds: Sequence[Build],
         found: Sequence[ServedMeasurement],
         search_s: float,
         starts: Sequence[float | None] = (),
     ) -> list[ServedMeasurement]:
-        rates = self._max_rates(opened, search_s, starts)
+        rates = self._max_rates(builds, search_s, starts or [None] * len(builds))
         return [
             msgspec.structs.replace(priced(each, rate, self.plan), curve=curve)
             for each, (rate, curve) in zip(found, rates, strict=True)
         ]
 
     def _max_rates(
-        self, opened: Endpoints, search_s: float, starts: Sequence[float | None] = ()
+        self, builds: Sequence[Build], search_s: float, starts: Sequence[float | None]
     ) -> list[tuple[Interval, Curve | None]]:
         """Return the highest rate of each that keeps the latency terms, with a curve of the
         measured levels. Without such terms, return the throughput at saturation. NaN: unknown."""
-        places = range(len(opened))
         if not has_limits(self.plan):
-            probes = [self.saturate(opened[place]) for place in places]
+            probes = [self.saturate(self._endpoint(build)) for build in builds]
             return [(stats.throughput_interval(windows), None) for windows in probes]
         searches: list[RateSearch] = []
-        for place in places:
-            start = starts[place] if starts else None
-            searches.append(RateSearch(self, opened[place], search_s, start))
+        for build, start in zip(builds, starts, strict=True):
+            searches.append(RateSearch(self, self._endpoint(build), search_s, start))
             # The next server may replace this one.
-            while opened.is_alone and searches[-1].is_open:
+            while self.servers is not None and self.servers.is_alone and searches[-1].is_open:
                 searches[-1].step()
         while left := [each for each in searches if each.is_open]:
             for each in left:
                 each.step()
         return [(each.believable_rate, curve_of(each.levels)) for each in searches]
 
+    def level(self, endpoint: ServedEndpoint, load: Load, **changes: float) -> Level:
+        """Measure one load, with these changes to the bench's plan."""
+        wanted = replace(bench_plan(endpoint, self.plan, load), **changes)
+        return endpoint.measured(wanted, self.watch).levels[0]
+
     def saturate(self, endpoint: ServedEndpoint) -> Sequence[Window]:
         """Measure a closed loop with enough clients to saturate the server."""
-        wanted = bench_plan(endpoint, self.plan, [Closed(endpoint.num_clients)])
-        short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
-        return endpoint.measured(short, self.watch).levels[0].windows
+        short = {"duration_s": endpoint.probe_s, "max_warm_up_s": SEARCH_WARM_UP_S}
+        return self.level(endpoint, Closed(endpoint.num_clients), **short).windows
 
     def rate_alone(self, endpoint: ServedEndpoint) -> float:
         """Return the rate of one client in a closed loop."""
-        wanted = bench_plan(endpoint, self.plan, [Closed(1)])
-        short = replace(wanted, duration_s=min(ALONE_S, self.plan.duration_s))
-        mean_s = stats.histogram(endpoint.measured(short, self.watch).levels[0].windows).mean()
+        level = self.level(endpoint, Closed(1), duration_s=min(ALONE_S, self.plan.duration_s))
+        mean_s = stats.histogram(level.windows).mean()
         if not mean_s > 0:
             raise BackendFailed("not one request of a client alone was answered well")
         return max(LOWEST_RATE, 1 / mean_s)
@@ -470,22 +482,6 @@ class Servers:
         return self._files[form]
 
 
-class Endpoints:
-    """Endpoints of builds during one measurement; servers that run alone start at their turn."""
-
-    def __init__(self, servers: Servers, builds: Sequence[Build], rows: Sequence[Row]) -> None:
-        self._servers, self.builds, self._rows = servers, builds, rows
-        self.is_alone = servers.is_alone
-        if not self.is_alone:
-            servers.opened(builds, rows)
-
-    def __len__(self) -> int:
-        return len(self.builds)
-
-    def __getitem__(self, place: int) -> ServedEndpoint:
-        return self._servers.opened([self.builds[place]], self._rows)[0]
-
-
 # Inputs.
 
 
@@ -550,17 +546,17 @@ def _json(spec: TensorSpec, array: Array) -> object:
     return {"content": {"b64": packed}, "shape": list(np.shape(array))}
 
 
-def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> bench.BenchPlan:
+def bench_plan(endpoint: ServedEndpoint, plan: Plan, load: Load) -> bench.BenchPlan:
     """Return the benchmark's plan. A closed loop of streams has no warm-up: with one, a client
     whose answer takes longer than the level would send its next request after the end."""
-    is_alone = endpoint.is_streaming and any(isinstance(load, Closed) for load in loads)
+    is_alone = endpoint.is_streaming and isinstance(load, Closed)
     return bench.BenchPlan(
         endpoint.target(plan),
         endpoint.inputs(plan),
-        tuple(loads),
+        (load,),
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
-        duration_s=max(endpoint.level_s(plan, load) for load in loads),
+        duration_s=endpoint.level_s(plan, load),
         max_warm_up_s=0.0 if is_alone else min(WARM_UP_S, warm_up_s(plan.duration_s)),
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
@@ -887,9 +883,8 @@ class RateSearch:
     def step(self) -> None:
         assert self._next is not None
         began = time.monotonic()
-        wanted = bench_plan(self._endpoint, self._bench.plan, [self._next])
-        short = replace(wanted, duration_s=self._level_s, max_warm_up_s=SEARCH_WARM_UP_S)
-        level = self._endpoint.measured(short, self._bench.watch).levels[0]
+        short = {"duration_s": self._level_s, "max_warm_up_s": SEARCH_WARM_UP_S}
+        level = self._bench.level(self._endpoint, self._next, **short)
         self.levels.append(level)
         self._search.add(self._next, level.windows)
         self._left_s -= time.monotonic() - began
