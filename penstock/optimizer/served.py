@@ -232,19 +232,21 @@ class ServedBench:
                 each.step()
         return [(each.believable_rate, curve_of(each.levels)) for each in searches]
 
-    def level(self, endpoint: ServedEndpoint, load: Load, **changes: float) -> Level:
-        """Measure one load, with these changes to the bench's plan."""
-        wanted = replace(bench_plan(endpoint, self.plan, load), **changes)
+    def level(self, endpoint: ServedEndpoint, load: Load, short_s: float | None = None) -> Level:
+        """Measure one load; if that is given, for this long after a short warm-up."""
+        wanted = bench_plan(endpoint, self.plan, load)
+        if short_s is not None:
+            warm_up_s = min(wanted.max_warm_up_s, SEARCH_WARM_UP_S)
+            wanted = replace(wanted, duration_s=short_s, max_warm_up_s=warm_up_s)
         return endpoint.measured(wanted, self.watch).levels[0]
 
     def saturate(self, endpoint: ServedEndpoint) -> Sequence[Window]:
         """Measure a closed loop with enough clients to saturate the server."""
-        short = {"duration_s": endpoint.probe_s, "max_warm_up_s": SEARCH_WARM_UP_S}
-        return self.level(endpoint, Closed(endpoint.num_clients), **short).windows
+        return self.level(endpoint, Closed(endpoint.num_clients), endpoint.probe_s).windows
 
     def rate_alone(self, endpoint: ServedEndpoint) -> float:
         """Return the rate of one client in a closed loop."""
-        level = self.level(endpoint, Closed(1), duration_s=min(ALONE_S, self.plan.duration_s))
+        level = self.level(endpoint, Closed(1), min(ALONE_S, self.plan.duration_s))
         mean_s = stats.histogram(level.windows).mean()
         if not mean_s > 0:
             raise BackendFailed("not one request of a client alone was answered well")
@@ -883,8 +885,7 @@ class RateSearch:
     def step(self) -> None:
         assert self._next is not None
         began = time.monotonic()
-        short = {"duration_s": self._level_s, "max_warm_up_s": SEARCH_WARM_UP_S}
-        level = self._bench.level(self._endpoint, self._next, **short)
+        level = self._bench.level(self._endpoint, self._next, self._level_s)
         self.levels.append(level)
         self._search.add(self._next, level.windows)
         self._left_s -= time.monotonic() - began
