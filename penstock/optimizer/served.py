@@ -232,11 +232,16 @@ class ServedBench:
                 each.step()
         return [(each.believable_rate, curve_of(each.levels)) for each in searches]
 
-    def level(self, endpoint: ServedEndpoint, load: Load, short_s: float | None = None) -> Level:
-        """Measure one load; if that is given, for this long after a short warm-up."""
+    def level(
+        self,
+        endpoint: ServedEndpoint,
+        load: Load,
+        short_s: float | None = None,
+        warm_up_s: float = SEARCH_WARM_UP_S,
+    ) -> Level:
+        """Measure one load; if that is given, for this long after this warm-up."""
         wanted = bench_plan(endpoint, self.plan, load)
         if short_s is not None:
-            warm_up_s = min(wanted.max_warm_up_s, SEARCH_WARM_UP_S)
             wanted = replace(wanted, duration_s=short_s, max_warm_up_s=warm_up_s)
         return endpoint.measured(wanted, self.watch).levels[0]
 
@@ -246,7 +251,7 @@ class ServedBench:
 
     def rate_alone(self, endpoint: ServedEndpoint) -> float:
         """Return the rate of one client in a closed loop."""
-        level = self.level(endpoint, Closed(1), min(ALONE_S, self.plan.duration_s))
+        level = self.level(endpoint, Closed(1), min(ALONE_S, self.plan.duration_s), 0.0)
         mean_s = stats.histogram(level.windows).mean()
         if not mean_s > 0:
             raise BackendFailed("not one request of a client alone was answered well")
