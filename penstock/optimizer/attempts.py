@@ -1,13 +1,13 @@
 """Tries one candidate after the other: build, read back, compare, judge, time.
 
 Every attempt is recorded with its outcome, failed and slower ones too. Which steps are tried is
-decided elsewhere (`search`, `proposals`).
+decided elsewhere (`search`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
@@ -20,6 +20,7 @@ from penstock.optimizer.findings import Contender, Findings, arrangement
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
+from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.shapes import arrangements, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_budget import TimeBudget
@@ -32,6 +33,12 @@ HOPELESS = 0.6
 MAX_MEMORY = 0.25
 
 
+def pass_context(run: RunContext, contender: Contender) -> PassContext:
+    """Describe a contender to passes."""
+    build, facts, times = contender.build, contender.facts, contender.times
+    return PassContext(run.plan, run.machine, build, facts, run.examples, times, run.rows)
+
+
 @dataclass(slots=True)
 class Predictor:
     """Makes contenders of builds that passed their gates."""
@@ -39,7 +46,6 @@ class Predictor:
     evaluator: Evaluator
     findings: Findings
     budget: TimeBudget
-    context: Callable[[Contender], PassContext]
 
     def predict(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         """Measure batch times, as far as they matter and there is time, and simulate servers."""
@@ -67,7 +73,7 @@ class Predictor:
         """Compare with the best at the smallest number of instances."""
         if not self.findings.contenders or self.evaluator.run.plan.is_exhaustive:
             return False
-        contender.shapes = shapes(self.context(contender))
+        contender.shapes = shapes(pass_context(self.evaluator.run, contender))
         fewest = min(num_instances for num_instances, _ in contender.times)
         best = self.findings.best.shapes
         alone = [rate for steps, rate in best if arrangement(steps)[0] == fewest]
@@ -76,7 +82,7 @@ class Predictor:
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
         """Return the shapes within the SLO's memory limit; all if none is known to fit."""
         slo = self.evaluator.run.plan.slo
-        found = shapes(self.context(contender))
+        found = shapes(pass_context(self.evaluator.run, contender))
         limits = [term.max_bytes for term in slo.terms if isinstance(term, Memory)]
         if not limits:
             return found

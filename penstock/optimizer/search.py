@@ -10,20 +10,21 @@ same results lead to the same choice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, wording
-from penstock.optimizer.attempts import Attempts, Predictor, note_times
+from penstock.optimizer.attempts import Attempts, Predictor, note_times, pass_context
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.findings import MAX_FINALISTS, NUM_SEMIFINALISTS, Contender, Findings
-from penstock.optimizer.passes import LayeredPass, Pass, PassContext
+from penstock.optimizer.passes import LayeredPass, Pass
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
+from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
 from penstock.optimizer.time_plan import PROFILE_S, OutOfTime, smallest_budget_s
@@ -42,18 +43,20 @@ NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Asks passes for steps. `context` describes a contender to them."""
+    """Asks passes for steps."""
 
     findings: Findings
-    context: Callable[[Contender], PassContext]
-    is_on_gpu: bool
-    is_exhaustive: bool
-    has_data: bool
+    run: RunContext
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether steps that are unlikely to win are left out, on a GPU."""
+        return self.run.original.config.uses_gpu and not self.run.plan.is_exhaustive
 
     def propose(self, each: Pass) -> tuple[list[tuple[Contender, list[Step]]], list[Skip]]:
         """Return the steps that the pass proposes for the best contender of each family, or the
         reasons why it proposes none."""
-        if each.changes_answers and not self.has_data:
+        if each.changes_answers and self.run.examples is None:
             return [], [Skip(each.name, NEEDS_DATA)]
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
         skips: dict[str, Skip] = {}
@@ -64,7 +67,7 @@ class Proposals:
             if self._is_far_behind(parent, each):
                 skips[FAR_BEHIND] = Skip(each.name, FAR_BEHIND)
                 continue
-            found = each.propose(self.context(parent))
+            found = each.propose(pass_context(self.run, parent))
             steps = [one for one in found if isinstance(one, Step)]
             skips.update({one.reason: one for one in found if isinstance(one, Skip)})
             if steps or self._stands_for_all(each):
@@ -75,7 +78,7 @@ class Proposals:
     def reason_to_stop(self, each: Pass, step: Step, record: Try) -> str:
         """Return why to skip the remaining steps, on a GPU: the step passed and the others are its
         fallbacks, or the compiler's kernels are behind and it would only get more tuning time."""
-        if not self.is_on_gpu or self.is_exhaustive:
+        if not self.is_pruned:
             return ""
         is_passed = record.outcome not in ("rejected", "failed", "cut off")
         if each.name in ALTERNATIVES and is_passed:
@@ -95,11 +98,11 @@ class Proposals:
         it: on a GPU, passes that build on their parent are not tried on slower parents. Compilers
         start again from the model's own operators."""
         is_adding = each.stage == "compile" and each.name != COMPILER
-        return self.is_on_gpu and is_adding and not self.is_exhaustive
+        return is_adding and self.is_pruned
 
     def _is_far_behind(self, parent: Contender, each: Pass) -> bool:
         """Return whether no precision can make a parent the best. A compiler might."""
-        if each.stage == "compile" or self.is_exhaustive:
+        if each.stage == "compile" or self.run.plan.is_exhaustive:
             return False
         return parent.rate < MIN_PARENT[each.stage] * self.findings.best.rate
 
@@ -146,14 +149,8 @@ class Search:
         self._is_on_gpu = evaluator.run.original.config.uses_gpu
         # Names of the passes that ran to their end.
         self._asked: set[str] = set()
-        self._proposals = Proposals(
-            findings,
-            self._context,
-            self._is_on_gpu,
-            evaluator.run.plan.is_exhaustive,
-            has_data=evaluator.run.examples is not None,
-        )
-        self._predictor = Predictor(evaluator, findings, budget, self._context)
+        self._proposals = Proposals(findings, evaluator.run)
+        self._predictor = Predictor(evaluator, findings, budget)
         self._attempts = Attempts(evaluator, findings, budget, progress, self._predictor)
         self._rounds = ServingRounds(evaluator, findings, budget, progress, passes)
 
@@ -192,8 +189,8 @@ class Search:
                     return
         self._rounds.measure_finalists(MAX_FINALISTS)
         self._rounds.measure_overlooked()
-        self._rounds.note_skipped(self._context(self.findings.best))
-        self._rounds.try_memory(self._context)
+        self._rounds.note_skipped()
+        self._rounds.try_memory()
 
     def _finish_early(self) -> None:
         """Serve the best candidates so far in a short measurement, so that they have real figures;
@@ -203,19 +200,6 @@ class Search:
             self._rounds.measure_interrupted()
         else:
             self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
-
-    def _context(self, contender: Contender) -> PassContext:
-        """Describe a contender to passes."""
-        run = self._evaluator.run
-        return PassContext(
-            self._plan,
-            run.machine,
-            contender.build,
-            contender.facts,
-            run.examples,
-            contender.times,
-            run.rows,
-        )
 
     # When to stop.
 

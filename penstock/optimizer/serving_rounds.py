@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import outcomes
+from penstock.optimizer.attempts import pass_context
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.findings import Contender, Finalist, Findings, ServingSteps
@@ -146,14 +147,15 @@ class ServingRounds:
                 raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
         return build
 
-    def note_skipped(self, context: PassContext) -> None:
+    def note_skipped(self) -> None:
         """Note why serving passes have nothing to offer."""
+        context = pass_context(self.evaluator.run, self.findings.best)
         for each in self.passes:
             if each.is_config_only and each.stage != "memory":
                 found = each.propose(context)
                 self.findings.skipped += [one for one in found if isinstance(one, Skip)]
 
-    def try_memory(self, context: Callable[[Contender], PassContext]) -> None:
+    def try_memory(self) -> None:
         """If the best misses only its memory limit, try it with less memory."""
         best = self.findings.finalists[0]
         missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
@@ -162,7 +164,8 @@ class ServingRounds:
         self.budget.stage = "memory"
         for each in self.passes:
             if each.stage == "memory":
-                self._try_less(each, best, replace(context(best.contender), build=best.build))
+                context = pass_context(self.evaluator.run, best.contender)
+                self._try_less(each, best, replace(context, build=best.build))
 
     def _try_less(self, each: Pass, best: Finalist, context: PassContext) -> None:
         contender, findings = best.contender, self.findings
