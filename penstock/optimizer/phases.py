@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Phase, ServedMeasurement, Try
+from penstock.optimizer.outcomes import try_of
+from penstock.optimizer.results import Optimization, Phase, ServedMeasurement
 
 ARROW = " → "
 AS_SERVED = "as served: "
@@ -79,7 +80,7 @@ class _Known:
         proven = self.found.after if candidate == chosen else None
         if not candidate.steps:
             proven = proven or self.found.before
-        own = self._try(candidate)
+        own = try_of(self.found.tries, candidate.key)
         if proven is not None or own is not None and own.served is not None:
             return proven or (None if own is None else own.served)
         if chosen is None or candidate == chosen.model:
@@ -98,7 +99,7 @@ class _Known:
             return served.max_rate.value, False
         if self.found.form == "text":
             return math.nan if served is None else 0.0, False
-        own = self._try(candidate.model)
+        own = try_of(self.found.tries, candidate.model.key)
         if own is None or own.predicted_rate is None:
             return math.nan, False
         return own.predicted_rate, True
@@ -122,12 +123,8 @@ class _Known:
                 return None
             return held_out.candidate if is_last else held_out.original
         while candidate.steps:
-            own = self._try(candidate)
+            own = try_of(self.found.tries, candidate.key)
             if own is not None and own.accuracy is not None:
                 return own.accuracy.candidate
             candidate = candidate.parent
         return judged[0].original
-
-    def _try(self, candidate: Candidate) -> Try | None:
-        tries = self.found.tries
-        return next((each for each in tries if each.candidate == candidate), None)

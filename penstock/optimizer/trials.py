@@ -168,9 +168,14 @@ class ServedRows:
 
 
 def as_served(child: TrialProcess, config: ModelConfig, rows: Sequence[Row]) -> ServedRows:
-    sent, lengths = _padded_rows(config, child.is_padded, rows)
+    lengths = [0] * len(rows)
+    if child.is_padded:
+        assert config.padding is not None
+        pads, axes = Pads(config), config.padding.axes
+        known = [length_of(row, axes) for row in rows]
+        rows, lengths = _filled(config, rows, [pads.bucket(n) if n else None for n in known])
     # A postprocessing function receives outputs that are already cropped.
-    return ServedRows(sent, lengths, () if config.postprocess else child.proof.crops)
+    return ServedRows(rows, lengths, () if config.postprocess else child.proof.crops)
 
 
 def compute(
@@ -525,18 +530,6 @@ def _by_length(
         if key in found:
             found[key].append(row)
     return dict(found)
-
-
-def _padded_rows(
-    config: ModelConfig, is_padded: bool, rows: Sequence[Row]
-) -> tuple[Sequence[Row], list[int]]:
-    """Pad rows to their buckets; also return their lengths before, 0 for those not padded."""
-    if not is_padded:
-        return rows, [0] * len(rows)
-    assert config.padding is not None
-    pads = Pads(config)
-    lengths = [length_of(row, config.padding.axes) for row in rows]
-    return _filled(config, rows, [pads.bucket(each) if each else None for each in lengths])
 
 
 def _filled(
