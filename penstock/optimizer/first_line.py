@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from penstock import units
 from penstock.optimizer import outcomes, wording
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try
+from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try, try_of
 from penstock.system.exit_codes import ExitCode
 
 EXIT_CODES = {
@@ -155,7 +155,7 @@ def chosen_try(optimization: Optimization) -> Try | None:
     serving settings, may have none."""
     candidate = optimization.chosen
     while candidate is not None:
-        found = outcomes.try_of(optimization.tries, candidate.key)
+        found = try_of(optimization.tries, candidate.key)
         if found is not None:
             return found
         candidate = candidate.parent if candidate.steps else None

@@ -14,7 +14,7 @@ from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.findings import Findings
-from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try
+from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try, try_of
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.time_plan import CutOff
 
@@ -28,10 +28,6 @@ INTERRUPTED = "interrupted before every step was tried; run the same command aga
 
 
 # Candidates.
-
-
-def try_of(tries: Sequence[Try], key: str) -> Try | None:
-    return next((each for each in tries if each.candidate.key == key), None)
 
 
 def outcome_of_error(error: PenstockError) -> tuple[Outcome, str]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.outcomes import try_of
-from penstock.optimizer.results import Optimization, Phase, ServedMeasurement
+from penstock.optimizer.results import Optimization, Phase, ServedMeasurement, try_of
 
 ARROW = " → "
 AS_SERVED = "as served: "

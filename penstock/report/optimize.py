@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from penstock import units
-from penstock.optimizer import first_line, outcomes, wording
-from penstock.optimizer.results import Optimization
+from penstock.optimizer import first_line, wording
+from penstock.optimizer.results import Optimization, try_of
 from penstock.report import before_after, optimize_figures, profile_figures, reproduce, tried
 from penstock.report.before_after import BeforeAfterRow
 from penstock.report.page import Card, Remark, drawn, rendered
@@ -187,7 +187,7 @@ def about(optimization: Optimization) -> dict[str, str]:
 
 def _profiled(optimization: Optimization) -> str:
     """Return the candidate that was profiled; empty if unknown."""
-    found = outcomes.try_of(optimization.tries, optimization.profiled)
+    found = try_of(optimization.tries, optimization.profiled)
     return "" if found is None else str(found.candidate)
 
 

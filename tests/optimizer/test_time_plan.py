@@ -230,10 +230,10 @@ class SlowLab(MadeLab):
     def _serve(self, num_builds: int, num_rounds: int, left_s: float | None) -> None:
         ends_at = float("inf") if left_s is None else self.clock.now + left_s
         spent_s = num_builds * self.start_s
-        round_s = num_builds * (self.time.level_cost_s - self.draw_s(0.0, 0.8))
+        round_s = num_builds * (time_plan.level_cost_s(self.time.level_s) - self.draw_s(0.0, 0.8))
         for number in range(num_rounds):
             left_s = ends_at - (self.clock.now + spent_s)
-            if number and left_s < num_builds * self.time.level_cost_s:
+            if number and left_s < num_builds * time_plan.level_cost_s(self.time.level_s):
                 break
             spent_s += round_s
         self.spend(spent_s)
