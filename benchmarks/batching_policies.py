@@ -30,7 +30,10 @@ from rich.table import Table
 from penstock.config import BatchPolicy, ladder
 from penstock.serving.batcher import Batcher
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.testing import simulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from doubles import simulate
 
 RESULTS = Path(__file__).with_name("results") / "batching_policies.json"
 OVERLOADS = (1.5, 2.0, 10.0)

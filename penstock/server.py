@@ -20,20 +20,19 @@ from pathlib import Path
 
 from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
 from penstock.dashboard.pages import Pages
-from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
+from penstock.processes.child import limited
 from penstock.protocols import access_log
-from penstock.protocols.embeddings_http import EmbeddingsHttp
-from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
+from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
-from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import Models, V2Http
+from penstock.protocols.v2_http import MetricsHttp, Models, V2Http
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
@@ -44,9 +43,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
-from penstock.serving.supervisor import limited
 from penstock.system.exit_codes import ExitCode
-from penstock.wire.openai_v1 import Known
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -82,27 +79,6 @@ def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) ->
     return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
-class CatalogTextModels:
-    """The language models of a catalog."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    def find(self, name: str) -> LanguageModel:
-        model = self._catalog.find(name)
-        if not isinstance(model, LanguageModel):
-            there = ", ".join(each.name for each in self.known()) or "none"
-            raise NotFound(f"The model '{name}' is no language model; loaded: {there}")
-        return model
-
-    def known(self) -> list[Known]:
-        return [
-            Known(each.config.name, each.loaded_at, each.max_length)
-            for each in self._catalog
-            if isinstance(each, LanguageModel) and each.is_ready
-        ]
-
-
 class Server:
     """The running server. Ports open first, so that it is live before it is ready; then models
     load. Shutdown is in reverse order."""
@@ -135,12 +111,7 @@ class Server:
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = config.logs_requests
-        openai = OpenAiHttp(
-            CatalogTextModels(self.catalog),
-            lambda: self.lifecycle.is_draining,
-            logs_requests=is_logged,
-            embeddings=EmbeddingsHttp(self.catalog, is_logged),
-        )
+        openai = OpenAiHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         pages = Pages(self.management, gate).handlers()
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
@@ -313,16 +284,8 @@ class Server:
                 [cannot_listen(config.host, config.http_port, "HTTP", listen_problem(error))]
             ) from None
         self.http_port = self._reserved.getsockname()[1]
-        opening = http_opening(
-            config.host,
-            self.http_port,
-            config.limits,
-            self._gate,
-            config.logs_requests,
-            config.tls,
-        )
         self._fronts += [
-            Front(self._core, http_spec(number, opening, config.limits))
+            Front(self._core, http_spec(number, self.http_port, config, self._gate))
             for number in range(1, config.num_fronts + 1)
         ]
 

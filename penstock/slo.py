@@ -5,14 +5,14 @@
 A metric may also precede its statistic: ttft p50 < 100ms.
 
 Pure values with a parser that reports every problem and a `str` that parses back to the same. Knows
-nothing of measuring; `judge` compares numbers that others measured.
+nothing of measuring.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,14 @@ SIZES = {
     "TiB": 1 << 40,
 }
 TERMS = "p50, p90, p95, p99, p99.9, mean, throughput, goodput, cost or memory"
+# The comparison of each term, and an example.
+FORMS = dict.fromkeys(STATISTICS, ("<", "p99 [metric] < 20ms")) | {
+    "throughput": (">=", "throughput >= 500/s"),
+    "goodput": (">=", "goodput >= 99 %"),
+    "cost": ("<=", "cost <= 0.5 per million"),
+    "memory": ("<=", "memory <= 2GiB"),
+}
+PER_SECOND = r"/\s*s"
 
 Outcome = Literal["kept", "missed", "not measured"]
 
@@ -154,25 +162,6 @@ class Slo:
         return text if self.rate is None else f"{text} at {self.rate}"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One term and its measured value."""
-
-    term: Term
-    measured: float | None
-
-    @property
-    def outcome(self) -> Outcome:
-        if self.measured is None or math.isnan(self.measured):
-            return "not measured"
-        return "kept" if self.term.is_kept_by(self.measured) else "missed"
-
-
-def judge(slo: Slo, measured: Mapping[str, float]) -> tuple[Verdict, ...]:
-    """Judge each term. `measured` is keyed by `term.name`, in seconds, percent, bytes and 1/s."""
-    return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
-
-
 def parse(text: str) -> Slo:
     """Parse an SLO; ConfigError lists every problem."""
     problems: list[str] = []
@@ -213,43 +202,38 @@ def _parse_term(text: str) -> Term:
         # Accept "ttft p99" for "p99 ttft".
         subject.reverse()
     head = subject[0] if subject else ""
-    if head in STATISTICS:
-        wanted, form = "<", "p99 [metric] < 20ms"
-    elif head in ("throughput", "goodput"):
-        wanted, form = ">=", "throughput >= 500/s" if head == "throughput" else "goodput >= 99 %"
-    elif head in ("cost", "memory"):
-        wanted, form = "<=", "cost <= 0.5 per million" if head == "cost" else "memory <= 2GiB"
-    else:
+    if head not in FORMS:
         raise ValueError(f"'{head}' is not a term; expected {TERMS}")
+    wanted, form = FORMS[head]
     if match is None:
         raise ValueError(f"nothing is compared; expected the form {form}")
     if match[2] != wanted:
         raise ValueError(f"'{match[2]}' is not possible here; expected '{wanted}', as in {form}")
-    return _make_term(head, subject[1:], match[3])
+    return _make_term(head, " ".join(subject[1:]), match[3])
 
 
-def _make_term(head: str, metrics: list[str], value: str) -> Term:
-    if head in STATISTICS:
-        metric = " ".join(metrics) or "latency"
-        if metric not in METRICS:
-            raise ValueError(f"'{metric}' is not a metric; expected one of {', '.join(METRICS)}")
-        return Latency(head, parse_duration(value), metric)
-    if metrics:
-        raise ValueError(f"'{' '.join(metrics)}' is too much after '{head}'")
-    if head == "throughput":
-        return Throughput(_parse_per_second(value))
-    if head == "goodput":
-        return Goodput(_parse_percent(value))
-    if head == "cost":
-        return Cost(_parse_with_suffix(value, r"per\s+million", "0.5 per million"))
-    return Memory(parse_size(value))
+def _make_term(head: str, metric: str, value: str) -> Term:
+    if metric and head in STATISTICS and metric not in METRICS:
+        raise ValueError(f"'{metric}' is not a metric; expected one of {', '.join(METRICS)}")
+    if metric and head not in STATISTICS:
+        raise ValueError(f"'{metric}' is too much after '{head}'")
+    match head:
+        case "throughput":
+            return Throughput(_parse_with_suffix(value, PER_SECOND, "500/s"))
+        case "goodput":
+            return Goodput(_parse_percent(value))
+        case "cost":
+            return Cost(_parse_with_suffix(value, r"per\s+million", "0.5 per million"))
+        case "memory":
+            return Memory(parse_size(value))
+    return Latency(head, parse_duration(value), metric or "latency")
 
 
 def _parse_rate(text: str, problems: list[str]) -> Rate | None:
     try:
         per_s, *rest = text.split(maxsplit=1)
         words = rest[0].split() if rest else []
-        return _make_rate(_parse_per_second(per_s), words)
+        return _make_rate(_parse_with_suffix(per_s, PER_SECOND, "500/s"), words)
     except ValueError as error:
         reason = str(error) if text.strip() else "a rate is missing; expected one like 200/s"
         problems.append(f"at: {reason}")
@@ -300,10 +284,6 @@ def format_size(num_bytes: int) -> str:
         if num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
     raise AssertionError("every size is a number of bytes")
-
-
-def _parse_per_second(text: str) -> float:
-    return _parse_with_suffix(text, r"/\s*s", "500/s")
 
 
 def _parse_percent(text: str) -> float:

@@ -117,16 +117,14 @@ class Signature:
         return all(spec.shape[:1] == (-1,) for spec in tensors)
 
 
+@dataclass(slots=True, eq=False)
 class Tensor:
     """A named buffer with a shape. `data` may be a view that is only valid during a call."""
 
-    __slots__ = ("data", "datatype", "name", "shape")
-
-    def __init__(self, name: str, datatype: str, shape: tuple[int, ...], data: Buffer) -> None:
-        self.name = name
-        self.datatype = datatype
-        self.shape = shape
-        self.data = data
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Buffer
 
     def __repr__(self) -> str:
         return f"<Tensor {self.name} {self.datatype} {list(self.shape)}>"
@@ -135,33 +133,21 @@ class Tensor:
 NOT_COMPUTED = (0.0, 0.0, 0.0)
 
 
+@dataclass(slots=True, eq=False)
 class Timings:
-    """When a request passed each stage, in seconds of the monotonic clock.
+    """When a request passed each stage, in seconds of the monotonic clock."""
 
-    `compute_s` are durations measured by the worker for the whole batch: reading the inputs,
-    running the model, writing the outputs. `instance_wait_s` is the part of the queueing time in
-    which no instance was idle; `saturated_s` is the accumulated time without an idle instance when
-    the request was queued.
-    """
-
-    __slots__ = (
-        "completed",
-        "compute_s",
-        "dispatched",
-        "instance_wait_s",
-        "queued",
-        "received",
-        "saturated_s",
-    )
-
-    def __init__(self, received: float) -> None:
-        self.received = received
-        self.queued = 0.0
-        self.dispatched = 0.0
-        self.saturated_s = 0.0
-        self.instance_wait_s = 0.0
-        self.compute_s = NOT_COMPUTED
-        self.completed = 0.0
+    received: float
+    queued: float = 0.0
+    dispatched: float = 0.0
+    # Accumulated time without an idle instance when the request was queued.
+    saturated_s: float = 0.0
+    # Part of the queueing time in which no instance was idle.
+    instance_wait_s: float = 0.0
+    # Measured by the worker for the whole batch: reading the inputs, running the model, writing the
+    # outputs.
+    compute_s: tuple[float, float, float] = NOT_COMPUTED
+    completed: float = 0.0
 
     @property
     def compute_input_s(self) -> float:
@@ -183,26 +169,18 @@ class RequestedOutput(msgspec.Struct, frozen=True):
     parameters: dict[str, Parameter] = {}
 
 
+@dataclass(slots=True, eq=False)
 class Response:
     """One answer. The buffers of `outputs` are views into shared memory: a sink must copy what it
     keeps before `respond` returns."""
 
-    __slots__ = ("form", "model_name", "model_version", "outputs", "parameters")
-
-    def __init__(
-        self,
-        model_name: str,
-        model_version: str,
-        outputs: Sequence[Tensor],
-        parameters: Mapping[str, Parameter] | None = None,
-    ) -> None:
-        # Responses with the same form have the same model, names, datatypes and shapes, so a codec
-        # may cache what it derives from them. None: unknown.
-        self.form: object = None
-        self.model_name = model_name
-        self.model_version = model_version
-        self.outputs = outputs
-        self.parameters = parameters
+    model_name: str
+    model_version: str
+    outputs: Sequence[Tensor]
+    parameters: Mapping[str, Parameter] | None = None
+    # Responses with the same form have the same model, names, datatypes and shapes, so a codec may
+    # cache what it derives from them. None: unknown.
+    form: object = None
 
 
 class ReplySink(Protocol):

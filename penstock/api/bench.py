@@ -7,6 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,9 +121,9 @@ def judge(
 
 
 def render(runs: Sequence[BenchRun]) -> RenderableType:
-    from penstock.report import bench_table, sweep
+    from penstock.report import bench_table
 
-    return bench_table.shown(runs[0]) if len(runs) == 1 else sweep.shown(runs)
+    return bench_table.shown(runs[0]) if len(runs) == 1 else bench_table.sweep(runs)
 
 
 def save(runs: Sequence[BenchRun], path: Path) -> None:
@@ -159,9 +160,10 @@ def write_html(runs: Sequence[BenchRun], path: Path) -> None:
 
 
 def headline_of(runs: Sequence[BenchRun]) -> str:
-    from penstock.report import sweep
+    from penstock.report import bench_table
 
-    return headline.headline_of(runs[0]).text if len(runs) == 1 else sweep.headline(runs)
+    is_one = len(runs) == 1
+    return headline.headline_of(runs[0]).text if is_one else bench_table.sweep_headline(runs)
 
 
 def _targets(runs: Sequence[BenchRun], path: Path) -> Iterator[tuple[Path, BenchRun]]:
@@ -178,25 +180,13 @@ def _run(conductor: Conductor) -> BenchRun:
         is_main = False
     if is_main:
         return asyncio.run(_interruptible(conductor))
-    found: list[BenchRun] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        measured = threads.submit(asyncio.run, conductor.measure())
         try:
-            found.append(asyncio.run(conductor.measure()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        conductor.interrupt()
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+            return measured.result()
+        except KeyboardInterrupt:
+            conductor.interrupt()
+            return measured.result()
 
 
 async def _interruptible(conductor: Conductor) -> BenchRun:

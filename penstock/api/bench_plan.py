@@ -8,19 +8,21 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from penstock import slo as slos
 from penstock.api.bench_options import BenchOptions
+from penstock.api.options import flag_name
 from penstock.benchmark import pacer
 from penstock.benchmark.pacer import Closed, Load
 from penstock.benchmark.plan import BenchPlan, decides_for
-from penstock.benchmark.targets import TargetSpec, path_target
+from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import kind_of
 from penstock.data import InputSpec, lengths, traces
 from penstock.errors import CommandLineError, ConfigError
 from penstock.slo import Slo
 
+Value = TypeVar("Value")
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
 LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
 DURATION_S = 10.0
@@ -61,7 +63,7 @@ def make_plans(
         options = replace(options, seed=secrets.randbelow(2**31))
     reading = OptionReader(options)
     sizes = reading.parse("batch_size", parse_batch_sizes) or [1]
-    slo: Slo | None = reading.parse("slo", slos.parse)
+    slo = reading.parse("slo", slos.parse)
     duration_s = reading.parse("duration", slos.parse_duration)
     inputs = _inputs(reading)
     loads = _loads(reading, slo, duration_s)
@@ -150,37 +152,23 @@ class OptionReader:
         if self.file_problems:
             raise ConfigError(self.file_problems)
 
-    def file(self, name: str, read: Callable[[str], Any]) -> Any:
-        """Read an option's file; None if it is not given or cannot be used."""
+    def parse(
+        self, name: str, parse: Callable[[str], Value], *, is_file: bool = False
+    ) -> Value | None:
+        """Parse an option, or read its file; None if it is not given or cannot be used."""
         text = getattr(self.options, name)
         try:
-            return read(text) if text else None
-        except ConfigError as error:
-            is_usage = isinstance(error, CommandLineError)
+            return parse(text) if text else None
+        except (ConfigError, ValueError) as error:
+            is_usage = not is_file or isinstance(error, CommandLineError)
+            found = error.problems if isinstance(error, ConfigError) else [str(error)]
             problems = self.problems if is_usage else self.file_problems
-            problems += [f"{_flag(name)}: {each}" for each in error.problems]
-        return None
-
-    def parse(self, name: str, parse: Callable[[str], Any]) -> Any:
-        """Parse an option; None if it is not given or invalid."""
-        text = getattr(self.options, name)
-        if not text:
-            return None
-        try:
-            return parse(text)
-        except ConfigError as error:
-            self.problems += [f"{_flag(name)}: {each}" for each in error.problems]
-        except ValueError as error:
-            self.problems.append(f"{_flag(name)}: {error}")
+            problems += [f"{flag_name(name)}: {each}" for each in found]
         return None
 
     def list_given(self, *names: str) -> list[str]:
         """Return which of these options were given, as flags."""
-        return [_flag(name) for name in names if getattr(self.options, name)]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        return [flag_name(name) for name in names if getattr(self.options, name)]
 
 
 def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
@@ -200,12 +188,12 @@ def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> 
     counts = reading.parse("concurrency", pacer.parse_concurrency) or []
     loads: list[Load] = [pacer.Closed(count) for count in counts]
     rates = reading.parse("rate", pacer.parse_rates) or []
-    profiles: list[Any] = [pacer.Flat(each) for each in rates]
+    profiles: list[pacer.Flat | pacer.Ramp | pacer.Steps] = [pacer.Flat(each) for each in rates]
     ramp = reading.parse("ramp", lambda text: pacer.parse_ramp(text, duration_s or DURATION_S))
     steps = reading.parse("steps", pacer.parse_steps)
     profiles += [each for each in (ramp, steps) if each is not None]
     loads += [pacer.Open(profile, arrivals, cv) for profile in profiles]
-    if trace := reading.file("trace", lambda text: traces.read_trace(Path(text))):
+    if trace := reading.parse("trace", lambda text: traces.read_trace(Path(text)), is_file=True):
         loads.append(pacer.Replay(trace.times_s, options.rate_scale or 1.0, trace.name))
     if not given and rate is not None:
         loads = [pacer.Open(pacer.Flat(rate.per_s), arrivals, cv)]
@@ -229,8 +217,6 @@ def _check_unused(reading: OptionReader, spec: TargetSpec, ambient: Collection[s
         return
     try:
         kind = kind_of(spec)
-        if kind == "in process" and path_target.is_text(spec):
-            kind = "text in process"
     except CommandLineError as error:
         reading.problems += error.problems
         return
@@ -265,8 +251,8 @@ def _inputs(reading: OptionReader) -> InputSpec:
     return InputSpec(
         path=options.data,
         name=options.data_name,
-        lengths=reading.file("lengths", lengths.parse),
-        output_lengths=reading.file("output_lengths", lengths.parse),
+        lengths=reading.parse("lengths", lengths.parse, is_file=True),
+        output_lengths=reading.parse("output_lengths", lengths.parse, is_file=True),
         seed=options.seed,
         trace_path=options.trace,
     )
@@ -289,7 +275,7 @@ def _target(address: str, reading: OptionReader, loads: tuple[Load, ...]) -> Tar
         api=options.api or "chat",
         method=options.method or ("POST" if options.body else "GET"),
         headers=headers,
-        body=reading.file("body", _read_body) or "",
+        body=reading.parse("body", _read_body, is_file=True) or "",
         api_key=options.api_key,
         timeout_s=reading.parse("timeout", slos.parse_duration) or 0.0,
         max_connections=options.max_connections or max([MAX_CONNECTIONS, *counts]),

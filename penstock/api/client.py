@@ -6,7 +6,6 @@ Works with Penstock, Triton and other v2 servers. Thread-safe; connections are k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata, parse_endpoint
@@ -56,12 +55,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import http.client
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -27,7 +27,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.types import Array, Tensor, TensorSpec
+from penstock.types import Array, Tensor
 from penstock.wire import v2_client
 
 # Errors by HTTP status; other statuses are BackendFailed. The text decides which error 503 is.
@@ -48,20 +48,6 @@ NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32
 
 
-class _TensorMetadata(msgspec.Struct):
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class _ModelMetadata(msgspec.Struct):
-    name: str
-    versions: list[str] = []
-    platform: str = ""
-    inputs: list[_TensorMetadata] = []
-    outputs: list[_TensorMetadata] = []
-
-
 class _Indexed(msgspec.Struct):
     name: str
 
@@ -71,7 +57,7 @@ class _Generated(msgspec.Struct):
 
 
 # Made when this is imported: msgspec crashes when several threads are the first to use a type.
-_METADATA = msgspec.json.Decoder(_ModelMetadata)
+_METADATA = msgspec.json.Decoder(ModelMetadata)
 _INDEX = msgspec.json.Decoder(list[_Indexed])
 _GENERATED = msgspec.json.Decoder(_Generated)
 Decoded = TypeVar("Decoded")
@@ -90,7 +76,7 @@ class HttpCalls:
         self._idle: list[http.client.HTTPConnection] = []
 
     def is_server_ready(self) -> bool:
-        return self._status("/v2/health/ready") == 200
+        return self._send("GET", "/v2/health/ready")[0] == 200
 
     def is_model_ready(self, model: str, version: str) -> bool:
         status, _, body = self._send("GET", f"{_path(model, version)}/ready")
@@ -103,18 +89,10 @@ class HttpCalls:
         return [each.name for each in _decode(body, _INDEX)]
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
-        found = _decode(self._ask("GET", _path(model, version)), _METADATA)
-        return ModelMetadata(
-            found.name,
-            tuple(found.versions),
-            found.platform,
-            tuple(map(_spec, found.inputs)),
-            tuple(map(_spec, found.outputs)),
-        )
+        return _decode(self._ask("GET", _path(model, version)), _METADATA)
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
-        packed = [_Packed(each) for each in tensors]
-        head_length, body = v2_client.encode_infer(packed)
+        head_length, body = v2_client.encode_infer(tensors)
         headers = {v2_client.HEAD_LENGTH: str(head_length)}
         status, answered, answer = self._send(
             "POST", f"{_path(model, version)}/infer", body, headers
@@ -127,17 +105,13 @@ class HttpCalls:
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
         body = msgspec.json.encode(fields)
         answer = self._ask("POST", f"{_path(model, version)}/generate", body)
-        generated = _decode(answer, _GENERATED)
-        return generated.text_output
+        return _decode(answer, _GENERATED).text_output
 
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
-
-    def _status(self, path: str) -> int:
-        return self._send("GET", path)[0]
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         status, _, answer = self._send(method, path, body)
@@ -191,7 +165,7 @@ class HttpCalls:
 
     def _error(self, status: int, body: bytes) -> PenstockError:
         try:
-            text = msgspec.json.decode(body, type=dict[str, Any])["error"]
+            text = msgspec.json.decode(body, type=dict[str, object])["error"]
         except (msgspec.DecodeError, KeyError):
             text = f"status {status}"
         text = f"{self._endpoint.url}: {text}"
@@ -202,23 +176,9 @@ class HttpCalls:
         return ERRORS.get(status, BackendFailed)(text)
 
 
-class _Packed:
-    """A tensor with its data as bytes."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.name = tensor.name
-        self.datatype = tensor.datatype
-        self.shape = tensor.shape
-        self.data = bytes(tensor.data)
-
-
 def _path(model: str, version: str) -> str:
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
-
-
-def _spec(tensor: _TensorMetadata) -> TensorSpec:
-    return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape))
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:

@@ -19,10 +19,10 @@ class ModelMetadata:
     """A model as the server describes it; shapes include the batch dimension."""
 
     name: str
-    versions: tuple[str, ...]
-    platform: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    versions: tuple[str, ...] = ()
+    platform: str = ""
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,12 +41,7 @@ class LoadedModel:
     def __enter__(self) -> LoadedModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import TIME, Flag, option
+from penstock.api.options import TIME, flags_of
 
-GOAL, DATA, AROUND, RUN = "Goal", "Data", "Functions around the model", "Run"
+goal_flag, data_flag, run_flag = map(flags_of, ("Goal", "Data", "Run"))
+step_flag = flags_of("Functions around the model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,215 +15,131 @@ class OptimizeOptions:
     """What must hold, on which data, and how much may be tried. Empty texts and None are not
     given."""
 
-    slo: str = option(
-        "",
-        Flag(
-            GOAL,
-            "Latency target, e.g. 'p99 < 20 ms at 200/s'",
-            "Language models: 'ttft p99 < 500 ms, tpot p99 < 100 ms at 2/s'. Needed here or in "
-            "--plan.",
-            metavar="SLO",
-            default="-",
-        ),
+    slo: str = goal_flag(
+        "Latency target, e.g. 'p99 < 20 ms at 200/s'",
+        "Language models: 'ttft p99 < 500 ms, tpot p99 < 100 ms at 2/s'. Needed here or in --plan.",
+        metavar="SLO",
+        default="-",
     )
-    accuracy: str = option(
-        "",
-        Flag(
-            GOAL,
-            "Accuracy budget, e.g. 'top1 drop <= 0.5 %'",
-            "Also 'score rise <= 2 % relative' and 'agreement drop <= 3 %'. Lower it when errors "
-            "are expensive; a tighter budget needs more examples.",
-            metavar="BUDGET",
-            default="1 %, for language models 'kl rise <= 0.02'",
-        ),
+    accuracy: str = goal_flag(
+        "Accuracy budget, e.g. 'top1 drop <= 0.5 %'",
+        "Also 'score rise <= 2 % relative' and 'agreement drop <= 3 %'. Lower it when errors are "
+        "expensive; a tighter budget needs more examples.",
+        metavar="BUDGET",
+        default="1 %, for language models 'kl rise <= 0.02'",
     )
-    out: str = option(
-        "",
-        Flag(
-            GOAL,
-            "Model repository for the new version",
-            "Created if it does not exist. Needed here or in --plan.",
-            metavar="REPOSITORY",
-            default="-",
-        ),
+    out: str = goal_flag(
+        "Model repository for the new version",
+        "Created if it does not exist. Needed here or in --plan.",
+        metavar="REPOSITORY",
+        default="-",
     )
-    name: str = option(
-        "",
-        Flag(
-            GOAL,
-            "Name of the model in the repository",
-            "Give it when that name is taken or unclear.",
-            metavar="NAME",
-            default="the file's or folder's name",
-        ),
+    name: str = goal_flag(
+        "Name of the model in the repository",
+        "Give it when that name is taken or unclear.",
+        metavar="NAME",
+        default="the file's or folder's name",
     )
-    device: str = option(
-        "",
-        Flag(
-            GOAL,
-            "Device: auto, cpu, cuda (each GPU) or cuda:N",
-            "auto runs PyTorch models on the GPUs, if there are any, and all others on the CPU. "
-            "Choose cpu to optimise for servers without a GPU, cuda:N to keep other GPUs free.",
-            metavar="DEVICE",
-            default="auto",
-        ),
+    device: str = goal_flag(
+        "Device: auto, cpu, cuda (each GPU) or cuda:N",
+        "auto runs PyTorch models on the GPUs, if there are any, and all others on the CPU. Choose "
+        "cpu to optimise for servers without a GPU, cuda:N to keep other GPUs free.",
+        metavar="DEVICE",
+        default="auto",
     )
-    price: float | None = option(
-        None,
-        Flag(
-            GOAL,
-            "Price of the server per hour, in any currency",
-            "Give it to see the cost of a million answers, or when the SLO limits it.",
-            metavar="NUMBER",
-            default="none",
-            low=1e-9,
-        ),
+    price: float | None = goal_flag(
+        "Price of the server per hour, in any currency",
+        "Give it to see the cost of a million answers, or when the SLO limits it.",
+        value=None,
+        metavar="NUMBER",
+        bounds=(1e-9, None),
     )
-    data: str = option(
-        "",
-        Flag(
-            DATA,
-            "File or folder of representative inputs",
-            ".npz, .npy, .jsonl, .json, .csv, .parquet, .txt (a text per line) or a folder of "
-            "images. Give it whenever you can: without it, steps that may change answers are not "
-            "tried. Language models need it.",
-            metavar="PATH",
-            default="random inputs",
-        ),
+    data: str = data_flag(
+        "File or folder of representative inputs",
+        ".npz, .npy, .jsonl, .json, .csv, .parquet, .txt (a text per line) or a folder of images. "
+        "Give it whenever you can: without it, steps that may change answers are not tried. "
+        "Language models need it.",
+        metavar="PATH",
+        default="random inputs",
     )
-    data_name: str = option(
-        "",
-        Flag(
-            DATA,
-            "Input that .npy files and images are for",
-            "Needed when the model has several inputs.",
-            metavar="INPUT",
-            default="the only input",
-        ),
+    data_name: str = data_flag(
+        "Input that .npy files and images are for",
+        "Needed when the model has several inputs.",
+        metavar="INPUT",
+        default="the only input",
     )
-    labels: str = option(
-        "",
-        Flag(
-            DATA,
-            "Array or field of --data with the labels",
-            "Needed when it has another name.",
-            metavar="NAME",
-            default="label, labels or y",
-        ),
+    labels: str = data_flag(
+        "Array or field of --data with the labels",
+        "Needed when it has another name.",
+        metavar="NAME",
+        default="label, labels or y",
     )
-    eval: str = option(
-        "",
-        Flag(
-            DATA,
-            "Evaluator: outputs and labels to scores",
-            "A function that returns one score per example. Give it when labels are not class "
-            "numbers.",
-            metavar="PACKAGE.MODULE:FUNCTION",
-            default="top1 for class labels",
-        ),
+    eval: str = data_flag(
+        "Evaluator: outputs and labels to scores",
+        "A function that returns one score per example. Give it when labels are not class numbers.",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        default="top1 for class labels",
     )
-    calibration: str = option(
-        "",
-        Flag(
-            DATA,
-            "Separate inputs for calibration",
-            "Give it when INT8 ranges should come from other data.",
-            metavar="PATH",
-            default="a part of --data",
-        ),
+    calibration: str = data_flag(
+        "Separate inputs for calibration",
+        "Give it when INT8 ranges should come from other data.",
+        metavar="PATH",
+        default="a part of --data",
     )
-    outputs: str = option(
-        "",
-        Flag(
-            DATA,
-            "Outputs whose answers matter",
-            "Name them when others may change, such as intermediate tensors that no client reads.",
-            metavar="NAME,NAME",
-            default="all",
-        ),
+    outputs: str = data_flag(
+        "Outputs whose answers matter",
+        "Name them when others may change, such as intermediate tensors that no client reads.",
+        metavar="NAME,NAME",
+        default="all",
     )
-    preprocess: str = option(
-        "",
-        Flag(
-            AROUND,
-            "Function from requests to model inputs",
-            "Tokenise or resize, for example. Give it to serve it with the model, covered by the "
-            "SLO. Needs --data.",
-            metavar="PACKAGE.MODULE:FUNCTION",
-            default="none",
-        ),
+    preprocess: str = step_flag(
+        "Function from requests to model inputs",
+        "Tokenise or resize, for example. Give it to serve it with the model, covered by the SLO. "
+        "Needs --data.",
+        metavar="PACKAGE.MODULE:FUNCTION",
     )
-    postprocess: str = option(
-        "",
-        Flag(
-            AROUND,
-            "Function from model outputs to responses",
-            "Softmax or NMS, for example. Give it to serve it with the model, covered by the SLO "
-            "and the accuracy gate. Needs --data.",
-            metavar="PACKAGE.MODULE:FUNCTION",
-            default="none",
-        ),
+    postprocess: str = step_flag(
+        "Function from model outputs to responses",
+        "Softmax or NMS, for example. Give it to serve it with the model, covered by the SLO and "
+        "the accuracy gate. Needs --data.",
+        metavar="PACKAGE.MODULE:FUNCTION",
     )
-    budget: str = option(
-        "",
-        Flag(
-            RUN,
-            "Time limit for the whole run, e.g. 10m",
-            "Give it when you cannot wait for all steps; the best version found in time is saved.",
-            metavar=TIME,
-            default="none",
-        ),
+    budget: str = run_flag(
+        "Time limit for the whole run, e.g. 10m",
+        "Give it when you cannot wait for all steps; the best version found in time is saved.",
+        metavar=TIME,
     )
-    duration: str = option(
-        "",
-        Flag(
-            RUN,
-            "Time limit per measurement of a candidate",
-            "Raise it when the report calls candidates equal and the difference matters to you.",
-            metavar=TIME,
-            default="10s",
-        ),
+    duration: str = run_flag(
+        "Time limit per measurement of a candidate",
+        "Raise it when the report calls candidates equal and the difference matters to you.",
+        metavar=TIME,
+        default="10s",
     )
-    exhaustive: bool | None = option(
-        None,
-        Flag(
-            RUN,
-            "Try every step, even after the SLO is met",
-            "Otherwise the run ends with the first stage that meets the SLO, and skips steps that "
-            "this hardware should not profit from. Choose it to see how fast the model can be.",
-            default="off",
-        ),
+    exhaustive: bool | None = run_flag(
+        "Try every step, even after the SLO is met",
+        "Otherwise the run ends with the first stage that meets the SLO, and skips steps that this "
+        "hardware should not profit from. Choose it to see how fast the model can be.",
+        value=None,
+        default="off",
     )
-    fresh: bool | None = option(
-        None,
-        Flag(
-            RUN,
-            "Measure everything again",
-            "Otherwise an earlier run of the same command resumes. Use it when the machine or its "
-            "load has changed.",
-            default="off",
-        ),
+    fresh: bool | None = run_flag(
+        "Measure everything again",
+        "Otherwise an earlier run of the same command resumes. Use it when the machine or its load "
+        "has changed.",
+        value=None,
+        default="off",
     )
-    seed: int | None = option(
-        None,
-        Flag(
-            RUN,
-            "Random seed for data split and arrival times",
-            "Change it to check that the choice does not depend on it.",
-            metavar="NUMBER",
-            default="0",
-            low=0,
-            high=2**31 - 1,
-        ),
+    seed: int | None = run_flag(
+        "Random seed for data split and arrival times",
+        "Change it to check that the choice does not depend on it.",
+        value=None,
+        metavar="NUMBER",
+        default="0",
+        bounds=(0, 2**31 - 1),
     )
-    plan: str = option(
-        "",
-        Flag(
-            RUN,
-            "TOML file with these options",
-            "Keys are named as the flags; flags override the file. Use it to keep the options in "
-            "version control.",
-            metavar="FILE",
-            default="none",
-        ),
+    plan: str = run_flag(
+        "TOML file with these options",
+        "Keys are named as the flags; flags override the file. Use it to keep the options in "
+        "version control.",
+        metavar="FILE",
     )

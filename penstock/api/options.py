@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -34,47 +34,50 @@ class Flag:
     # The default in words, where the value says too little; "-": none is shown.
     default: str = ""
     choices: tuple[str, ...] = ()
-    low: float | None = None
-    high: float | None = None
+    # Lowest and highest number.
+    bounds: tuple[float | None, float | None] = (None, None)
     # Further names: short ones, and hidden ones that older scripts use.
     short: str = ""
     aliases: tuple[str, ...] = ()
     # Environment variable that gives the value.
     variable: str = ""
-    # The flag, where it is not the field's name.
-    name: str = ""
 
 
-def option(default: Any, flag: Flag) -> Any:
-    """Return a dataclass field with its flag."""
-    return field(default=default, metadata={FLAG: flag})
+def flags_of(group: str) -> Callable[..., Any]:
+    """Return a function that makes dataclass fields, each with a flag of this group of the help:
+    summary, when to change it, default value and details of its `Flag`."""
+
+    def make(summary: str, when: str, value: object = "", **details: Any) -> Any:
+        return field(default=value, metadata={FLAG: Flag(group, summary, when, **details)})
+
+    return make
 
 
-def flag_of(each: Field[Any]) -> Flag:
-    found = each.metadata[FLAG]
-    assert isinstance(found, Flag)
-    return found
+def options_of(kind: type) -> dict[str, tuple[Field[object], Flag]]:
+    """Return the fields of a group of options, each with its flag, by name."""
+    return {each.name: (each, each.metadata[FLAG]) for each in fields(kind)}
 
 
-def flag_name(each: Field[Any]) -> str:
-    return f"--{flag_of(each).name or each.name.replace('_', '-')}"
+def flag_name(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def from_keywords(kind: type[Options], given: Mapping[str, object]) -> Options:
     """Make options of a caller's keywords. TypeError for unknown ones, as of any function;
     CommandLineError for values that are not accepted."""
-    known: dict[str, Field[Any]] = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    known = options_of(kind)
     types = get_type_hints(kind)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     problems: list[str] = []
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
             raise TypeError(f"unknown option {name}; {hint}")
-        flag = flag_of(known[name])
+        _, flag = known[name]
         values[name] = _plain(value, types[name], flag)
-        problems += [f"{name}: {text}" for text in _problems(values[name], types[name], flag)]
+        if problem := _problem(values[name], types[name], flag):
+            problems.append(f"{name}: {problem}")
     if problems:
         raise CommandLineError(problems)
     return kind(**values)
@@ -84,25 +87,26 @@ def _plain(value: object, kind: object, flag: Flag) -> object:
     """Return the value in the option's type: numbers and paths are accepted for texts."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in (str, str | None) and is_number:
-        return f"{value:g}s" if flag.metavar == TIME else f"{value}"
-    if kind in (float, float | None) and is_number:
-        return float(value)  # type: ignore[arg-type]
-    if kind == tuple[str, ...] and isinstance(value, list):
+    if isinstance(value, list) and kind == tuple[str, ...]:
         return tuple(value)
-    return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if kind in (str, str | None):
+        return f"{value:g}s" if flag.metavar == TIME else f"{value}"
+    return float(value) if kind in (float, float | None) else value
 
 
-def _problems(value: Any, kind: Any, flag: Flag) -> list[str]:
+def _problem(value: Any, kind: Any, flag: Flag) -> str:
+    """Return what is wrong with a value; empty if it is accepted."""
     accepted = tuple if kind == tuple[str, ...] else kind
     is_switch = kind in (bool, bool | None)
     if not isinstance(value, accepted) or (isinstance(value, bool) and not is_switch):
-        return [f"{value!r} is not of the type {getattr(kind, '__name__', kind)}"]
+        return f"{value!r} is not of the type {getattr(kind, '__name__', kind)}"
     if flag.choices and value not in (*flag.choices, "", None):
-        return [f"{value!r} is not one of {', '.join(flag.choices)}"]
-    if value is None or isinstance(value, str | tuple):
-        return []
-    if (flag.low is not None and value < flag.low) or (flag.high is not None and value > flag.high):
-        return [f"{value!r} is not in the range {flag.low} to {flag.high}"]
-    return []
+        return f"{value!r} is not one of {', '.join(flag.choices)}"
+    low, high = flag.bounds
+    if not isinstance(value, int | float):
+        return ""
+    if (low is not None and value < low) or (high is not None and value > high):
+        return f"{value!r} is not in the range {low} to {high}"
+    return ""

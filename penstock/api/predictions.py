@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +22,6 @@ from penstock.errors import InvalidRequest
 from penstock.types import Array
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from penstock.serving.local import LocalModel
 
 # Batches in flight: enough that one waits while another runs.
@@ -37,32 +34,23 @@ class Bar:
     """A progress bar on stderr, in terminals and notebooks; nothing if it is not wanted."""
 
     def __init__(self, num_rows: int, is_shown: bool) -> None:
-        self._progress: Progress | None = None
-        if is_shown:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-            columns = ("predict", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("predict", total=num_rows)
+        columns = ("predict", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, transient=True, disable=not is_shown)
+        self._task = self._progress.add_task("predict", total=num_rows)
 
     def __enter__(self) -> Bar:
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
 
     def advance(self, num_rows: int) -> None:
-        if self._progress is not None:
-            self._progress.advance(self._task, num_rows)
+        self._progress.advance(self._task, num_rows)
 
 
 def read_rows(dataset: object, config: ModelConfig) -> Columns:

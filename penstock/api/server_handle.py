@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from types import TracebackType
 
 import msgspec
 
@@ -46,12 +45,7 @@ class ServerHandle:
     def __enter__(self) -> ServerHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:

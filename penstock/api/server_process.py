@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.api.endpoint import Endpoint
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError, ConfigError, PenstockError
 from penstock.system.exit_codes import ExitCode
@@ -66,16 +67,12 @@ def main() -> int:
 
 
 def addresses(running: Server, host: str) -> ServeOutcome:
-    shown = f"[{host}]" if ":" in host else host
-    grpc = "" if running.grpc is None else f"grpc://{shown}:{running.grpc.port}"
-    if running.scheme == "https":
-        grpc = grpc.replace("grpc://", "grpcs://")
-    base = f"{running.scheme}://{shown}"
-    port = running.metrics_port
+    scheme, grpc, port = running.scheme, running.grpc, running.metrics_port
+    remote = "grpcs" if scheme == "https" else "grpc"
     return ServeOutcome(
-        url=f"{base}:{running.http_port}",
-        grpc_url=grpc,
-        metrics_url="" if port is None else f"{base}:{port}/metrics",
+        url=Endpoint(scheme, host, running.http_port).url,
+        grpc_url="" if grpc is None else Endpoint(remote, host, grpc.port).url,
+        metrics_url="" if port is None else f"{Endpoint(scheme, host, port).url}/metrics",
         models=sorted({model.config.name for model in running.catalog}),
     )
 

@@ -103,7 +103,5 @@ def _find(path: str, config: ServerConfig) -> RepositoryScan:
         except NotFound as error:
             found.problems[name] = [str(error)]
             continue
-        found.configs += one.configs
-        found.problems.update(one.problems)
-        found.folders.update(one.folders)
+        found.add(one)
     return found

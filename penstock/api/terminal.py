@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
+from penstock.api.server_process import addresses
 from penstock.config import CPU, TlsConfig
 from penstock.dashboard.example_calls import KEY, curl_line, key_options
 from penstock.dashboard.state import call_of, num_ready
@@ -25,6 +27,7 @@ from penstock.serving.explain import (
     Explanation,
     InstanceState,
     PaceState,
+    PastBatch,
     ProcessState,
 )
 from penstock.serving.memory_plan import gib, told
@@ -92,7 +95,10 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
         for problem in failure.problems:
             out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
     lines = [f"{what:7}  {address}" for what, address in _addresses(server, host).items()]
-    lines += [f"Page     {_root(server, reachable(host))}/", *_try_it(server, reachable(host))]
+    lines += [
+        f"Page     {addresses(server, reachable(host)).url}/",
+        *_try_it(server, reachable(host)),
+    ]
     for line in lines:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -121,11 +127,6 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def _root(server: Server, host: str) -> str:
-    address = f"[{host}]" if ":" in host else host
-    return f"{server.scheme}://{address}:{server.http_port}"
-
-
 def _try_it(server: Server, host: str) -> list[str]:
     """Return a command that calls the first model that is ready, and what it needs."""
     ready = [model for model in server.catalog if model.is_ready]
@@ -133,7 +134,7 @@ def _try_it(server: Server, host: str) -> list[str]:
         return []
     model = min(ready, key=lambda each: (each.config.name, -int(each.config.version)))
     options = [*_tls_options(server.tls), *(key_options() if server.needs_key else [])]
-    line = curl_line(call_of(server.catalog, model), _root(server, host), options)
+    line = curl_line(call_of(server.catalog, model), addresses(server, host).url, options)
     lines = ["", "Try it:"]
     if server.needs_key:
         lines.append(f"  export {KEY}=...  # a key with the scope infer")
@@ -150,13 +151,10 @@ def _tls_options(tls: TlsConfig | None) -> list[str]:
 
 
 def _addresses(server: Server, host: str) -> dict[str, str]:
-    address = f"[{host}]" if ":" in host else host
-    found = {"HTTP": f"{_root(server, host)}/v2"}
-    if server.grpc is not None:
-        found["gRPC"] = f"{address}:{server.grpc.port}"
-    if server.metrics_port is not None:
-        found["Metrics"] = f"{server.scheme}://{address}:{server.metrics_port}/metrics"
-    return found
+    at = addresses(server, host)
+    found = {"HTTP": f"{at.url}/v2", "gRPC": at.grpc_url.partition("://")[2]}
+    found["Metrics"] = at.metrics_url
+    return {what: address for what, address in found.items() if address}
 
 
 def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
@@ -248,11 +246,15 @@ def explained(answer: Explanation) -> Group:
     """Render an explanation, most important parts first: a screen may be too small for the rest."""
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
-    parts += [_section("Why batches are as they are"), *map(_sentence, answer.verdicts)]
+    parts += [
+        _section("Why batches are as they are"),
+        *(Text(f"- {text}") for text in answer.verdicts),
+    ]
     if any(each.device != CPU for each in answer.instances):
         parts += [_section("Instances"), _instances(answer.instances)]
     parts += [_section("Waiting now"), _waiting(answer)]
-    parts += [_section("Refused"), _refused(answer)]
+    refused = _table(("reason", "requests"), list(answer.refused.items()), empty="nobody")
+    parts += [_section("Refused"), refused]
     if answer.paces:
         unit = "tokens" if "max_tokens" in answer.policy else "rows"
         parts += [_section(f"T(b) in ms, b in {unit}; b* is aimed at"), _paces(answer.paces)]
@@ -293,120 +295,108 @@ def _title(answer: Explanation) -> Group:
     )
 
 
-def _processes(processes: Sequence[ProcessState]) -> Table:
-    table = _table("process", "pid", "of a core", "connections")
-    for each in processes:
-        count = "" if each.num_connections is None else str(each.num_connections)
-        table.add_row(each.name, str(each.pid), f"{each.busy:.0%}", count)
-    return table
+def _processes(processes: Sequence[ProcessState]) -> RenderableType:
+    rows = [
+        (each.name, each.pid, f"{each.busy:.0%}", "" if (n := each.num_connections) is None else n)
+        for each in processes
+    ]
+    return _table(("process", "pid", "of a core", "connections"), rows)
 
 
 def _section(title: str) -> Text:
     return Text.assemble("\n", (title, "bold cyan"))
 
 
-def _sentence(text: str) -> Text:
-    return Text(f"- {text}")
-
-
-def _table(*columns: str, num_words: int = 1) -> Table:
-    """Make a table with text on the left, figures on the right."""
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    num_words: int = 1,
+    empty: str = "none",
+) -> RenderableType:
+    """Make a table with words on the left, figures on the right; without rows, `empty`."""
+    if not rows:
+        return Text(empty, style="dim")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         is_word = index < num_words
         table.add_column(column, justify="left" if is_word else "right", no_wrap=not is_word)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table
 
 
-def _instances(instances: Sequence[InstanceState]) -> Table:
-    table = _table("instance", "device", "state", "slots", "pid", "GPU memory", num_words=3)
-    for each in instances:
-        memory = gib(each.gpu_memory_bytes) if each.gpu_memory_bytes else ""
-        figures = (str(each.num_slots), str(each.pid), memory)
-        table.add_row(str(each.index), each.device, each.state, *figures)
-    return table
+def _instances(instances: Sequence[InstanceState]) -> RenderableType:
+    columns = ("instance", "device", "state", "slots", "pid", "GPU memory")
+    rows = [
+        (each.index, each.device, each.state, each.num_slots, each.pid, _memory(each))
+        for each in instances
+    ]
+    return _table(columns, rows, num_words=3)
+
+
+def _memory(instance: InstanceState) -> str:
+    return gib(instance.gpu_memory_bytes) if instance.gpu_memory_bytes else ""
 
 
 def _waiting(answer: Explanation) -> RenderableType:
-    if not answer.waiting:
-        return Text("nothing", style="dim")
-    table = _table("shape", "waits for", "requests", "rows", "oldest ms", num_words=2)
-    for lane in answer.waiting:
-        counts = (str(lane.num_requests), str(lane.num_rows), _ms(lane.oldest_s))
-        table.add_row(Text(lane.shape), Text(lane.waits_for), *counts)
-    return table
+    columns = ("shape", "waits for", "requests", "rows", "oldest ms")
+    rows = [
+        (lane.shape, lane.waits_for, lane.num_requests, lane.num_rows, _ms(lane.oldest_s))
+        for lane in answer.waiting
+    ]
+    return _table(columns, rows, num_words=2, empty="nothing")
 
 
 def _recent(answer: Explanation) -> RenderableType:
-    if not answer.recent:
-        return Text("none", style="dim")
     has_tokens = any(batch.num_tokens for batch in answer.recent)
     tokens = ("tokens",) if has_tokens else ()
     figures = ("rows", *tokens, "requests", "for batch", "for instance", "compute", "total")
-    table = _table("closed by", "shape", "instance", "ago", *figures, num_words=2)
-    for batch in answer.recent[:NUM_BATCHES_SHOWN]:
-        why = batch.closed_by
-        if batch.outcome != "answered":
-            why += f" ({batch.outcome})"
-        table.add_row(
-            Text(why),
-            Text(batch.shape),
-            str(batch.instance),
-            f"{batch.age_s:.1f} s",
-            str(batch.num_rows),
-            *([str(batch.num_tokens)] if has_tokens else []),
-            str(batch.num_requests),
-            *map(
-                _ms,
-                (batch.batch_wait_s, batch.instance_wait_s, batch.compute_s, batch.duration_s),
-            ),
-        )
-    return table
+    rows = [_batch_cells(batch, has_tokens) for batch in answer.recent[:NUM_BATCHES_SHOWN]]
+    return _table(("closed by", "shape", "instance", "ago", *figures), rows, num_words=2)
+
+
+def _batch_cells(batch: PastBatch, has_tokens: bool) -> list[object]:
+    why = batch.closed_by
+    if batch.outcome != "answered":
+        why += f" ({batch.outcome})"
+    tokens = [batch.num_tokens] if has_tokens else []
+    times = (batch.batch_wait_s, batch.instance_wait_s, batch.compute_s, batch.duration_s)
+    cells = (why, batch.shape, batch.instance, f"{batch.age_s:.1f} s", batch.num_rows)
+    return [*cells, *tokens, batch.num_requests, *map(_ms, times)]
 
 
 def _bars(batch_sizes: dict[int, int]) -> RenderableType:
     """Render a bar per power of two of the batch size."""
-    if not batch_sizes:
-        return Text("none", style="dim")
-    steps: dict[int, int] = {}
+    steps: Counter[int] = Counter()
     for size, count in batch_sizes.items():
-        step = 1 << (size - 1).bit_length()
-        steps[step] = steps.get(step, 0) + count
-    total, most = sum(steps.values()), max(steps.values())
-    table = _table("rows", "", "batches", "share", num_words=2)
+        steps[1 << (size - 1).bit_length()] += count
+    rows = []
     for step, count in sorted(steps.items()):
         label = str(step) if step <= 2 else f"{step // 2 + 1}-{step}"
-        bar = "█" * max(1, round(BAR_WIDTH * count / most))
-        table.add_row(label, Text(bar, style="cyan"), str(count), f"{count / total:.0%}")
-    return table
+        bar = "█" * max(1, round(BAR_WIDTH * count / max(steps.values())))
+        rows.append((label, Text(bar, style="cyan"), count, f"{count / steps.total():.0%}"))
+    return _table(("rows", "", "batches", "share"), rows, num_words=2)
 
 
 def _shapes(answer: Explanation) -> RenderableType:
-    if not answer.shapes:
-        return Text("none", style="dim")
-    table = _table("shape", "requests", "rows", "batches")
-    for seen in answer.shapes:
-        counts = (str(seen.num_requests), str(seen.num_rows), str(seen.num_batches))
-        table.add_row(Text(seen.shape), *counts)
-    return table
+    rows = [
+        (seen.shape, seen.num_requests, seen.num_rows, seen.num_batches) for seen in answer.shapes
+    ]
+    return _table(("shape", "requests", "rows", "batches"), rows)
 
 
-def _paces(paces: Sequence[PaceState]) -> Table:
-    table = _table("shape", "b*", "arrivals/s", *(f"T({size})" for size in paces[0].times_s))
-    for pace in paces:
-        times = [_ms(time_s) for time_s in pace.times_s.values()]
-        rate = f"{pace.arrivals_per_s:.0f}"
-        table.add_row(Text(pace.shape), str(pace.target_size), rate, *times)
-    return table
-
-
-def _refused(answer: Explanation) -> RenderableType:
-    if not answer.refused:
-        return Text("nobody", style="dim")
-    table = _table("reason", "requests")
-    for reason, count in answer.refused.items():
-        table.add_row(reason, str(count))
-    return table
+def _paces(paces: Sequence[PaceState]) -> RenderableType:
+    sizes = [f"T({size})" for size in paces[0].times_s]
+    rows = [
+        (
+            each.shape,
+            each.target_size,
+            f"{each.arrivals_per_s:.0f}",
+            *map(_ms, each.times_s.values()),
+        )
+        for each in paces
+    ]
+    return _table(("shape", "b*", "arrivals/s", *sizes), rows)
 
 
 def _ms(seconds: float) -> str:

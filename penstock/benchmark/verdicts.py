@@ -23,7 +23,6 @@ from penstock.benchmark.stats import (
 )
 from penstock.benchmark.steadiness import trend
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
-from penstock.slo import Verdict as Judged
 
 # Optional stopping inflates false positives, so early stops need a higher confidence.
 EARLY_CONFIDENCE = 0.995
@@ -44,7 +43,9 @@ class IntervalVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        return Judged(self.term, self.measured.value if self.measured else None).outcome
+        if self.measured is None or math.isnan(self.measured.value):
+            return "not measured"
+        return "kept" if self.term.is_kept_by(self.measured.value) else "missed"
 
     @property
     def is_close(self) -> bool:

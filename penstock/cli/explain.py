@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from penstock.cli.commands import fail
 from penstock.cli.options import Command
-from penstock.cli.outputs import STDOUT
+from penstock.cli.outputs import STDOUT, write_json
 from penstock.errors import ConfigError
 
 
@@ -63,11 +61,8 @@ def explain(model: str, url: str, version: str, api_key: str, watch: bool, json_
 
     MODEL is a model's name on the server at --url, or its URL, http://host:port/v2/models/NAME.
     """
-    import msgspec
-
     from penstock.api import terminal
     from penstock.api.explain import locate
-    from penstock.benchmark import run_files
 
     if watch and json_path:
         raise click.UsageError("--watch and --json contradict each other; leave one of them out")
@@ -75,11 +70,7 @@ def explain(model: str, url: str, version: str, api_key: str, watch: bool, json_
         located = locate(model, url, version, api_key)
         answer = located.ask()
         if json_path:
-            text = msgspec.json.format(msgspec.json.encode(answer.explanation)).decode()
-            if json_path == STDOUT:
-                click.echo(text)
-            else:
-                run_files.write_text(text, Path(json_path))
+            write_json(answer.explanation, json_path)
         elif watch:
             terminal.watch(lambda: located.ask().explanation)
         else:

@@ -6,7 +6,7 @@ import click
 
 from penstock.cli.commands import fail
 from penstock.cli.options import Command
-from penstock.cli.outputs import STDOUT
+from penstock.cli.outputs import STDOUT, write_json
 from penstock.errors import ConfigError
 
 
@@ -29,23 +29,13 @@ def inspect(source: str, json_path: str) -> None:
 
     MODEL is a file, a Hugging Face folder, a model's folder, or a repository.
     """
-    import dataclasses
-    from pathlib import Path
-
-    import msgspec
-
     from penstock.api.inspect import inspect as run
     from penstock.api.serving import flat
-    from penstock.benchmark import run_files
 
     try:
         found = run(source)
         if json_path:
-            text = msgspec.json.format(msgspec.json.encode(dataclasses.asdict(found))).decode()
-            if json_path == STDOUT:
-                click.echo(text)
-            else:
-                run_files.write_text(text, Path(json_path))
+            write_json(found, json_path)
     except ConfigError as error:
         fail(error)
     if json_path != STDOUT:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field
 from typing import Any, TypeVar, get_type_hints
 
 import click
 
-from penstock.api.options import Flag, flag_name, flag_of
+from penstock.api.options import Flag, flag_name, options_of
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -62,37 +62,36 @@ class Command(click.Command):
 def add_options(kind: type[Options], name: str) -> Callable[[Function], Function]:
     """Decorate a command's function: it gets the fields of `kind` as one argument, `name`."""
 
+    options, types = options_of(kind), get_type_hints(kind)
+
     def decorate(function: Function) -> Function:
-        def call(*args: Any, **given: Any) -> Any:
+        def call(*args: object, **given: Any) -> object:
             made = from_params(kind, given)
-            rest = {key: value for key, value in given.items() if key not in own}
+            rest = {key: value for key, value in given.items() if key not in options}
             return function(*args, **rest, **{name: made})
 
-        own = {each.name for each in fields(kind)}  # type: ignore[arg-type]
         call.__name__, call.__doc__ = function.__name__, inspect.getdoc(function)
-        types = get_type_hints(kind)
-        made = [_option(each, types[each.name]) for each in fields(kind)]  # type: ignore[arg-type]
+        made = [_option(each, flag, types[each.name]) for each, flag in options.values()]
         call.__click_params__ = [*getattr(function, "__click_params__", []), *reversed(made)]  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return decorate
 
 
-def from_params(kind: type[Options], params: Mapping[str, Any]) -> Options:
+def from_params(kind: type[Options], params: Mapping[str, object]) -> Options:
     """Make options of parsed flags."""
-    given = {each.name: params[each.name] for each in fields(kind)}  # type: ignore[arg-type]
+    given = {name: params[name] for name in options_of(kind)}
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
-def from_environment(ctx: click.Context, kind: type[Options]) -> set[str]:
+def from_environment(ctx: click.Context, kind: type) -> set[str]:
     """Return the options whose values came from environment variables."""
     source = click.core.ParameterSource.ENVIRONMENT
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    return {name for name in names if ctx.get_parameter_source(name) is source}
+    return {name for name in options_of(kind) if ctx.get_parameter_source(name) is source}
 
 
-def _option(each: Field[Any], kind: object) -> click.Option:
-    flag, name = flag_of(each), flag_name(each)
+def _option(each: Field[object], flag: Flag, kind: object) -> click.Option:
+    name = flag_name(each.name)
     names = [each.name, *([flag.short] if flag.short else []), name, *flag.aliases]
     # An empty text is no choice.
     default = None if flag.choices and not each.default else each.default
@@ -113,10 +112,10 @@ def _type(flag: Flag, kind: object) -> click.ParamType[Any]:
     if flag.choices:
         return click.Choice(flag.choices, case_sensitive=False)
     if kind in (int, int | None):
-        low, high = (None if each is None else int(each) for each in (flag.low, flag.high))
+        low, high = (None if each is None else int(each) for each in flag.bounds)
         return click.IntRange(low, high)
     if kind in (float, float | None):
-        return click.FloatRange(flag.low, flag.high)
+        return click.FloatRange(*flag.bounds)
     return click.STRING
 
 

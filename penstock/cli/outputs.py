@@ -3,61 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
-from penstock.api.options import Flag, option
+from penstock.api.options import flags_of
 
-OUTPUT = "Output"
+output_flag = flags_of("Output")
 STDOUT = "-"
 
-HTML = Flag(
-    OUTPUT,
-    "Write a self-contained HTML page to FILE",
-    "Use it to share the results.",
-    metavar="FILE",
-    default="none",
-)
-JSON = Flag(
-    OUTPUT,
-    "Write the results as JSON to FILE",
-    "- writes to stdout, and nothing else there. Use it in scripts, or to show the results again "
-    "with penstock report.",
-    metavar="FILE",
-    default="none",
-)
-CSV = Flag(
-    OUTPUT,
-    "Write a row per level as CSV to FILE",
-    "perf_analyzer's columns come first. Use it where scripts read those.",
-    metavar="FILE",
-    default="none",
-)
-QUIET = Flag(
-    OUTPUT,
-    "Print the verdict only",
-    "Without progress and tables. Use it in scripts and in CI.",
-    short="-q",
-)
+
+def quiet_flag() -> Any:
+    text = "Without progress and tables. Use it in scripts and in CI."
+    return output_flag("Print the verdict only", text, value=False, short="-q")
 
 
 @dataclass(frozen=True, slots=True)
-class PageOutputs:
-    """Outputs of commands with a page: empty names are not written."""
+class FileOutputs:
+    """Files that every command with a page can write; empty names are not written."""
 
-    html: str = option("", HTML)
-    json: str = option("", JSON)
-    quiet: bool = option(False, QUIET)
+    html: str = output_flag(
+        "Write a self-contained HTML page to FILE", "Use it to share the results.", metavar="FILE"
+    )
+    json: str = output_flag(
+        "Write the results as JSON to FILE",
+        "- writes to stdout, and nothing else there. Use it in scripts, or to show the results "
+        "again with penstock report.",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class TableOutputs:
-    """Outputs of load tests: empty names are not written."""
+class PageOutputs(FileOutputs):
+    quiet: bool = quiet_flag()
 
-    html: str = option("", HTML)
-    json: str = option("", JSON)
-    csv: str = option("", CSV)
-    quiet: bool = option(False, QUIET)
+
+@dataclass(frozen=True, slots=True)
+class TableOutputs(FileOutputs):
+    """Outputs of load tests."""
+
+    csv: str = output_flag(
+        "Write a row per level as CSV to FILE",
+        "perf_analyzer's columns come first. Use it where scripts read those.",
+        metavar="FILE",
+    )
+    quiet: bool = quiet_flag()
 
 
 def files(*names: str) -> list[str]:
@@ -67,3 +59,14 @@ def files(*names: str) -> list[str]:
 
 def print_json(text: str) -> None:
     click.echo(text.rstrip("\n"))
+
+
+def write_json(value: object, name: str) -> None:
+    """Write a value as JSON to a file, or to stdout if its name is `-`."""
+    from penstock.benchmark import run_files
+
+    text = msgspec.json.format(msgspec.json.encode(value)).decode()
+    if name == STDOUT:
+        click.echo(text)
+    else:
+        run_files.write_text(text, Path(name))

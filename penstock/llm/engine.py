@@ -28,6 +28,8 @@ from penstock.sampling_params import SamplingParams
 
 Clock = Callable[[], float]
 PROBE_EVERY = 50
+# Limit of sequences per request.
+MAX_CHOICES = 16
 # Weight of the newest sequence in the moving average of output lengths.
 NEWEST = 0.1
 
@@ -56,13 +58,6 @@ class StepInFlight:
     began: float
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    # Limit of the queue; further requests are refused.
-    max_waiting: int = 1024
-    max_sequences_of_request: int = 16
-
-
 @dataclass(slots=True)
 class Engine:
     """Invariant: a request is in `_sequences` until all its sequences have ended."""
@@ -71,7 +66,8 @@ class Engine:
     runner: EngineRunner
     pace: StepTimeModel
     clock: Clock
-    limits: QueueLimits = field(default_factory=QueueLimits)
+    # Limit of the queue; further requests are refused.
+    max_waiting: int = 1024
     # Steps launched ahead, before the previous one is committed; above 0 only for an asynchronous
     # runner.
     num_ahead: int = 0
@@ -206,10 +202,8 @@ class Engine:
                 f"the prompt has {num_prompt} tokens and {max_tokens} are asked for; expected at "
                 f"most {limits.max_length} together"
             )
-        if request.params.n > self.limits.max_sequences_of_request:
-            raise InvalidRequest(
-                f"n is {request.params.n}; expected at most {self.limits.max_sequences_of_request}"
-            )
+        if request.params.n > MAX_CHOICES:
+            raise InvalidRequest(f"n is {request.params.n}; expected at most {MAX_CHOICES}")
         refusal = self._refusal(request)
         if refusal is not None:
             if request.leader is None:
@@ -217,7 +211,7 @@ class Engine:
             raise refusal
 
     def _refusal(self, request: GenerateRequest) -> PenstockError | None:
-        if len(self.scheduler.waiting) >= self.limits.max_waiting:
+        if len(self.scheduler.waiting) >= self.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
         if request.leader is not None:
             # The leader was added just before and may have ended since.

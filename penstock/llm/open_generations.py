@@ -25,9 +25,9 @@ from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import TextMetrics
 from penstock.llm.token_bytes import Vocabulary
+from penstock.processes.child import StartLife
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.supervisor import StartLife
 from penstock.types import CANCELLED
 
 log = logging.getLogger("penstock.llm")

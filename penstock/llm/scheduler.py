@@ -67,10 +67,6 @@ class BatchStep:
     def num_tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
-    @property
-    def num_sampled(self) -> int:
-        return sum(chunk.is_sampled for chunk in self.chunks)
-
 
 class Scheduler:
     """Invariant: a sequence is in `waiting` without blocks, or in `running`, or it has ended. Both
@@ -218,8 +214,8 @@ class Scheduler:
         if not sequence.is_admitted:
             sequence.is_admitted, sequence.num_found = True, num_found
             if sequence.is_cached:
-                pool.counts.num_asked += known
-                pool.counts.num_found += num_found
+                pool.num_asked += known
+                pool.num_found += num_found
         self.waiting.remove(sequence)
         sequence.state = "running"
         insort(self.running, sequence, key=RANK)

@@ -7,11 +7,11 @@ input with constant weights. Anything else stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from penstock.optimizer import onnx_model
 from penstock.types import Array
@@ -20,6 +20,7 @@ DOMAIN = "com.microsoft"
 # packed: the projections are part of the operator; heads: they stay a separate MatMul, which can be
 # quantised with Q/DQ nodes.
 Form = Literal["packed", "heads"]
+FORMS: tuple[Form, ...] = ("packed", "heads")
 HEADS_TO_FRONT = [0, 2, 1, 3]
 KEYS_TRANSPOSED = [0, 2, 3, 1]
 SWAP_LAST = [0, 1, 3, 2]
@@ -51,7 +52,7 @@ class AttentionMatch:
     output: str
 
 
-def fuse(model: Any, form: Form) -> int:
+def fuse(model: ModelProto, form: Form) -> int:
     """Fuse in place; return how many attentions were found."""
     graph = _AttentionGraph(model.graph)
     num_found = 0
@@ -60,27 +61,28 @@ def fuse(model: Any, form: Form) -> int:
             found = graph.attention_at(softmax)
         except AttentionMisfit:
             continue
-        _replace(model.graph, found, form, num_found)
+        _replace(model.graph, softmax, found, form, num_found)
         num_found += 1
     if num_found:
-        _sort(model.graph)
         onnx_model.remove_dead(model.graph)
         if all(each.domain != DOMAIN for each in model.opset_import):
-            model.opset_import.append(_opset())
+            model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return num_found
 
 
 class _AttentionGraph:
-    def __init__(self, graph: Any) -> None:
-        self._makers = {name: node for node in graph.node for name in node.output}
-        self._consumers: dict[str, list[Any]] = {}
+    def __init__(self, graph: GraphProto) -> None:
+        self._makers: dict[str, NodeProto] = {
+            name: node for node in graph.node for name in node.output
+        }
+        self._consumers: dict[str, list[NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
                 self._consumers.setdefault(name, []).append(node)
         self._given = {value.name for value in graph.output}
-        self._weights: Mapping[str, Any] = onnx_model.constants(graph)
+        self._weights = onnx_model.constants(graph)
 
-    def attention_at(self, softmax: Any) -> AttentionMatch:
+    def attention_at(self, softmax: NodeProto) -> AttentionMatch:
         scores, scale, mask = self._scores(softmax.input[0])
         query, key = scores.input
         query_scale, query = self._scaled(query)
@@ -101,27 +103,24 @@ class _AttentionGraph:
             raise AttentionMisfit
         return found
 
-    def _made_by(self, name: str, *kinds: str) -> Any:
+    def _made_by(self, name: str, *kinds: str) -> NodeProto:
         node = self._makers.get(name)
         if node is None or node.op_type not in kinds:
             raise AttentionMisfit
         return node
 
-    def _only_consumer(self, name: str, kind: str) -> Any:
+    def _only_consumer(self, name: str, kind: str) -> NodeProto:
         consumers = self._consumers.get(name, [])
         if len(consumers) != 1 or consumers[0].op_type != kind or name in self._given:
             raise AttentionMisfit
         return consumers[0]
 
     def _constant(self, name: str) -> Array:
-        import onnx
-
         if name not in self._weights:
             raise AttentionMisfit
-        array: Array = onnx.numpy_helper.to_array(self._weights[name])
-        return array
+        return numpy_helper.to_array(self._weights[name])
 
-    def _scores(self, name: str) -> tuple[Any, float, str]:
+    def _scores(self, name: str) -> tuple[NodeProto, float, str]:
         """Return the matmul of queries and keys, its scale, and the name of the mask."""
         mask = ""
         node = self._made_by(name, "Add", "Mul", "Div", "MatMul")
@@ -154,7 +153,7 @@ class _AttentionGraph:
         number = float(factor.reshape(-1)[0])
         return (1 / number if node.op_type == "Div" else number), source
 
-    def _weighted(self, softmax: Any) -> tuple[Any, bool]:
+    def _weighted(self, softmax: NodeProto) -> tuple[NodeProto, bool]:
         """Return the matmul with the values, and whether a guard against NaN precedes it."""
         consumers = self._consumers.get(softmax.output[0], [])
         guards = [node for node in consumers if node.op_type == "IsNaN"]
@@ -165,21 +164,21 @@ class _AttentionGraph:
             raise AttentionMisfit
         return self._only_consumer(where.output[0], "MatMul"), True
 
-    def _merged(self, weighted: Any) -> str:
+    def _merged(self, weighted: NodeProto) -> str:
         """Return the name of the output after the heads are merged again."""
         transpose = self._only_consumer(weighted.output[0], "Transpose")
         _check_order(transpose, HEADS_TO_FRONT)
         reshape = self._only_consumer(transpose.output[0], "Reshape")
         return str(reshape.output[0])
 
-    def _unheaded(self, name: str) -> Any:
+    def _unheaded(self, name: str) -> NodeProto:
         transpose = self._made_by(name, "Transpose")
         _check_order(transpose, HEADS_TO_FRONT)
         return self._made_by(transpose.input[0], "Reshape")
 
-    def _unheaded_keys(self, name: str) -> Any:
+    def _unheaded_keys(self, name: str) -> NodeProto:
         transpose = self._made_by(name, "Transpose")
-        if list(onnx_model.attribute(transpose, "perm", [])) == SWAP_LAST:
+        if _order(transpose) == SWAP_LAST:
             scale, source = self._scaled(transpose.input[0])
             if scale != 1.0:
                 raise AttentionMisfit
@@ -187,7 +186,7 @@ class _AttentionGraph:
         _check_order(transpose, KEYS_TRANSPOSED)
         return self._made_by(transpose.input[0], "Reshape")
 
-    def _projection(self, reshape: Any) -> Projection:
+    def _projection(self, reshape: NodeProto) -> Projection:
         name = reshape.input[0]
         bias: Array | None = None
         if self._made_by(name, "Add", "MatMul").op_type == "Add":
@@ -220,19 +219,29 @@ class _AttentionGraph:
         return size
 
 
-def _check_order(transpose: Any, order: list[int]) -> None:
-    if list(onnx_model.attribute(transpose, "perm", [])) != order:
+def _order(transpose: NodeProto) -> list[int]:
+    return list(onnx_model.attribute(transpose, "perm", []))
+
+
+def _check_order(transpose: NodeProto, order: list[int]) -> None:
+    if _order(transpose) != order:
         raise AttentionMisfit
 
 
-def _replace(graph: Any, found: AttentionMatch, form: Form, index: int) -> None:
-    from onnx import helper
-
+def _replace(
+    graph: GraphProto, softmax: NodeProto, found: AttentionMatch, form: Form, index: int
+) -> None:
+    """Insert the operator before the Softmax, where all of its inputs are known; what it replaces
+    is left without consumers."""
     prefix = f"attention_{index}"
     parts = (found.query, found.key, found.value)
-    weight = _add(graph, f"{prefix}_weight", np.concatenate([p.weight for p in parts], axis=1))
-    bias = _add(graph, f"{prefix}_bias", np.concatenate([p.bias for p in parts]))
-    mask = _mask(graph, found, prefix)
+    weight = onnx_model.add_constant(
+        graph, f"{prefix}_weight", np.concatenate([part.weight for part in parts], axis=1)
+    )
+    bias = onnx_model.add_constant(
+        graph, f"{prefix}_bias", np.concatenate([part.bias for part in parts])
+    )
+    mask, made = _mask(graph, found, prefix)
     hidden_size = found.query.weight.shape[1]
     settings = {"num_heads": hidden_size // found.query.head_size, "scale": found.scale}
     for node in graph.node:
@@ -241,12 +250,13 @@ def _replace(graph: Any, found: AttentionMatch, form: Form, index: int) -> None:
                 node.output[place] = f"{prefix}_replaced"
     if form == "packed":
         names = [found.query.source, weight, bias, "", "", mask]
-        made = [helper.make_node("Attention", names, [found.output], domain=DOMAIN, **settings)]
+        made += [helper.make_node("Attention", names, [found.output], domain=DOMAIN, **settings)]
     else:
-        split = _add(graph, f"{prefix}_sizes", np.full(3, hidden_size, np.int64))
+        sizes = np.full(3, hidden_size, np.int64)
+        split = onnx_model.add_constant(graph, f"{prefix}_sizes", sizes)
         sides = [f"{prefix}_{part}" for part in ("query", "key", "value")]
         names = [*sides, "", "", mask]
-        made = [
+        made += [
             helper.make_node("MatMul", [found.query.source, weight], [f"{prefix}_product"]),
             helper.make_node("Add", [f"{prefix}_product", bias], [f"{prefix}_biased"]),
             helper.make_node("Split", [f"{prefix}_biased", split], sides, axis=-1),
@@ -254,73 +264,31 @@ def _replace(graph: Any, found: AttentionMatch, form: Form, index: int) -> None:
                 "MultiHeadAttention", names, [found.output], domain=DOMAIN, **settings
             ),
         ]
-    for node in made:
+    place = next(n for n, node in enumerate(graph.node) if node.output[0] == softmax.output[0])
+    for node in reversed(made):
         node.name = f"{prefix}/{node.op_type}"
-    graph.node.extend(made)
+        graph.node.insert(place, node)
 
 
-def _mask(graph: Any, found: AttentionMatch, prefix: str) -> str:
-    """Add nodes that expand the mask to a row per query and, if guarded, make it finite; return its
-    name."""
-    from onnx import helper
-
+def _mask(graph: GraphProto, found: AttentionMatch, prefix: str) -> tuple[str, list[NodeProto]]:
+    """Return the name of the mask with a row per query, finite if guarded, and the nodes that make
+    it."""
     if not found.mask:
-        return ""
+        return "", []
     shape, length, full = (f"{prefix}_{part}" for part in ("shape", "length", "mask_shape"))
-    one = _add(graph, f"{prefix}_one", np.array([1], np.int64))
-    ones = _add(graph, f"{prefix}_ones", np.array([1, 1], np.int64))
+    one = onnx_model.add_constant(graph, f"{prefix}_one", np.array([1], np.int64))
+    ones = onnx_model.add_constant(graph, f"{prefix}_ones", np.array([1, 1], np.int64))
+    name = f"{prefix}_mask"
     made = [
         helper.make_node("Shape", [found.query.source], [shape]),
         helper.make_node("Gather", [shape, one], [length]),
         helper.make_node("Concat", [ones, length, one], [full], axis=0),
-        helper.make_node("Expand", [found.mask, full], [f"{prefix}_mask"]),
+        helper.make_node("Expand", [found.mask, full], [name]),
     ]
-    name = f"{prefix}_mask"
     if found.is_guarded:
-        lowest = _add(graph, f"{prefix}_lowest", np.array(LOWEST, np.float32))
-        made.append(helper.make_node("Max", [name, lowest], [f"{prefix}_finite_mask"]))
-        name = f"{prefix}_finite_mask"
-    for node in made:
-        node.name = f"{prefix}/{node.op_type}"
-    graph.node.extend(made)
-    return name
-
-
-def _add(graph: Any, name: str, array: Array) -> str:
-    import onnx
-
-    graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
-    return name
-
-
-def _sort(graph: Any) -> None:
-    """Sort nodes topologically, as ONNX requires; otherwise keep their order."""
-    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    nodes = list(graph.node)
-    ordered: list[Any] = []
-    is_done = [False] * len(nodes)
-    for first in range(len(nodes)):
-        waiting = [first]
-        while waiting:
-            index = waiting[-1]
-            needed = [
-                makers[name]
-                for name in onnx_model.inputs_of(nodes[index])
-                if name in makers and not is_done[makers[name]]
-            ]
-            if needed and not is_done[index]:
-                waiting += needed
-                continue
-            waiting.pop()
-            if not is_done[index]:
-                is_done[index] = True
-                ordered.append(nodes[index])
-    copies = [type(node).FromString(node.SerializeToString()) for node in ordered]
-    del graph.node[:]
-    graph.node.extend(copies)
-
-
-def _opset() -> Any:
-    from onnx import helper
-
-    return helper.make_opsetid(DOMAIN, 1)
+        lowest = np.array(LOWEST, np.float32)
+        onnx_model.add_constant(graph, f"{prefix}_lowest", lowest)
+        finite = f"{prefix}_finite_mask"
+        made.append(helper.make_node("Max", [name, f"{prefix}_lowest"], [finite]))
+        name = finite
+    return name, made

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
+import math
+import re
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,55 +17,21 @@ from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
 from penstock.repository import pt2_file
+from penstock.types import DATATYPES
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
 
 QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
 # Operators that compute in INT8 whatever surrounds them.
 INTEGER_OPERATORS = frozenset(
-    {
-        "ConvInteger",
-        "DynamicQuantizeLinear",
-        "DynamicQuantizeLSTM",
-        "DynamicQuantizeMatMul",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "MatMulNBits",
-        "QAttention",
-        "QEmbedLayerNormalization",
-        "QGemm",
-        "QLinearAdd",
-        "QLinearAveragePool",
-        "QLinearConcat",
-        "QLinearConv",
-        "QLinearGlobalAveragePool",
-        "QLinearMatMul",
-        "QLinearMul",
-    }
+    {"ConvInteger", "DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"}
+    | {"MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QAttention", "QGemm"}
+    | {"QEmbedLayerNormalization", "QLinearAdd", "QLinearAveragePool", "QLinearConcat"}
+    | {"QLinearConv", "QLinearGlobalAveragePool", "QLinearMatMul", "QLinearMul"}
 )
-# Datatypes of safetensors and of OpenVINO, by their names in the v2 protocol.
-TORCH_DATATYPES = {
-    "F64": "FP64",
-    "F32": "FP32",
-    "F16": "FP16",
-    "BF16": "BF16",
-    "I64": "INT64",
-    "I32": "INT32",
-    "I16": "INT16",
-    "I8": "INT8",
-    "U8": "UINT8",
-}
-OPENVINO_DATATYPES = {
-    "f64": "FP64",
-    "f32": "FP32",
-    "f16": "FP16",
-    "bf16": "BF16",
-    "i64": "INT64",
-    "i32": "INT32",
-    "i16": "INT16",
-    "i8": "INT8",
-    "u8": "UINT8",
-    "i4": "INT4",
-    "u4": "UINT4",
-}
+# Names of datatypes in the v2 protocol, by those in safetensors (F32) and OpenVINO (f32).
+KINDS = {"bf": "BF", "f": "FP", "i": "INT", "u": "UINT"}
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -123,6 +90,19 @@ def file_facts(build: Build) -> Facts:
     return facts
 
 
+def describe_weights(build: Build) -> str:
+    """Return "22.7 M parameters, FP32", or the size of the file if their number is unknown."""
+    facts = file_facts(build)
+    if not facts.num_parameters:
+        return f"{build.artifact.stat().st_size / 1e6:.1f} MB"
+    datatypes = [name for name in facts.weight_bytes if name not in onnx_model.NOT_WEIGHTS]
+    datatype = max(datatypes, key=lambda name: facts.weight_bytes[name])
+    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if facts.num_parameters >= limit:
+            return f"{facts.num_parameters / limit:.1f}{unit} parameters, {datatype}"
+    return f"{facts.num_parameters} parameters, {datatype}"
+
+
 def optimised_operators(path: Path, options: Mapping[str, str]) -> dict[str, int]:
     """Return how many nodes of each type ONNX Runtime runs for this file and these backend options.
     Loads the model, so call it in a separate process."""
@@ -153,7 +133,7 @@ def _read_onnx(path: Path, facts: Facts) -> None:
     )
 
 
-def _quantised(nodes: list[Any]) -> dict[str, int]:
+def _quantised(nodes: list[NodeProto]) -> dict[str, int]:
     dequantised = {node.output[0] for node in nodes if node.op_type == DEQUANTISE}
     consumers: dict[str, set[str]] = {}
     for node in nodes:
@@ -173,7 +153,7 @@ def _quantised(nodes: list[Any]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _count_weights(facts: Facts, weights: Any) -> None:
+def _count_weights(facts: Facts, weights: Iterable[tuple[str, int, int]]) -> None:
     """Sum up the (datatype, number of values, bytes) of each weight."""
     total: Counter[str] = Counter()
     for datatype, num_values, num_bytes in weights:
@@ -181,6 +161,12 @@ def _count_weights(facts: Facts, weights: Any) -> None:
         if datatype not in onnx_model.NOT_WEIGHTS:
             facts.num_parameters += num_values
     facts.weight_bytes = dict(total)
+
+
+def datatype_name(name: str) -> str:
+    """Return the v2 name of a datatype of safetensors or OpenVINO; others stay as they are."""
+    match = re.fullmatch(r"(bf|f|i|u)(\d+)", name.lower())
+    return f"{KINDS[match[1]]}{match[2]}" if match else name
 
 
 def _read_openvino(path: Path, facts: Facts) -> None:
@@ -193,12 +179,9 @@ def _read_openvino(path: Path, facts: Facts) -> None:
         values = layer.find("data")
         if layer.get("type") != "Const" or values is None:
             continue
-        shape = [int(size) for size in values.get("shape", "").split(",") if size.strip()]
-        count = 1
-        for size in shape:
-            count *= size
-        name = values.get("element_type", "")
-        found.append((OPENVINO_DATATYPES.get(name, name), count, int(values.get("size", "0"))))
+        count = math.prod(int(size) for size in values.get("shape", "").split(",") if size.strip())
+        name = datatype_name(values.get("element_type", ""))
+        found.append((name, count, int(values.get("size", "0"))))
     _count_weights(facts, found)
     if "FakeQuantize" in facts.operators:
         facts.quantised = {"FakeQuantize": facts.operators["FakeQuantize"]}
@@ -210,42 +193,36 @@ def _read_pt2(path: Path, facts: Facts) -> None:
         lists = [name for name in archive.namelist() if name.endswith("_weights_config.json")]
         entries = json.loads(archive.read(lists[0]))["config"].values() if lists else ()
     found = []
-    for entry in entries:
-        meta = entry["tensor_meta"]
-        count = 1
-        for size in meta["sizes"]:
-            count *= size["as_int"]
+    for meta in (entry["tensor_meta"] for entry in entries):
+        count = math.prod(size["as_int"] for size in meta["sizes"])
         name = pt2_file.SCALARS.get(meta["dtype"], str(meta["dtype"]))
-        found.append((name, count, count * _item_bytes(name)))
+        item_bytes = (DATATYPES[name].itemsize if name in DATATYPES else None) or 1
+        found.append((name, count, count * item_bytes))
     _count_weights(facts, found)
+
+
+class _StoredTensor(msgspec.Struct):
+    """An entry in the header of safetensors; `__metadata__` has none of these."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 def _read_safetensors(folder: Path, facts: Facts) -> None:
     found = []
     for path in sorted(folder.glob("*.safetensors")):
-        for name, entry in _safetensors_header(path).items():
-            if name == "__metadata__":
-                continue
-            count = 1
-            for size in entry["shape"]:
-                count *= size
-            start, end = entry["data_offsets"]
-            datatype = TORCH_DATATYPES.get(entry["dtype"], entry["dtype"])
-            found.append((datatype, count, end - start))
+        for entry in _safetensors_header(path):
+            start, end = entry.data_offsets
+            found.append((datatype_name(entry.dtype), math.prod(entry.shape), end - start))
     _count_weights(facts, found)
 
 
-def _safetensors_header(path: Path) -> dict[str, Any]:
+def _safetensors_header(path: Path) -> list[_StoredTensor]:
+    """Read the JSON header; the file starts with its length."""
     with path.open("rb") as file:
-        start = file.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER_BYTES + 1
-        if size > MAX_HEADER_BYTES:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= min(MAX_HEADER_BYTES, path.stat().st_size):
             raise ConfigError([f"{path.name}: cannot be read as safetensors: no header"])
-        header: dict[str, Any] = json.loads(file.read(size))
-        return header
-
-
-def _item_bytes(datatype: str) -> int:
-    from penstock.types import DATATYPES
-
-    return (DATATYPES[datatype].itemsize if datatype in DATATYPES else None) or 1
+        header = msgspec.json.decode(file.read(size), type=dict[str, _StoredTensor])
+    return [entry for entry in header.values() if entry.dtype]

@@ -9,11 +9,21 @@ in the graph. Knows nothing of candidates.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import onnx
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    numpy_helper,
+)
 
 from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
@@ -24,80 +34,23 @@ MAX_VALUES = 1 << 16
 # Symbols of an element that is known, and of one about which nothing is known. Above 0: the number
 # of the named dimension that the element equals.
 KNOWN, UNKNOWN = 0, -1
-# Operators that only move elements of their first N inputs (None: all); other inputs must be known.
-MOVING: Mapping[str, int | None] = {
-    "Cast": 1,
-    "Concat": None,
-    "Expand": 1,
-    "Flatten": 1,
-    "Gather": 1,
-    "Identity": 1,
-    "Reshape": 1,
-    "Slice": 1,
-    "Squeeze": 1,
-    "Tile": 1,
-    "Transpose": 1,
-    "Unsqueeze": 1,
-}
+# Operators that only move elements of their first input (Concat: of all); others must be known.
+MOVING = frozenset(
+    {"Cast", "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze"}
+    | {"Tile", "Transpose", "Unsqueeze"}
+)
 ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Add",
-        "And",
-        "Ceil",
-        "Clip",
-        "Div",
-        "Equal",
-        "Floor",
-        "Greater",
-        "GreaterOrEqual",
-        "Less",
-        "LessOrEqual",
-        "Max",
-        "Min",
-        "Mod",
-        "Mul",
-        "Neg",
-        "Not",
-        "Or",
-        "Round",
-        "Sign",
-        "Sub",
-        "Where",
-        "Xor",
-    ]
+    {"Abs", "Add", "And", "Ceil", "Clip", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual"}
+    | {"Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Round", "Sign"}
+    | {"Sub", "Where", "Xor"}
 )
 # Operators that are random or that their inputs alone do not determine.
 NOT_FOLDED = frozenset(
-    [
-        "Bernoulli",
-        "Dropout",
-        "If",
-        "Loop",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Scan",
-    ]
+    {"Bernoulli", "Dropout", "If", "Loop", "Multinomial", "RandomNormal", "RandomNormalLike"}
+    | {"RandomUniform", "RandomUniformLike", "Scan"}
 )
 # Index of the input that is the output's shape.
 SHAPED_BY = {"ConstantOfShape": 0, "Resize": 3}
-# Operators that compute or apply shapes; embeddings use Gather too, and stay.
-SHAPE_OPERATORS = (
-    "ConstantOfShape",
-    "Expand",
-    "Gather",
-    "Pad",
-    "Range",
-    "Shape",
-    "Size",
-    "Slice",
-    "Unsqueeze",
-)
-
-Dims = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +69,29 @@ def known(elements: Array) -> Partial:
     return Partial(elements, np.zeros(elements.shape, np.int64))
 
 
-def fold(model: Any, shapes: Mapping[str, Dims] | None = None) -> Any:
+def fold(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) -> ModelProto:
     """Return a copy of the model in which everything that follows from input dimensions is
     constant. `shapes` are those of inputs, with -1 for unknown dimensions; dimensions fixed in the
     file stay. The copy declares them."""
-    copy = type(model)()
-    copy.CopyFrom(model)
-    if not _can_be_walked(copy.graph):
-        return copy
-    _declare(copy.graph, shapes or {})
-    walk = _Walk(onnx_model.opset(copy))
-    walk.start(copy.graph)
-    for node in copy.graph.node:
-        walk.visit(copy.graph, node)
-    _replace(copy.graph, walk.folded)
-    tidy_pads(copy.graph)
+    folded = copy.deepcopy(model)
+    graph = folded.graph
+    if not _can_be_walked(graph):
+        return folded
+    _declare(graph, shapes or {})
+    walk = _Walk(graph, onnx_model.opset(folded))
+    for node in graph.node:
+        walk.visit(node)
+    _replace(graph, walk.folded)
+    _tidy_pads(graph)
     # Earlier shape inference may contradict the sizes that are now fixed.
-    del copy.graph.value_info[:]
-    return copy
+    del graph.value_info[:]
+    return folded
 
 
-def _can_be_walked(graph: Any) -> bool:
+def _can_be_walked(graph: GraphProto) -> bool:
     """Return whether the graph can be folded: no initializer may be overridden by callers (the pass
     onnx-graph ensures this), and nodes must be in topological order."""
-    if len(onnx_model.true_inputs(graph)) < len(graph.input):
+    if onnx_model.has_weights_as_inputs(graph):
         return False
     made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     for node in graph.node:
@@ -149,12 +101,7 @@ def _can_be_walked(graph: Any) -> bool:
     return True
 
 
-def num_shape_nodes(operators: Mapping[str, int]) -> int:
-    """Return how many of these nodes (by operator type) compute or apply shapes."""
-    return sum(operators.get(name, 0) for name in SHAPE_OPERATORS)
-
-
-def _declare(graph: Any, shapes: Mapping[str, Dims]) -> None:
+def _declare(graph: GraphProto, shapes: Mapping[str, Sequence[int]]) -> None:
     for value in onnx_model.true_inputs(graph):
         declared = value.type.tensor_type.shape.dim
         for dim in declared:
@@ -166,188 +113,160 @@ def _declare(graph: Any, shapes: Mapping[str, Dims]) -> None:
                 dim.dim_value = size
 
 
-def _replace(graph: Any, folded: Mapping[str, Array]) -> None:
+def _replace(graph: GraphProto, folded: Mapping[str, Array]) -> None:
     """Replace nodes by the constants that they compute."""
-    import onnx
-
     outputs = {value.name for value in graph.output}
     for index in reversed(range(len(graph.node))):
         names = [name for name in graph.node[index].output if name]
         if names and all(name in folded and name not in outputs for name in names):
-            tensors = [onnx.numpy_helper.from_array(folded[name], name) for name in names]
-            graph.initializer.extend(tensors)
+            for name in names:
+                onnx_model.add_constant(graph, name, folded[name])
             del graph.node[index]
 
 
-@dataclass(slots=True)
 class _Walk:
     """Types and integer values of everything before the current node."""
 
-    opset: int
-    types: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Partial] = field(default_factory=dict)
-    # Constants computed from dimensions or other constants.
-    folded: dict[str, Array] = field(default_factory=dict)
-    _symbols: dict[str, int] = field(default_factory=dict)
-
-    def start(self, graph: Any) -> None:
-        import onnx
-
-        for value in onnx_model.true_inputs(graph):
-            self.types[value.name] = value.type
+    def __init__(self, graph: GraphProto, opset: int) -> None:
+        self._graph = graph
+        self._opsets = [helper.make_opsetid("", opset)]
+        self._types = {value.name: value.type for value in onnx_model.true_inputs(graph)}
+        self._values: dict[str, Partial] = {}
+        # Constants computed from dimensions or other constants.
+        self.folded: dict[str, Array] = {}
+        # Names of dimensions; that of symbol 1 is the first.
+        self._symbols: list[str] = []
         for name, tensor in onnx_model.constants(graph).items():
-            self.types[name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+            self._types[name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
             if onnx_model.num_values(tensor) <= MAX_VALUES:
-                self.values[name] = known(onnx.numpy_helper.to_array(tensor))
+                self._values[name] = known(numpy_helper.to_array(tensor))
 
-    def visit(self, graph: Any, node: Any) -> None:
+    def visit(self, node: NodeProto) -> None:
         if node.domain not in ("", "ai.onnx"):
             return
         if node.op_type == "Reshape":
-            self._fix_reshape(graph, node)
+            self._fix_reshape(node)
         self._infer(node)
-        if node.op_type in NOT_FOLDED or all(name in self.values for name in node.output):
+        if node.op_type in NOT_FOLDED or all(name in self._values for name in node.output):
             return
         found = self._shape(node) or self._computed(node)
-        self.values.update(found)
+        self._values.update(found)
         self.folded.update({name: each.elements for name, each in found.items() if each.is_known})
 
     # Types.
 
-    def _infer(self, node: Any) -> None:
+    def _infer(self, node: NodeProto) -> None:
         """Infer the types of a node's outputs; skip what cannot be inferred."""
-        import onnx
-
         names = [name for name in node.input if name]
-        if any(name not in self.types for name in names):
+        if any(name not in self._types for name in names):
             return
         data = {
-            name: onnx.numpy_helper.from_array(self.values[name].elements, name)
+            name: numpy_helper.from_array(self._values[name].elements, name)
             for name in names
-            if name in self.values and self.values[name].is_known
+            if name in self._values and self._values[name].is_known
         }
         try:
-            schema = onnx.defs.get_schema(node.op_type, self.opset, "")
+            schema = onnx.defs.get_schema(node.op_type, self._opsets[0].version, "")
+            types = {name: self._types[name] for name in names}
             inferred = onnx.shape_inference.infer_node_outputs(
-                schema,
-                node,
-                {name: self.types[name] for name in names},
-                data,
-                opset_imports=[onnx.helper.make_opsetid("", self.opset)],
+                schema, node, types, data, opset_imports=self._opsets
             )
         except Exception:  # Shape inference raises many types for what it does not understand.
             return
-        self.types.update(inferred)
+        self._types.update(inferred)
         self._shape_by_input(node)
 
-    def _shape_by_input(self, node: Any) -> None:
+    def _shape_by_input(self, node: NodeProto) -> None:
         """Set the type of an output whose shape is a partially known input."""
         place = SHAPED_BY.get(node.op_type)
-        if place is None or place >= len(node.input) or node.output[0] not in self.types:
+        if place is None or place >= len(node.input) or node.output[0] not in self._types:
             return
-        sizes = self.values.get(node.input[place])
-        if sizes is None or sizes.is_known or onnx_model.attribute(node, "axes"):
+        sizes = self._values.get(node.input[place])
+        if sizes is None or sizes.is_known or onnx_model.attribute(node, "axes", ()):
             return
-        shape = self.types[node.output[0]].tensor_type.shape
+        shape = self._types[node.output[0]].tensor_type.shape
         del shape.dim[:]
         for size, symbol in zip(sizes.elements.tolist(), sizes.symbols.tolist(), strict=True):
             dim = shape.dim.add()
             if symbol == KNOWN:
                 dim.dim_value = int(size)
             elif symbol != UNKNOWN:
-                dim.dim_param = self._name(symbol)
+                dim.dim_param = self._symbols[symbol - 1]
 
     def _dims(self, name: str) -> Partial | None:
         """Return the dimensions of a tensor; None if its rank is unknown."""
-        found = self.types.get(name)
+        found = self._types.get(name)
         if found is None or not found.tensor_type.HasField("shape"):
             return None
         dims = found.tensor_type.shape.dim
         sizes = [dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims]
-        return Partial(
-            np.array(sizes, np.int64), np.array([self._symbol(dim) for dim in dims], np.int64)
-        )
+        symbols = [KNOWN if dim.HasField("dim_value") else self._symbol(dim) for dim in dims]
+        return Partial(np.array(sizes, np.int64), np.array(symbols, np.int64))
 
-    def _symbol(self, dim: Any) -> int:
-        if dim.HasField("dim_value"):
-            return KNOWN
+    def _symbol(self, dim: onnx.TensorShapeProto.Dimension) -> int:
         if not dim.dim_param:
             return UNKNOWN
-        return self._symbols.setdefault(dim.dim_param, len(self._symbols) + 1)
-
-    def _name(self, symbol: int) -> str:
-        return next(name for name, number in self._symbols.items() if number == symbol)
+        if dim.dim_param not in self._symbols:
+            self._symbols.append(dim.dim_param)
+        return self._symbols.index(dim.dim_param) + 1
 
     # Values.
 
-    def _shape(self, node: Any) -> dict[str, Partial]:
+    def _shape(self, node: NodeProto) -> dict[str, Partial]:
         """Return the output of Shape or Size, from the type of its input."""
-        if node.op_type not in ("Shape", "Size"):
-            return {}
-        dims = self._dims(node.input[0])
+        dims = self._dims(node.input[0]) if node.op_type in ("Shape", "Size") else None
         if dims is None:
             return {}
         if node.op_type == "Shape":
-            start, end = (onnx_model.attribute(node, name) for name in ("start", "end"))
-            part = slice(start, end)
+            start = onnx_model.attribute(node, "start", 0)
+            part = slice(start, onnx_model.attribute(node, "end", len(dims.elements)))
             return {node.output[0]: Partial(dims.elements[part], dims.symbols[part])}
         if not dims.is_known:
             return {}
         return {node.output[0]: known(np.array(dims.elements.prod(), np.int64))}
 
-    def _computed(self, node: Any) -> dict[str, Partial]:
+    def _computed(self, node: NodeProto) -> dict[str, Partial]:
         """Return the outputs of any other node, as far as its inputs are known."""
         names = [name for name in node.input if name]
-        if any(name not in self.values for name in names) or not self._is_small(node):
+        if any(name not in self._values for name in names) or not self._is_small(node):
             return {}
-        inputs = {name: self.values[name] for name in names}
-        elements = {name: each.elements for name, each in inputs.items()}
-        if all(each.is_known for each in inputs.values()):
-            return {name: known(array) for name, array in self._run(node, elements).items()}
-        if node.op_type in MOVING:
-            return self._moved(node, inputs)
-        if node.op_type in ELEMENTWISE:
-            return self._paired(node, inputs)
-        return {}
-
-    def _moved(self, node: Any, inputs: Mapping[str, Partial]) -> dict[str, Partial]:
-        """Compute a node that only moves elements: symbols move with them."""
-        data = set(node.input[: MOVING[node.op_type]])
-        if any(name not in data and not each.is_known for name, each in inputs.items()):
+        inputs = {name: self._values[name] for name in names}
+        is_known = all(each.is_known for each in inputs.values())
+        if not is_known and node.op_type not in MOVING | ELEMENTWISE:
             return {}
         elements = self._run(node, {name: each.elements for name, each in inputs.items()})
-        if node.op_type == "Cast":
-            symbols = {node.output[0]: inputs[node.input[0]].symbols}
+        if is_known:
+            return {name: known(array) for name, array in elements.items()}
+        if node.op_type in MOVING:
+            symbols = self._moved_symbols(node, inputs)
         else:
-            symbols = self._run(
-                node,
-                {
-                    name: each.symbols if name in data else each.elements
-                    for name, each in inputs.items()
-                },
-                is_symbolic=True,
-            )
+            # An element is known if all elements that it is computed from are.
+            is_open = sum(each.symbols != KNOWN for each in inputs.values()) > 0
+            symbols = {
+                name: np.broadcast_to(np.where(is_open, UNKNOWN, KNOWN), array.shape)
+                for name, array in elements.items()
+            }
         return {
-            name: Partial(np.where(symbols[name] == KNOWN, elements[name], 1), symbols[name])
-            for name in elements
+            name: Partial(
+                np.where(symbols[name] == KNOWN, array, array.dtype.type(1)), symbols[name]
+            )
+            for name, array in elements.items()
             if name in symbols
         }
 
-    def _paired(self, node: Any, inputs: Mapping[str, Partial]) -> dict[str, Partial]:
-        """Compute an elementwise node: an element is known if all of its inputs are."""
-        found = self._run(node, {name: each.elements for name, each in inputs.items()})
-        is_open = np.zeros((), bool)
-        for each in inputs.values():
-            is_open = is_open | (each.symbols != KNOWN)
-        return {
-            name: Partial(
-                np.where(is_open, np.ones((), array.dtype), array),
-                np.broadcast_to(np.where(is_open, UNKNOWN, KNOWN), array.shape),
-            )
-            for name, array in found.items()
+    def _moved_symbols(self, node: NodeProto, inputs: Mapping[str, Partial]) -> dict[str, Array]:
+        """Return the symbols behind a node that only moves elements: they move with them."""
+        data = set(node.input if node.op_type == "Concat" else node.input[:1])
+        if any(name not in data and not each.is_known for name, each in inputs.items()):
+            return {}
+        if node.op_type == "Cast":
+            return {node.output[0]: inputs[node.input[0]].symbols}
+        moved = {
+            name: each.symbols if name in data else each.elements for name, each in inputs.items()
         }
+        return self._run(node, moved, is_symbolic=True)
 
-    def _is_small(self, node: Any) -> bool:
+    def _is_small(self, node: NodeProto) -> bool:
         """Return whether all outputs are known to be small enough."""
         for name in filter(None, node.output):
             dims = self._dims(name)
@@ -356,23 +275,21 @@ class _Walk:
         return True
 
     def _run(
-        self, node: Any, inputs: Mapping[str, Array], *, is_symbolic: bool = False
+        self, node: NodeProto, inputs: Mapping[str, Array], *, is_symbolic: bool = False
     ) -> dict[str, Array]:
         """Run a node by ONNX Runtime, for the same rounding as when served; empty if that fails.
         `is_symbolic` runs it on INT64 regardless of its types."""
-        import onnx
 
-        def output(name: str) -> Any:
-            elem_type = self.types[name].tensor_type.elem_type
-            kind = onnx.TensorProto.INT64 if is_symbolic else elem_type
-            return onnx.helper.make_tensor_value_info(name, kind, None)
+        def output(name: str) -> ValueInfoProto:
+            elem_type = self._types[name].tensor_type.elem_type
+            kind = TensorProto.INT64 if is_symbolic else elem_type
+            return helper.make_tensor_value_info(name, kind, None)
 
-        weights = [onnx.numpy_helper.from_array(array, name) for name, array in inputs.items()]
-        graph = onnx.helper.make_graph(
-            [node], "constant", [], [output(name) for name in node.output if name], weights
-        )
-        opsets = [onnx.helper.make_opsetid("", self.opset)]
-        model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+        outputs = [output(name) for name in node.output if name]
+        graph = helper.make_graph([node], "constant", [], outputs)
+        for name, array in inputs.items():
+            onnx_model.add_constant(graph, name, array)
+        model = helper.make_model(graph, opset_imports=self._opsets, ir_version=8)
         try:
             return onnx_model.run(onnx_model.session(model, num_threads=1), {})
         except BackendFailed:
@@ -380,21 +297,18 @@ class _Walk:
 
     # Reshape.
 
-    def _fix_reshape(self, graph: Any, node: Any) -> None:
+    def _fix_reshape(self, node: NodeProto) -> None:
         """Make a shape constant that repeats the batch dimension: 0 if the input has it at the same
         place, -1 if it is the only unknown one."""
-        import onnx
-
-        sizes = self.values.get(node.input[1])
+        sizes = self._values.get(node.input[1])
         if sizes is None or sizes.is_known or onnx_model.attribute(node, "allowzero", 0):
             return
         fixed = _reshaped(sizes, self._dims(node.input[0]))
         if fixed is None:
             return
-        name = f"{node.output[0]}_folded_shape"
-        graph.initializer.append(onnx.numpy_helper.from_array(fixed, name))
-        self.types[name] = onnx.helper.make_tensor_type_proto(onnx.TensorProto.INT64, fixed.shape)
-        self.values[name] = known(fixed)
+        name = onnx_model.add_constant(self._graph, f"{node.output[0]}_folded_shape", fixed)
+        self._types[name] = helper.make_tensor_type_proto(TensorProto.INT64, fixed.shape)
+        self._values[name] = known(fixed)
         node.input[1] = name
 
 
@@ -431,7 +345,7 @@ class _Padding:
     is_positive: bool
 
 
-def tidy_pads(graph: Any) -> None:
+def _tidy_pads(graph: GraphProto) -> None:
     """Drop empty Pads, and fuse others into the Conv or MaxPool behind them where that is exact.
     ONNX Runtime's own fusion handles fewer cases of Conv, and one case of MaxPool wrongly."""
     constants = onnx_model.constants(graph)
@@ -455,24 +369,20 @@ def tidy_pads(graph: Any) -> None:
     onnx_model.remove_dead(graph)
 
 
-def _pad_sizes(node: Any, constants: Mapping[str, Any]) -> Array | None:
+def _pad_sizes(node: NodeProto, constants: Mapping[str, TensorProto]) -> Array | None:
     """Return the padding before and behind each axis, or None if the node is not a Pad, its sizes
     are computed at run time, or it pads only some axes."""
-    import onnx
-
     if node.op_type != "Pad" or not 2 <= len(node.input) <= 3:
         return None
     sizes = constants.get(node.input[1])
-    return None if sizes is None else onnx.numpy_helper.to_array(sizes).reshape(2, -1)
+    return None if sizes is None else numpy_helper.to_array(sizes).reshape(2, -1)
 
 
 def _padding(
-    pad: Any, constants: Mapping[str, Any], producers: Mapping[str, Any]
+    pad: NodeProto, constants: Mapping[str, TensorProto], producers: Mapping[str, NodeProto]
 ) -> _Padding | None:
     """Return a Pad's padding; None if it is not constant, is negative, or pads batch or
     channels."""
-    import onnx
-
     sizes = _pad_sizes(pad, constants)
     if sizes is None or sizes[:, :2].any() or (sizes < 0).any():
         return None
@@ -482,30 +392,27 @@ def _padding(
     if len(pad.input) > 2 and pad.input[2]:
         if pad.input[2] not in constants:
             return None
-        value = float(onnx.numpy_helper.to_array(constants[pad.input[2]]).item())
+        value = float(numpy_helper.to_array(constants[pad.input[2]]).item())
     source = producers.get(pad.input[0])
     is_positive = source is not None and source.op_type in ("Relu", "Sigmoid")
     return _Padding(pad.input[0], sizes[:, 2:], value, is_positive)
 
 
-def _own_sizes(node: Any, padding: _Padding) -> Array:
+def _own_sizes(node: NodeProto, padding: _Padding) -> Array:
     none = [0] * padding.sizes.size
     return np.array(onnx_model.attribute(node, "pads", none)).reshape(2, -1)
 
 
-def _join_conv(node: Any, padding: _Padding) -> None:
-    if padding.value != 0 or onnx_model.attribute(node, "auto_pad", b"NOTSET") not in (
-        b"NOTSET",
-        b"VALID",
-    ):
+def _join_conv(node: NodeProto, padding: _Padding) -> None:
+    auto_pad = onnx_model.attribute(node, "auto_pad", b"NOTSET")
+    if padding.value != 0 or auto_pad not in (b"NOTSET", b"VALID"):
         return
     sizes = _own_sizes(node, padding) + padding.sizes
-    _remove_attribute(node, "auto_pad")
-    _set_attribute(node, "pads", sizes.ravel().tolist())
+    _set_attributes(node, auto_pad=None, pads=sizes.ravel().tolist())
     node.input[0] = padding.source
 
 
-def _join_pool(node: Any, padding: _Padding) -> None:
+def _join_pool(node: NodeProto, padding: _Padding) -> None:
     """Fuse a Pad into MaxPool, whose own padding never wins. Exact if the Pad's value never wins
     either: it is -inf, or 0 and the input is not negative."""
     if not _is_plain_pool(node):
@@ -516,36 +423,31 @@ def _join_pool(node: Any, padding: _Padding) -> None:
         padding.value == 0 and padding.is_positive
     )
     # No window may lie entirely in the padding.
-    has_room = (sizes < np.array(onnx_model.attribute(node, "kernel_shape"))).all()
+    has_room = (sizes < np.array(onnx_model.attribute(node, "kernel_shape", ()))).all()
     if is_lowest and has_room:
-        _set_attribute(node, "pads", sizes.ravel().tolist())
+        _set_attributes(node, pads=sizes.ravel().tolist())
         node.input[0] = padding.source
     elif not own.any():
         # ONNX Runtime 1.31 fuses a Pad of zeros into MaxPool even if zero may be the largest value
         # of a window. It does not fuse into a MaxPool declared without padding.
-        _remove_attribute(node, "pads")
-        _set_attribute(node, "auto_pad", "VALID")
+        _set_attributes(node, pads=None, auto_pad="VALID")
 
 
-def _is_plain_pool(node: Any) -> bool:
+def _is_plain_pool(node: NodeProto) -> bool:
     """Return whether results do not depend on where the padding is: no ceil_mode, dilations or
     indices."""
     return (
         len(node.output) == 1
         and not onnx_model.attribute(node, "ceil_mode", 0)
         and onnx_model.attribute(node, "auto_pad", b"NOTSET") == b"NOTSET"
-        and all(each == 1 for each in onnx_model.attribute(node, "dilations", ()))
+        and set(onnx_model.attribute(node, "dilations", [1])) == {1}
     )
 
 
-def _remove_attribute(node: Any, name: str) -> None:
+def _set_attributes(node: NodeProto, **values: str | list[int] | None) -> None:
+    """Set these attributes; None removes one."""
     for index in reversed(range(len(node.attribute))):
-        if node.attribute[index].name == name:
+        if node.attribute[index].name in values:
             del node.attribute[index]
-
-
-def _set_attribute(node: Any, name: str, value: Any) -> None:
-    import onnx
-
-    _remove_attribute(node, name)
-    node.attribute.append(onnx.helper.make_attribute(name, value))
+    given = {name: value for name, value in values.items() if value is not None}
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in given.items())

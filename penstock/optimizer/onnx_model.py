@@ -6,17 +6,25 @@ imported where they are used.
 
 from __future__ import annotations
 
+import copy
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from penstock.backends.checks import first_line
 from penstock.errors import BackendFailed
 from penstock.types import Array
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnxruntime import InferenceSession
+
+T = TypeVar("T")
 
 # Protobuf messages are limited to 2 GiB; larger weights go into a separate file.
 MAX_INLINE_BYTES = 1_500_000_000
@@ -29,7 +37,7 @@ MIN_SIDE = 16
 NOT_WEIGHTS = ("INT64", "BOOL", "STRING", "UINT64")
 
 
-def read(path: Path, *, weights: bool = True) -> Any:
+def read(path: Path, *, weights: bool = True) -> ModelProto:
     """Return the ModelProto; BackendFailed says why it cannot be read."""
     import onnx
 
@@ -39,7 +47,7 @@ def read(path: Path, *, weights: bool = True) -> Any:
         raise BackendFailed(f"{path.name}: cannot be read as ONNX: {first_line(error)}") from None
 
 
-def write(model: Any, path: Path) -> None:
+def write(model: ModelProto, path: Path) -> None:
     import onnx
 
     size = sum(weight_bytes(tensor) for tensor in model.graph.initializer)
@@ -50,32 +58,7 @@ def write(model: Any, path: Path) -> None:
         onnx.save_model(model, str(path))
 
 
-def external_files(model: Any) -> set[str]:
-    """Return the external weight files, relative to the model's folder."""
-    import onnx
-
-    return {
-        entry.value
-        for tensor in tensors(model.graph)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-
-
-def tensors(graph: Any) -> Iterator[Any]:
-    """Yield all weights, including those of branches and loop bodies."""
-    yield from graph.initializer
-    for node in nodes(graph):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for inner in (attribute.g, *attribute.graphs):
-                yield from inner.initializer
-
-
-def nodes(graph: Any) -> Iterator[Any]:
+def nodes(graph: GraphProto) -> Iterator[NodeProto]:
     """Yield all nodes, including those of branches and loop bodies."""
     for node in graph.node:
         yield node
@@ -84,28 +67,40 @@ def nodes(graph: Any) -> Iterator[Any]:
                 yield from nodes(inner)
 
 
-def opset(model: Any) -> int:
+def opset(model: ModelProto) -> int:
     return int(max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
 
 
-def true_inputs(graph: Any) -> list[Any]:
+def true_inputs(graph: GraphProto) -> list[ValueInfoProto]:
     """Return the inputs that callers provide; old files list weights among the inputs."""
     weights = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in weights]
 
 
-def constants(graph: Any) -> dict[str, Any]:
+def has_weights_as_inputs(graph: GraphProto) -> bool:
+    return len(true_inputs(graph)) < len(graph.input)
+
+
+def constants(graph: GraphProto) -> dict[str, TensorProto]:
     """Return weights by name: initialisers, and values of Constant nodes."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    found[node.output[0]] = attribute.t
+            for each in node.attribute:
+                if each.name == "value":
+                    found[node.output[0]] = each.t
     return found
 
 
-def datatype(tensor: Any) -> str:
+def add_constant(graph: GraphProto, name: str, array: Array) -> str:
+    """Add a weight; return its name."""
+    import onnx
+
+    graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return name
+
+
+def datatype(tensor: TensorProto) -> str:
     """Return the v2 name of a weight's datatype, or ONNX's own if there is no such name."""
     import onnx
 
@@ -115,28 +110,27 @@ def datatype(tensor: Any) -> str:
     return str(NAMES.get(name, name))
 
 
-def num_values(tensor: Any) -> int:
-    return int(np.prod(tensor.dims, dtype=np.int64)) if tensor.dims else 1
+def num_values(tensor: TensorProto) -> int:
+    return math.prod(tensor.dims)
 
 
-def weight_bytes(tensor: Any) -> int:
-    bits = {"INT4": 4, "UINT4": 4, "STRING": 8}.get(name := datatype(tensor), 0)
-    if not bits:
-        digits = "".join(filter(str.isdigit, name.partition("E")[0]))
-        bits = int(digits or 8)
-    return num_values(tensor) * bits // 8
+def weight_bytes(tensor: TensorProto) -> int:
+    """Return the size of a weight, by the bits in the name of its datatype: FP32, FLOAT8E4M3FN."""
+    bits = "".join(filter(str.isdigit, datatype(tensor).partition("E")[0]))
+    return num_values(tensor) * int(bits or 8) // 8
 
 
-def attribute(node: Any, name: str, default: Any = None) -> Any:
+def attribute(node: NodeProto, name: str, default: T) -> T:
     import onnx
 
     for each in node.attribute:
         if each.name == name:
-            return onnx.helper.get_attribute_value(each)
+            found: T = onnx.helper.get_attribute_value(each)
+            return found
     return default
 
 
-def product_sides(node: Any, dims: Sequence[int]) -> tuple[int, int]:
+def product_sides(node: NodeProto, dims: Sequence[int]) -> tuple[int, int]:
     """Return K and N of the node's matmul: the length of each dot product, and the number of
     columns."""
     if node.op_type == "Conv":
@@ -146,7 +140,7 @@ def product_sides(node: Any, dims: Sequence[int]) -> tuple[int, int]:
     return dims[-2], dims[-1]
 
 
-def can_gain(node: Any, weights: Mapping[str, Any]) -> bool:
+def can_gain(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
     """Return whether INT8 can make this node faster: its weights are constant and large enough.
     Depthwise convolutions are small but lie between others, where converting datatypes costs
     more."""
@@ -160,23 +154,32 @@ def can_gain(node: Any, weights: Mapping[str, Any]) -> bool:
     return min(product_sides(node, weight.dims)) >= MIN_SIDE
 
 
-def session(model: Any, *, num_threads: int = 0, entries: Mapping[str, str] | None = None) -> Any:
-    """Load a model, given as a message or a path, in ONNX Runtime; BackendFailed says why not."""
+def session(
+    model: ModelProto | Path,
+    *,
+    num_threads: int = 0,
+    entries: Mapping[str, str] | None = None,
+    **options: object,
+) -> InferenceSession:
+    """Load a model in ONNX Runtime; BackendFailed says why not. `options` are attributes of
+    SessionOptions, `entries` its configuration entries."""
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = num_threads
+    chosen = ort.SessionOptions()
+    chosen.log_severity_level = 4
+    chosen.intra_op_num_threads = num_threads
+    for name, option in options.items():
+        setattr(chosen, name, option)
     for key, text in (entries or {}).items():
-        options.add_session_config_entry(key, text)
+        chosen.add_session_config_entry(key, text)
     source = str(model) if isinstance(model, Path) else model.SerializeToString()
     try:
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(source, chosen, providers=["CPUExecutionProvider"])
     except Exception as error:  # The library raises its own types, some of them bare.
         raise BackendFailed(f"ONNX Runtime cannot load it: {first_line(error)}") from None
 
 
-def run(loaded: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def run(loaded: InferenceSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
     names = [output.name for output in loaded.get_outputs()]
     try:
         return dict(zip(names, loaded.run(names, dict(feeds)), strict=True))
@@ -184,7 +187,15 @@ def run(loaded: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
         raise BackendFailed(f"ONNX Runtime cannot run it: {first_line(error)}") from None
 
 
-def made_up(graph: Any, num_rows: int, size: int, seed: int = 0) -> dict[str, Array]:
+def is_close(answer: Array, wanted: Array, tolerance: float) -> bool:
+    """Return whether two answers agree; floats within a share of the largest value."""
+    if answer.shape != wanted.shape or wanted.dtype.kind != "f":
+        return bool(np.array_equal(answer, wanted))
+    scale = float(np.abs(wanted).max(initial=0.0)) or 1.0
+    return bool(np.allclose(answer, wanted, rtol=0, atol=tolerance * scale))
+
+
+def made_up(graph: GraphProto, num_rows: int, size: int, seed: int = 0) -> dict[str, Array]:
     """Draw random inputs from the signature: `num_rows` for a variable first dimension, `size` for
     any other."""
     import onnx
@@ -205,30 +216,25 @@ def made_up(graph: Any, num_rows: int, size: int, seed: int = 0) -> dict[str, Ar
     return feeds
 
 
-def optimised(model: Any, level: str = "basic", entries: Mapping[str, str] | None = None) -> Any:
+def optimised(
+    model: ModelProto | Path, level: str = "basic", entries: Mapping[str, str] | None = None
+) -> ModelProto:
     """Return the model after ONNX Runtime's graph optimisation. Level "basic" is plain ONNX, for
     any machine."""
-    import onnxruntime as ort
-
     from penstock.backends.onnxruntime import GRAPH_LEVELS
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = GRAPH_LEVELS[level]
-    for key, text in (entries or {}).items():
-        options.add_session_config_entry(key, text)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         target = Path(folder) / "optimised.onnx"
-        options.optimized_model_filepath = str(target)
-        source = str(model) if isinstance(model, Path) else model.SerializeToString()
-        try:
-            ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # As above.
-            raise BackendFailed(f"ONNX Runtime cannot load it: {first_line(error)}") from None
+        session(
+            model,
+            entries=entries,
+            graph_optimization_level=GRAPH_LEVELS[level],
+            optimized_model_filepath=str(target),
+        )
         return read(target)
 
 
-def prepared(model: Any) -> Any:
+def prepared(model: ModelProto) -> ModelProto:
     """Prepare for quantisation: fold constants and batch normalisation, infer shapes, and give
     every node a unique name (without commas, which separate names)."""
     import onnx
@@ -244,7 +250,7 @@ def prepared(model: Any) -> Any:
     return ready
 
 
-def _tell_types(graph: Any) -> None:
+def _tell_types(graph: GraphProto) -> None:
     """Declare types around matmuls, from their weights: ONNX infers none after operators of other
     domains."""
     import onnx
@@ -261,7 +267,7 @@ def _tell_types(graph: Any) -> None:
                 graph.value_info.append(onnx.helper.make_tensor_value_info(name, elem_type, None))
 
 
-def remove_dead(graph: Any) -> None:
+def remove_dead(graph: GraphProto) -> None:
     """Remove nodes and weights that no output needs; ONNX Runtime would compute them anyway."""
     producers = {name: node for node in graph.node for name in node.output if name}
     needed: set[str] = set()
@@ -272,29 +278,19 @@ def remove_dead(graph: Any) -> None:
             continue
         needed.add(name)
         if name in producers:
-            waiting += inputs_of(producers[name])
-    alive = [node for node in graph.node if needed.intersection(node.output)]
-    kept = [type(node).FromString(node.SerializeToString()) for node in alive]
-    del graph.node[:]
-    graph.node.extend(kept)
+            node = producers[name]
+            inner = [graph for each in node.attribute for graph in (each.g, *each.graphs)]
+            users = [node, *(each for graph in inner for each in nodes(graph))]
+            waiting += [name for user in users for name in user.input]
+    for index in reversed(range(len(graph.node))):
+        if not needed.intersection(graph.node[index].output):
+            del graph.node[index]
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name not in needed:
             del graph.initializer[index]
 
 
-def inputs_of(node: Any) -> list[str]:
-    """Return all inputs of a node, including those of its branches and loop bodies."""
-    inner = [
-        name
-        for attribute in node.attribute
-        for graph in (attribute.g, *attribute.graphs)
-        for each in nodes(graph)
-        for name in each.input
-    ]
-    return [*node.input, *inner]
-
-
-def float_tensors(graph: Any, op_types: Sequence[str]) -> list[str]:
+def float_tensors(graph: GraphProto, op_types: Sequence[str]) -> list[str]:
     """Return FP32 activations around nodes of these types, in the order of the graph."""
     import onnx
 
@@ -315,16 +311,15 @@ def float_tensors(graph: Any, op_types: Sequence[str]) -> list[str]:
     ]
 
 
-def with_outputs(model: Any, names: Sequence[str]) -> Any:
+def with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return a copy that also outputs these tensors."""
     import onnx
 
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    given = {value.name for value in copy.graph.output}
-    for name in names:
-        if name not in given:
-            copy.graph.output.append(
-                onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-            )
-    return copy
+    wider = copy.deepcopy(model)
+    given = {value.name for value in wider.graph.output}
+    wider.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        for name in names
+        if name not in given
+    )
+    return wider

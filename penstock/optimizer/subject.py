@@ -26,9 +26,10 @@ from penstock.config import (
     Preprocess,
 )
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import folders, sent, torch_source, trials, user_code, weights
+from penstock.optimizer import folders, sent, torch_source, trials, user_code
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
+from penstock.optimizer.facts import describe_weights
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.pretrained_steps import (
     add_steps,
@@ -118,8 +119,8 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     if after:
         notes.append(user_code.take_along(after, version, POSTPROCESS_FILE))
         config = _postprocessed(plan, Build(Candidate(), target, config), after)
-    text = ", ".join(filter(None, (taken.kind, _weights_text(config), *notes)))
     build = Build(Candidate(), target, config)
+    text = ", ".join(filter(None, (taken.kind, describe_weights(build), *notes)))
     return Subject(build, taken.kind, digest_of(target), text, taken.max_rows)
 
 
@@ -377,12 +378,6 @@ def _check_copy(file: str, call: Callable[[], list[Row]], expected: Row) -> None
 
 def _is_same(one: Array, other: Array) -> bool:
     return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
-
-
-def _weights_text(config: ModelConfig) -> str:
-    artifact = Path(config.artifact)
-    shards = sorted(artifact.parent.glob("*.safetensors")) if artifact.suffix == ".py" else []
-    return weights.describe(shards or [artifact])
 
 
 def digest_of(folder: Path) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
 from penstock.protocols.http import Exchange
+from penstock.protocols.http_errors import reply_error
 from penstock.protocols.route_table import Match
 from penstock.types import Buffer
 
@@ -41,15 +42,13 @@ class Reply:
 
 
 RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
-ReplyError = Callable[[Exchange, PenstockError], None]
 
 
 class HandlerTasks:
     """Runs handlers and sends their replies. A client that disconnects cancels its task; `close`
-    cancels all. `reply_error` answers a handler's PenstockError."""
+    cancels all."""
 
-    def __init__(self, reply_error: ReplyError) -> None:
-        self._reply_error = reply_error
+    def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
@@ -68,7 +67,7 @@ class HandlerTasks:
         try:
             reply = await handler(RouteCall(match, exchange.body, exchange.head.headers))
         except PenstockError as error:
-            self._reply_error(exchange, error)
+            reply_error(exchange, error)
         except Exception:  # The protocol edge: answer 500 and keep serving.
             log.exception("while answering %r", exchange.head.path)
             exchange.reply_error(500, "internal error")

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from penstock.config import HttpLimits
 from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
@@ -43,7 +43,7 @@ LINGER_S = 10.0
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
-_JSON = b"Content-Type: application/json\r\n"
+JSON = b"Content-Type: application/json\r\n"
 
 
 class Waiter(Protocol):
@@ -56,7 +56,6 @@ class Peer(Protocol):
     """The sender of a message: a connection, or the front that holds it."""
 
     received: float
-    writable: asyncio.Event
 
     @property
     def num_unsent(self) -> int:
@@ -118,6 +117,9 @@ class Exchange:
             start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
         connection.finish(b"".join((start, *parts)), keeps)
 
+    def reply_json(self, body: bytes) -> None:
+        self.reply(200, JSON, (body,))
+
     def pass_on(self, data: bytes, keep_alive: bool) -> None:
         """Send an answer that was written elsewhere, including its head."""
         if not self.is_finished:
@@ -143,7 +145,7 @@ class Exchange:
             self.waiter.abandon()
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
-        self.reply(status, _JSON + headers, (encode_error(text),))
+        self.reply(status, JSON + headers, (encode_error(text),))
 
     def start_stream(self, status: int, headers: bytes) -> None:
         """Start an answer of unknown length; `stream` its parts, then `end_stream`."""
@@ -179,13 +181,8 @@ class Exchange:
         self.is_finished = True
         self._connection.abort()
 
-    async def can_write(self) -> None:
-        """Wait while the client reads more slowly than this side writes."""
-        await self._connection.writable.wait()
 
-
-class Handler(Protocol):
-    def __call__(self, exchange: Exchange, /) -> None: ...
+Handler = Callable[[Exchange], None]
 
 
 class Connection(asyncio.Protocol):
@@ -213,8 +210,6 @@ class Connection(asyncio.Protocol):
         self.since = server.now()
         self.received = 0.0
         self.write_blocked_since: float | None = None
-        self.writable = asyncio.Event()
-        self.writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
@@ -226,7 +221,6 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
         self._server.remove(self)
-        self.writable.set()
         self._waiting.clear()
         self._reader.close()
         exchange, self._running = self._running, None
@@ -235,11 +229,9 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.write_blocked_since = self._server.now()
-        self.writable.clear()
 
     def resume_writing(self) -> None:
         self.write_blocked_since = None
-        self.writable.set()
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing or self._is_deaf:
@@ -444,15 +436,7 @@ class HttpServer:
         """Listen and return the port, which differs from the given one if that was 0. With
         `shares_port` others may listen there too, and the kernel distributes connections."""
         self.tls = tls
-        listener = await self._loop.create_server(
-            lambda: Connection(self),
-            host,
-            port,
-            backlog=BACKLOG,
-            reuse_port=shares_port or None,
-            ssl=tls,
-            ssl_handshake_timeout=self.limits.header_timeout_s if tls else None,
-        )
+        listener = await self._listen(host=host, port=port, reuse_port=shares_port or None)
         self._listeners = [listener]
         self._sweeper = self._loop.create_task(self._sweep())
         bound: int = listener.sockets[0].getsockname()[1]
@@ -471,16 +455,17 @@ class HttpServer:
         ]
         for listener in old:
             listener.close()
-        self._listeners = [
-            await self._loop.create_server(
-                lambda: Connection(self),
-                sock=each,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=self.limits.header_timeout_s,
-            )
-            for each in sockets
-        ]
+        self._listeners = [await self._listen(sock=each) for each in sockets]
+
+    async def _listen(self, **where: Any) -> asyncio.Server:
+        timeout_s = self.limits.header_timeout_s if self.tls else None
+        return await self._loop.create_server(
+            lambda: Connection(self),
+            backlog=BACKLOG,
+            ssl=self.tls,
+            ssl_handshake_timeout=timeout_s,
+            **where,
+        )
 
     def forget_heads(self) -> None:
         """Clear the cached heads, because handlers' notes on them may be outdated."""
@@ -544,7 +529,7 @@ def _refusal(status: int, text: str) -> bytes:
     body = encode_error(text)
     return b"%b%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
         _STATUS_LINES[status],
-        _JSON,
+        JSON,
         len(body),
         body,
     )

@@ -14,9 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from penstock.errors import (
-    TooLarge,
-)
+from penstock.errors import TooLarge
 from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
 from penstock.types import Tensor

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -32,19 +30,17 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
-from penstock.processes.start import take_part
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
-from penstock.serving.slab import Segment
 from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
-from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
+from penstock.wire.statuses import status_of
+from penstock.wire.v2_pb import Proto, decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
 
@@ -68,8 +64,7 @@ STOP_GRACE_S = 2.0
 # Fields of answers that hold the core's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
-# Neither protobuf's generated classes nor gRPC's contexts have types.
-Proto: TypeAlias = Any
+# gRPC's contexts have no types.
 Context: TypeAlias = Any
 # Called with the message, parsed or for inference as bytes, and the caller.
 Answer = Callable[..., Awaitable[Proto]]
@@ -104,9 +99,9 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
             if RPC_ROUTES[call.method].scope == "admin":
-                caller = self._gate.rpc_caller_name(call.invocation_metadata)
+                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
-                audit_log.record(denied, status_name(error), str(error))
+                audit_log.record(denied, error)
             return _refusing(error)
         return self._methods.get(call.method) if is_known else None
 
@@ -186,11 +181,10 @@ class Service:
         return await self._infer(data, _caller(self._gate, context))
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        caller = _caller(self._gate, context)
-        stream = InferStream(self._infer, messages, context, caller, self._gate)
+        stream = InferStream(self._infer, context, _caller(self._gate, context), self._gate)
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(stream.read(group))
+                reader = group.create_task(stream.read(messages, group))
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
                 group.create_task(stream.write())
@@ -247,14 +241,11 @@ class Service:
                 if status != last:
                     await context.write(health_pb2.HealthCheckResponse(status=status))
                     last = status
-                await self._pause()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WATCH_S):
+                        await self._is_stopping.wait()
         except PenstockError as error:
             await _abort(context, error)
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WATCH_S):
-                await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""
@@ -274,21 +265,13 @@ class Service:
 class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
-    def __init__(
-        self,
-        infer: Answer,
-        messages: AsyncIterator[bytes],
-        context: Context,
-        caller: bytes,
-        gate: Gate,
-    ) -> None:
+    def __init__(self, infer: Answer, context: Context, caller: bytes, gate: Gate) -> None:
         self._infer = infer
+        self._context = context
         self._caller = caller
         self._gate = gate
         # Why the stream ends before its client ends it.
         self.refusal: BaseException | None = None
-        self._messages = messages
-        self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
         # In request order; None is the end.
         self._answers: asyncio.Queue[asyncio.Task[Proto] | None] = asyncio.Queue()
@@ -296,9 +279,9 @@ class InferStream:
         # An error ends the stream, as in Triton.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
 
-    async def read(self, group: asyncio.TaskGroup) -> None:
+    async def read(self, messages: AsyncIterator[bytes], group: asyncio.TaskGroup) -> None:
         try:
-            async for data in self._messages:
+            async for data in messages:
                 # NotAllowed once the key is no longer allowed to send requests.
                 self._gate.check_caller("infer", self._caller)
                 await self._slots.acquire()
@@ -330,13 +313,9 @@ class InferStream:
         return answer
 
 
-def status_of(error: PenstockError) -> grpc.StatusCode:
-    return grpc.StatusCode[status_name(error)]
-
-
 async def _abort(context: Context, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
-    await context.abort(status_of(error), str(error)[:MAX_DETAILS])
+    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS])
     raise AssertionError("abort raises")
 
 
@@ -415,10 +394,8 @@ def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))
 
 
-async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]) -> None:
+async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     """Listen and answer until the core says Stop, let accepted requests finish, then close."""
-    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
-    remote = Remote(sock, requests, answers)
     service = Service(remote, gate_of(settings))
     remote.on_keys = service.use_keys
     server = grpc.aio.server(
@@ -431,33 +408,27 @@ async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[i
         compression=COMPRESSIONS[settings.compression],
     )
     server.add_generic_rpc_handlers([service.handler()])
+    port = _listen(server, settings)
+    await server.start()
+    await remote.serve_until_stopped(port)
+    service.stop()
+    await server.stop(STOP_GRACE_S)
+
+
+def _listen(server: grpc.aio.Server, settings: frames.OpenFront) -> int:
+    """Return the port; ConfigError if it cannot be bound, or if the TLS files are unusable."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     reason = why_not_listen(settings.host, settings.port)
-    port = 0
     try:
         if not reason and settings.tls is not None:
-            port = server.add_secure_port(
-                address, tls_credentials(TlsFiles(settings.tls, warns=False))
-            )
-        elif not reason:
-            port = server.add_insecure_port(address)
+            credentials = tls_credentials(TlsFiles(settings.tls, warns=False))
+            return int(server.add_secure_port(address, credentials))
+        if not reason:
+            return int(server.add_insecure_port(address))
     except (RuntimeError, ConfigError) as error:
         reason = str(error)
-    if reason:
-        remote.send(frames.StartFailed((f"cannot listen on {address} for gRPC: {reason}",)))
-        remote.close()
-        return
-    await server.start()
-    # Freeze what exists now, so that full collections do not scan it.
-    gc.collect()
-    gc.freeze()
-    take_part()
-    remote.send(frames.Listening(frames.VERSION, port))
-    await remote.stopped.wait()
-    service.stop()
-    await server.stop(STOP_GRACE_S)
-    remote.close()
+    raise ConfigError([f"cannot listen on {address} for gRPC: {reason}"])
 
 
 if __name__ == "__main__":

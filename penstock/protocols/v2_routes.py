@@ -50,11 +50,9 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
         return {}
     try:
         body = msgspec.json.decode(call.body or b"{}", type=schema)
-    except msgspec.DecodeError as error:
+    except json_errors.UNREADABLE as error:
         text = json_errors.explain(call.body, error)
         raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
-    except (RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"failed to parse the request JSON: {error}") from None
     match body:
         case IndexBody():
             return {"ready": body.ready}

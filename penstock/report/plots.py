@@ -7,7 +7,7 @@ plots of results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Symbol = Literal["circle", "open", "down", "down-open", "cross", "ring"]
@@ -30,9 +30,9 @@ class Axis:
     has_zero: bool = False
     is_reversed: bool = False
     # Values and their labels; empty: chosen to fit.
-    ticks: tuple[tuple[float, str], ...] = ()
+    ticks: Sequence[tuple[float, str]] = ()
     # Labels may have several lines.
-    categories: tuple[str, ...] = ()
+    categories: Sequence[str] = ()
     has_grid: bool = True
 
 
@@ -41,24 +41,24 @@ class Series:
     """Points, joined by a line unless `width` is 0. NaN makes a gap."""
 
     name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    x: Sequence[float]
+    y: Sequence[float]
     colour: str
     # Of each point, shown when it is pointed at.
-    texts: tuple[str, ...] = ()
+    texts: Sequence[str] = ()
     width: float = 2.0
     # In pixels, as SVG's stroke-dasharray; empty: solid.
     dash: str = ""
     # "hv": horizontal, then vertical from each point to the next.
     step: Literal["", "hv", "vh"] = ""
     # Of the marks; empty: none.
-    radii: tuple[float, ...] = ()
-    symbols: tuple[Symbol, ...] = ()
+    radii: Sequence[float] = ()
+    symbols: Sequence[Symbol] = ()
     # Beside the marks.
-    labels: tuple[str, ...] = ()
+    labels: Sequence[str] = ()
     # Ends of the error bars.
-    lows: tuple[float, ...] = ()
-    highs: tuple[float, ...] = ()
+    lows: Sequence[float] = ()
+    highs: Sequence[float] = ()
     # Opacity of the marks.
     opacity: float = 1.0
     # Measured on the axis on the right.
@@ -71,16 +71,16 @@ class Bars:
     """Bars from `lows` to `highs` at `places` on the other axis."""
 
     name: str
-    places: tuple[float, ...]
-    lows: tuple[float, ...]
-    highs: tuple[float, ...]
+    places: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
     # One for all, or one each.
-    colours: tuple[str, ...]
-    texts: tuple[str, ...] = ()
+    colours: Sequence[str]
+    texts: Sequence[str] = ()
     # Beyond the end of each bar.
-    labels: tuple[str, ...] = ()
+    labels: Sequence[str] = ()
     # Drawn pale with a dashed outline, as predictions are.
-    outlined: tuple[bool, ...] = ()
+    outlined: Sequence[bool] = ()
     # In units of the axis of the places.
     thickness: float = 0.65
     is_horizontal: bool = False
@@ -121,17 +121,17 @@ Mark = Series | Bars
 class Plot:
     x: Axis
     y: Axis
-    marks: tuple[Mark, ...]
+    marks: Sequence[Mark]
     right: Axis | None = None
-    limits: tuple[Limit, ...] = ()
-    notes: tuple[Note, ...] = ()
+    limits: Sequence[Limit] = ()
+    notes: Sequence[Note] = ()
     # Dense lines show their values in strips along this axis when pointed at.
     strips: Literal["", "x", "y"] = ""
     # Of a strip along x, after its value: " s".
     strip_unit: str = ""
     # Where strips are, each with the nearest point of every line; empty: all along, each with the
     # largest value in it.
-    strip_values: tuple[float, ...] = ()
+    strip_values: Sequence[float] = ()
     has_legend: bool = True
     # None: as usual.
     height: float | None = None
@@ -170,52 +170,21 @@ def stack(
     *,
     is_horizontal: bool = False,
     thickness: float = 0.6,
-) -> tuple[Bars, ...]:
+) -> list[Bars]:
     """Stack bars: `rows[i][j]` is the part of `names[i]` in bar `j`."""
-    ends = [0.0] * len(rows[0]) if rows else []
+    ends = (0.0,) * len(rows[0]) if rows else ()
     found = []
     for name, row, colour, text in zip(names, rows, colours, texts, strict=True):
-        lows, ends = ends, [end + value for end, value in zip(ends, row, strict=True)]
-        found.append(
-            Bars(
-                name,
-                tuple(map(float, range(len(row)))),
-                tuple(lows),
-                tuple(ends),
-                (colour,),
-                tuple(text),
-                is_horizontal=is_horizontal,
-                thickness=thickness,
-            )
-        )
-    return tuple(found)
+        lows, ends = ends, tuple(end + value for end, value in zip(ends, row, strict=True))
+        places = tuple(map(float, range(len(row))))
+        bars = Bars(name, places, lows, ends, (colour,), text, thickness=thickness)
+        found.append(replace(bars, is_horizontal=is_horizontal))
+    return found
 
 
-def bar_chart(
-    rows: Sequence[tuple[str, float, str]],
-    title: str,
-    *,
-    highlight: int | None = None,
-    colour: str = GREY,
+def row_plot(
+    names: Sequence[str], bars: Sequence[Bars], title: str, height: float | None = None
 ) -> Plot:
-    """Plot horizontal bars, the first row on top. A row is a label, a value and its text; the row
-    `highlight` is in the colour of the product."""
-    colours = [GREEN if index == highlight else colour for index in range(len(rows))]
-    bars = Bars(
-        title,
-        tuple(map(float, range(len(rows)))),
-        (0.0,) * len(rows),
-        tuple(value for _, value, _ in rows),
-        tuple(colours),
-        tuple(f"{label}: {text}" for label, _, text in rows),
-        labels=tuple(text for _, _, text in rows),
-        thickness=0.62,
-        is_horizontal=True,
-        in_legend=False,
-    )
-    categories = tuple(label for label, _, _ in rows)
-    return Plot(
-        Axis(title, has_zero=True),
-        Axis(categories=categories, is_reversed=True, has_grid=False),
-        (bars,),
-    )
+    """Plot horizontal bars, the first row on top."""
+    rows = Axis(categories=names, is_reversed=True, has_grid=False)
+    return Plot(Axis(title, has_zero=True), rows, bars, height=height)

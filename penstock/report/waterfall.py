@@ -31,7 +31,7 @@ def waterfall(
     *,
     is_lower_better: bool = False,
     top: float | None = None,
-    limits: tuple[Limit, ...] = (),
+    limits: Sequence[Limit] = (),
 ) -> Plot:
     """Plot steps from the first value to the last; bars beyond `top` are cut off."""
     values = [step.value for step in steps]
@@ -41,14 +41,14 @@ def waterfall(
     texts = [step.text + (" ↑" if step.value > top else "") for step in steps]
     trace = Bars(
         title,
-        tuple(map(float, range(len(steps)))),
-        tuple(min(bar.low, edge) for bar in bars),
-        tuple(min(bar.high, edge) for bar in bars),
-        tuple(bar.colour for bar in bars),
-        tuple(
+        range(len(steps)),
+        tuple(min(low, edge) for low, _, _ in bars),
+        tuple(min(high, edge) for _, high, _ in bars),
+        tuple(colour for _, _, colour in bars),
+        [
             f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}"
             for step in steps
-        ),
+        ],
         outlined=tuple(not step.is_measured for step in steps),
         thickness=2 * HALF_BAR,
         in_legend=False,
@@ -63,42 +63,30 @@ def waterfall(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    low: float
-    high: float
-    colour: str
-
-
-def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> _Bar:
+def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> tuple[float, float, str]:
+    """Return the ends of a bar, and its colour."""
     value = values[index]
     if not math.isfinite(value):
         # Nothing was answered: beyond the top of any plot.
-        return _Bar(0.0, math.inf, WHOLE)
+        return 0.0, math.inf, WHOLE
     if index in (0, len(values) - 1):
-        return _Bar(0.0, value, WHOLE)
-    before = values[index - 1]
-    is_better = (value < before) is is_lower_better
-    return _Bar(min(before, value), max(before, value), BETTER if is_better else WORSE)
+        return 0.0, value, WHOLE
+    low, high = sorted((values[index - 1], value))
+    is_better = (value < values[index - 1]) is is_lower_better
+    return low, high, BETTER if is_better else WORSE
 
 
 def _connectors(values: Sequence[float], top: float) -> list[Series]:
-    return [
-        Series(
-            "",
-            (index + HALF_BAR, index + 1 - HALF_BAR),
-            (value, value),
-            GREY,
-            width=1.0,
-            dash="2 3",
-            in_legend=False,
-        )
-        for index, value in enumerate(values[:-1])
-        if math.isfinite(value) and value <= top
-    ]
+    found = []
+    for index, value in enumerate(values[:-1]):
+        if math.isfinite(value) and value <= top:
+            ends = (index + HALF_BAR, index + 1 - HALF_BAR)
+            line = Series("", ends, (value, value), GREY, width=1.0, dash="2 3", in_legend=False)
+            found.append(line)
+    return found
 
 
-def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> tuple[Note, ...]:
+def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Note]:
     """Label the upper end of each bar."""
     found = []
     for index, (value, text) in enumerate(zip(values, texts, strict=True)):
@@ -106,4 +94,4 @@ def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> tuple[
         end = max(value, before)
         at, dy = (top * 1.12, -4.0) if end > top else (end, -5.0)
         found.append(Note(float(index), at, text, dy=dy))
-    return tuple(found)
+    return found

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -35,12 +34,13 @@ from penstock.repository import (
     pretrained_message,
 )
 from penstock.repository import manifest as manifests
+from penstock.repository.pbtxt_fields import Proto
 from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
 MAX_NAMES_TOLD = 10
-# Files of a language model: Hugging Face's configuration, and one of these beside it.
-TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
+# Hugging Face's configuration; weights are beside it.
+TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
@@ -54,6 +54,11 @@ class RepositoryScan:
     configs: list[ModelConfig] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
+
+    def add(self, other: RepositoryScan) -> None:
+        self.configs += other.configs
+        self.problems |= other.problems
+        self.folders |= other.folders
 
 
 class ModelKind(enum.Enum):
@@ -115,7 +120,7 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
         raise ConfigError(
             [
                 f"{path}: holds no model; expected <model>/<version>/model.onnx, "
-                f"with the version a number, or {TEXT_CONFIG} and {WEIGHTS[0]}"
+                f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
             ]
         )
     return _read_all(folders, root)
@@ -131,10 +136,7 @@ def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Repository
             found.configs = [config for config in found.configs if config.name != name]
             continue
         if _is_gguf(folder) or _is_text_folder(folder):
-            named = _read_text_model(folder) if _is_gguf(folder) else read_hugging_face(folder)
-            found.configs += named.configs
-            found.problems |= named.problems
-            found.folders |= named.folders
+            found.add(_read_text_model(folder) if _is_gguf(folder) else read_hugging_face(folder))
             continue
         found.folders[folder.name] = folder
         try:
@@ -203,6 +205,16 @@ def _hard_link(name: str) -> str:
     )
 
 
+def read_alone(name: str, folder: Path, read: Callable[[], ModelConfig]) -> RepositoryScan:
+    """Read a model that has no versions as version 1."""
+    found = RepositoryScan(folders={name: folder})
+    try:
+        found.configs.append(replace(read(), version="1"))
+    except ConfigError as error:
+        found.problems[name] = list(error.problems)
+    return found
+
+
 def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
     """Make a language model with the sizes in a config.json and random weights: for speed tests."""
     file = Path(os.path.abspath(path))
@@ -221,25 +233,23 @@ def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
 def read_hugging_face(folder: Path) -> RepositoryScan:
     """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
     in Hugging Face's cache."""
-    name = folder.name
-    found = RepositoryScan(folders={name: folder})
-    try:
+
+    def read() -> ModelConfig:
         if not pretrained.is_model(folder):
-            expected = " or ".join((WEIGHTS[0], pretrained.ONNX[-1]))
+            expected = f"{pretrained.WEIGHTS[0]} or {pretrained.ONNX[-1]}"
             raise ConfigError(
                 [f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"]
             )
         described, message = pretrained.read(folder), read_message(folder)
         if described is None or message.backend == LLM:
-            return _read_text_model(folder)
+            return _text_config(folder)
         written = pbtxt.to_text(message)
         artifact = pretrained_message.complete(message, described)
-        config = pbtxt.resolve(message, name, folder, artifact)
+        config = pbtxt.resolve(message, folder.name, folder, artifact)
         notes = (*config.notes, *pretrained_message.notes(folder, described.head))
-        found.configs.append(replace(config, version="1", written=written, notes=notes))
-    except ConfigError as error:
-        found.problems[name] = list(error.problems)
-    return found
+        return replace(config, written=written, notes=notes)
+
+    return read_alone(folder.name, folder, read)
 
 
 def _pickled(folder: Path) -> str:
@@ -265,33 +275,28 @@ def architectures(folder: Path) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _read_text_model(path: Path) -> RepositoryScan:
-    """Read a language model from a GGUF file or a folder by itself."""
-    is_file = _is_gguf(path)
-    folder = path.parent if is_file else path
-    name = path.stem if is_file else path.name
-    found = RepositoryScan(folders={name: folder})
-    try:
-        if is_file and not _starts_as_gguf(path):
-            raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
-        # Files beside a GGUF file do not belong to it.
-        message = pbtxt.parse("") if is_file else read_message(folder)
+def _read_text_model(file: Path) -> RepositoryScan:
+    """Read a language model from a GGUF file by itself."""
+    return read_alone(file.stem, file.parent, lambda: _text_config(file))
+
+
+def _text_config(path: Path) -> ModelConfig:
+    """Return the configuration of a language model in a GGUF file or a folder by itself."""
+    if not _is_gguf(path):
+        message = read_message(path)
         message.backend = message.backend or LLM
-        artifact = path if is_file else path / TEXT_CONFIG
-        config = pbtxt.resolve(message, name, folder, artifact)
-        found.configs.append(replace(config, version="1"))
-    except ConfigError as error:
-        found.problems[name] = list(error.problems)
-    return found
+        return pbtxt.resolve(message, path.name, path, path / TEXT_CONFIG)
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
+    # Files beside it do not belong to it.
+    message = pbtxt.parse("")
+    message.backend = LLM
+    return pbtxt.resolve(message, path.stem, path.parent, path)
 
 
 def _is_gguf(path: Path) -> bool:
     return path.suffix == GGUF and path.is_file()
-
-
-def _starts_as_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def _name(entry: Path) -> str:
@@ -395,7 +400,7 @@ def _of_version(folder: Path, version: str, root: Path) -> list[Path]:
     return [own] if parameters.follows_links(read_message(folder, version)) else [folder / version]
 
 
-def read_message(folder: Path, version: str = "") -> Any:
+def read_message(folder: Path, version: str = "") -> Proto:
     """Read the config.pbtxt of a model, or of one of its versions; an empty message without one."""
     where = f"{version}/{CONFIG}" if version else CONFIG
     path = folder / where
@@ -410,7 +415,7 @@ def has_own_config(folder: Path, version: str) -> bool:
     return (folder / version / CONFIG).is_file()
 
 
-def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
+def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
     """Read one version, by its own config.pbtxt or else by `message`, the model's. An incomplete
     version is refused unread."""
     path = folder / version
@@ -436,7 +441,7 @@ def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
     return _with_promise(config, promised, manifests.unkept(manifest.evidence))
 
 
-def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
+def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
     if not has_own_config(folder, version):
         return pbtxt.resolve(message, folder.name, folder / version)
     policy = message.version_policy if message.HasField("version_policy") else None
@@ -543,7 +548,7 @@ def version_folders(folder: Path) -> list[str]:
     )
 
 
-def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
+def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:
     """Return the versions that the policy selects, without those that are missing."""
     available = version_folders(folder)
     if not available:

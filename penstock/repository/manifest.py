@@ -14,7 +14,6 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import msgspec
 
@@ -43,7 +42,7 @@ class Manifest:
     format: int
     created: str
     files: dict[str, FileEntry]
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, object] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +104,7 @@ def check_files(manifest: Manifest, folder: Path) -> list[str]:
     """List files that are missing, have another size or were added, without reading any file."""
     problems = [
         f"{folder.name}/{name}: is not in {NAME}; remove it, or commit it as a new version"
-        for name in _names_below(folder)
+        for name in names_below(folder)
         if name != NAME and name not in manifest.files
     ]
     for name, entry in sorted(manifest.files.items()):
@@ -119,7 +118,7 @@ def check_files(manifest: Manifest, folder: Path) -> list[str]:
     return problems
 
 
-def _names_below(folder: Path) -> list[str]:
+def names_below(folder: Path) -> list[str]:
     """List everything but folders, except Python's caches and names with a leading dot, which file
     systems leave behind and no backend opens."""
     found: list[str] = []
@@ -162,14 +161,14 @@ def check_digests(folder: Path) -> None:
         raise ConfigError(problems)
 
 
-def unkept(evidence: Mapping[str, Any]) -> str:
+def unkept(evidence: Mapping[str, object]) -> str:
     """Return the outcome of the evidence if its SLO was not kept; empty if it was, or if there is
     no outcome. Versions from before 2026-11 say "met"."""
     outcome = evidence.get("outcome")
     return "" if outcome in KEPT else str(outcome)
 
 
-def promised(evidence: Mapping[str, Any]) -> slo.Slo | None:
+def promised(evidence: Mapping[str, object]) -> slo.Slo | None:
     """Return the SLO of the evidence; ConfigError starts with its path."""
     if "slo" not in evidence:
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.repository import layout, model_code, model_hints, pbtxt
 from penstock.repository.layout import ModelKind, RepositoryScan
@@ -113,16 +114,14 @@ class ModelSource:
     def _read_file(self) -> RepositoryScan:
         """Read a file as version 1 of a model, configured by what the file says."""
         path = self.path
-        found = RepositoryScan(folders={self.name: path.parent})
         message = pbtxt.parse("")
         message.backend = BACKENDS[self.kind]
-        try:
+
+        def read() -> ModelConfig:
             config = pbtxt.resolve(message, self.name, path.parent, path)
-            notes = (*self._file_notes(), *config.notes)
-            found.configs.append(replace(config, version="1", notes=notes))
-        except ConfigError as error:
-            found.problems[self.name] = list(error.problems)
-        return found
+            return replace(config, notes=(*self._file_notes(), *config.notes))
+
+        return layout.read_alone(self.name, path.parent, read)
 
     def _file_notes(self) -> list[str]:
         path = self.path

@@ -140,8 +140,8 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message.max_batch_size = config.max_batch_size
     message.version_policy.specific.versions[:] = [int(config.version)]
     message.default_model_filename = config.file
-    _describe_tensors(message.input, config.inputs)
-    _describe_tensors(message.output, config.outputs)
+    describe_tensors(message.input, config.inputs)
+    describe_tensors(message.output, config.outputs)
     _describe_instances(message.instance_group, config)
     _describe_batching(message, config.batching)
     message.metric_tags.update(config.metric_tags)
@@ -206,7 +206,7 @@ def _plain(field: Proto, value: object) -> object:
     return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
 
 
-def _describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
+def describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
     known = {item.name: item for item in target}
     num_old = len(target)
     for spec in specs:
@@ -391,8 +391,8 @@ class _Resolver:
         message = self._message
         backend = str(message.backend or PLATFORMS.get(message.platform, ""))
         if backend:
-            if backend not in (*backends.MODULES, LLM):
-                known = ", ".join(sorted((*backends.MODULES, LLM)))
+            if backend not in (*backends.NAMES, LLM):
+                known = ", ".join(sorted((*backends.NAMES, LLM)))
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
         elif message.platform == "pytorch_libtorch":
             self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -55,7 +55,7 @@ class Pretrained:
     folder: Path
     architecture: str
     task: Task
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
 
     @property
     def head(self) -> str:
@@ -103,12 +103,12 @@ def is_model(folder: Path) -> bool:
     return any((folder / each).is_file() for each in (*WEIGHTS, *ONNX))
 
 
-def read_config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, object]:
     """Return the folder's config.json."""
     return _read_json(folder / CONFIG)
 
 
-def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+def labels(config: Mapping[str, object]) -> tuple[str, ...]:
     """Return the label of each class, in the order of the network's outputs."""
     given = config.get("id2label")
     if not isinstance(given, dict) or not given:
@@ -122,7 +122,7 @@ def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
         raise ConfigError([f"{CONFIG}: id2label: expected the numbers from 0 on"]) from None
 
 
-def activation(config: Mapping[str, Any]) -> Activation:
+def activation(config: Mapping[str, object]) -> Activation:
     """Return how scores follow from logits, as the pipelines of transformers choose it."""
     kind, count = config.get("problem_type"), len(labels(config))
     if kind == "regression":
@@ -130,20 +130,20 @@ def activation(config: Mapping[str, Any]) -> Activation:
     return "sigmoid" if kind == "multi_label_classification" or count == 1 else "softmax"
 
 
-def hidden_size(config: Mapping[str, Any]) -> int:
+def hidden_size(config: Mapping[str, object]) -> int:
     for key in HIDDEN_SIZES:
-        if isinstance(config.get(key), int):
-            return int(config[key])
+        if isinstance(size := config.get(key), int):
+            return size
     raise ConfigError([f"{CONFIG}: no size of the hidden states; expected {HIDDEN_SIZES[0]}"])
 
 
-def pad_token(config: Mapping[str, Any]) -> int:
+def pad_token(config: Mapping[str, object]) -> int:
     """Return the number of the padding token; 0 if the folder names none."""
     number = config.get("pad_token_id")
     return number if isinstance(number, int) and number >= 0 else 0
 
 
-def max_length(folder: Path, config: Mapping[str, Any]) -> int:
+def max_length(folder: Path, config: Mapping[str, object]) -> int:
     """Return the most tokens of a text: the smallest limit in the folder's files."""
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and config.get("model_type") in OFFSET_POSITIONS:
@@ -251,27 +251,27 @@ def image_settings(folder: Path) -> ImageSettings:
     crop = _crop(settings)
     if kind == "ConvNext" and 0 < shortest < WARPED_FROM:
         crop = (shortest, shortest)
-        shortest = int(shortest / float(settings.get("crop_pct") or 224 / 256))
+        shortest = int(shortest / (_number(settings, "crop_pct", 0) or 224 / 256))
     elif kind == "ConvNext":
         shortest, resize = 0, (shortest, shortest)
     final = crop or resize
     if final is None:
         expected = "expected height and width, or crop_size"
         raise ConfigError([f"{PREPROCESSOR}: images would have any size; {expected}"])
-    scale = settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 1.0
+    is_scaled = settings.get("do_rescale", True)
     is_normalized = settings.get("do_normalize", True)
     return ImageSettings(
         *final,
         resize,
         shortest,
-        int(settings.get("resample", 2)),
-        float(scale),
+        int(_number(settings, "resample", 2)),
+        _number(settings, "rescale_factor", 1 / 255) if is_scaled else 1.0,
         _channels(settings, "image_mean") if is_normalized else (0.0, 0.0, 0.0),
         _channels(settings, "image_std") if is_normalized else (1.0, 1.0, 1.0),
     )
 
 
-def _resize(settings: Mapping[str, Any]) -> tuple[int, tuple[int, int] | None]:
+def _resize(settings: Mapping[str, object]) -> tuple[int, tuple[int, int] | None]:
     """Return the shortest edge, or height and width, to resize to."""
     size = settings.get("size")
     if not settings.get("do_resize", True) or size is None:
@@ -285,14 +285,14 @@ def _resize(settings: Mapping[str, Any]) -> tuple[int, tuple[int, int] | None]:
     return 0, _height_and_width(size, "size")
 
 
-def _crop(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+def _crop(settings: Mapping[str, object]) -> tuple[int, int] | None:
     size = settings.get("crop_size")
     if not settings.get("do_center_crop") or size is None:
         return None
     return (size, size) if isinstance(size, int) else _height_and_width(size, "crop_size")
 
 
-def _height_and_width(size: Any, key: str) -> tuple[int, int]:
+def _height_and_width(size: object, key: str) -> tuple[int, int]:
     if isinstance(size, dict):
         both = size.get("height"), size.get("width")
         if isinstance(both[0], int) and isinstance(both[1], int):
@@ -300,7 +300,16 @@ def _height_and_width(size: Any, key: str) -> tuple[int, int]:
     raise ConfigError([f"{PREPROCESSOR}: {key}: {size}; expected height and width"])
 
 
-def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+def _number(settings: Mapping[str, object], key: str, default: float) -> float:
+    value = settings.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float):
+        raise ConfigError([f"{PREPROCESSOR}: {key}: {value}; expected a number"])
+    return float(value)
+
+
+def _channels(settings: Mapping[str, object], key: str) -> tuple[float, float, float]:
     given = settings.get(key)
     values = [given] * 3 if isinstance(given, int | float) else given
     if not isinstance(values, list) or len(values) != 3:
@@ -308,18 +317,18 @@ def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, floa
     return float(values[0]), float(values[1]), float(values[2])
 
 
-def _optional_json(path: Path) -> Mapping[str, Any]:
+def _optional_json(path: Path) -> Mapping[str, object]:
     return _read_json(path) if path.is_file() else {}
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> Mapping[str, object]:
     found = _decode(path)
     if not isinstance(found, dict):
         raise ConfigError([f"{path.name}: expected a JSON object"])
     return found
 
 
-def _decode(path: Path) -> Any:
+def _decode(path: Path) -> object:
     try:
         return msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:

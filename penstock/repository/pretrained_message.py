@@ -6,14 +6,14 @@ the built-in steps around the network. `pretrained` says what the folder is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.config import EMBEDDING, IMAGE, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
 from penstock.errors import ConfigError
-from penstock.repository import onnx_file, parameters, pretrained
+from penstock.repository import onnx_file, parameters, pbtxt, pretrained
 from penstock.repository.parameters import format_tensors
+from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.pretrained import Pretrained
 from penstock.system import devices
 from penstock.types import TensorSpec
@@ -43,7 +43,7 @@ ONNX_VECTORS = (SENTENCE, "last_hidden_state", "token_embeddings")
 ANSWERS = (*ONNX_LOGITS, *ONNX_VECTORS)
 
 
-def complete(message: Any, found: Pretrained) -> Path:
+def complete(message: Proto, found: Pretrained) -> Path:
     """Fill in the message; return the file that the backend loads. ConfigError says what is
     missing."""
     if message.input or message.output:
@@ -61,8 +61,8 @@ def complete(message: Any, found: Pretrained) -> Path:
     steps = _image_steps(found, file) if is_image else _text_steps(found, file, message.backend)
     message.max_batch_size = message.max_batch_size or (MAX_IMAGES if is_image else MAX_BATCH)
     message.dynamic_batching.SetInParent()
-    _add(message.input, [IMAGE_INPUT if is_image else TEXT])
-    _add(message.output, outputs(found, _network_output(found, file)))
+    pbtxt.describe_tensors(message.input, [IMAGE_INPUT if is_image else TEXT])
+    pbtxt.describe_tensors(message.output, outputs(found, _network_output(found, file)))
     for key, value in steps.items():
         if key not in message.parameters:
             message.parameters[key].string_value = value
@@ -204,18 +204,3 @@ def _known_size(found: Pretrained, spec: TensorSpec) -> TensorSpec:
     elif shape and shape[-1] < 0:
         shape[-1] = len(pretrained.labels(found.config))
     return TensorSpec(spec.name, spec.datatype, tuple(shape))
-
-
-def _add(target: Any, specs: Sequence[TensorSpec]) -> None:
-    for spec in specs:
-        item = target.add()
-        item.name = spec.name
-        kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
-        item.data_type = _number(item, f"TYPE_{kind}")
-        item.dims[:] = spec.shape
-
-
-def _number(item: Any, name: str) -> int:
-    field = item.DESCRIPTOR.fields_by_name["data_type"]
-    values: Mapping[str, Any] = field.enum_type.values_by_name
-    return int(values[name].number)

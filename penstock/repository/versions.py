@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import layout, pbtxt, staging
 from penstock.repository import manifest as manifests
 from penstock.repository.layout import CONFIG
+from penstock.repository.pbtxt_fields import Proto
 
 HISTORY = "history.jsonl"
 # Files that the commit writes for each version.
@@ -37,7 +37,7 @@ def commit(
     name: str,
     source: AnyPath | Mapping[str, AnyPath],
     config: ModelConfig,
-    evidence: Mapping[str, Any] | None = None,
+    evidence: Mapping[str, object] | None = None,
 ) -> str:
     """Add a version with the files of a folder, or with the given files by their new names; return
     its number. Fields of the model's config.pbtxt that a ModelConfig does not hold are kept. A new
@@ -121,7 +121,7 @@ def problem_of_name(name: str) -> str:
     return f"name: {name!r} cannot be the name of a model's folder"
 
 
-def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, Any]) -> list[str]:
+def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, object]) -> list[str]:
     """Return the problems that are known before anything is written."""
     problems = []
     if config.name != folder.name:
@@ -155,18 +155,10 @@ def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
     dot."""
     if not folder.is_dir():
         problems.append(f"{folder}: no such folder")
-    files: dict[str, Path] = {}
-    for path, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if n != manifests.CACHE and not n.startswith(".")]
-        for name in folders:
-            if os.path.islink(os.path.join(path, name)):
-                problems.append(f"{os.path.join(path, name)}: a link to a folder")
-        for name in (name for name in names if not name.startswith(".")):
-            file = Path(path, name)
-            files[file.relative_to(folder).as_posix()] = file
-    for name in OWN_FILES:
-        files.pop(name, None)
-    return files
+    names = [name for name in manifests.names_below(folder) if name not in OWN_FILES]
+    linked = [name for name in names if (folder / name).is_dir()]
+    problems += [f"{folder / name}: a link to a folder" for name in linked]
+    return {name: folder / name for name in names if name not in linked}
 
 
 def _labels(config: ModelConfig, folder: Path) -> dict[str, Path | bytes]:
@@ -185,7 +177,7 @@ def _labels(config: ModelConfig, folder: Path) -> dict[str, Path | bytes]:
 
 
 def _write_version(
-    draft: Path, files: Mapping[str, Path | bytes], config: str, evidence: dict[str, Any]
+    draft: Path, files: Mapping[str, Path | bytes], config: str, evidence: dict[str, object]
 ) -> None:
     os.mkdir(draft)
     entries = {
@@ -230,7 +222,7 @@ def _check_reads_back(draft: Path, config: ModelConfig) -> None:
         raise ConfigError(different)
 
 
-def _write_model_level(stage: Path, version: Path, message: Any) -> None:
+def _write_model_level(stage: Path, version: Path, message: Proto) -> None:
     """Write to the stage what Triton expects in the model's folder: labels and config.pbtxt."""
     for file in _label_files(message):
         labels = version / file
@@ -251,7 +243,7 @@ def _publish(stage: Path, folder: Path) -> None:
             staging.sync_folder(target.parent)
 
 
-def _message_of(folder: Path, version: str, model_level: Any) -> Any:
+def _message_of(folder: Path, version: str, model_level: Proto) -> Proto:
     """Return a copy of the configuration that applies to a version, without version policy."""
     is_own = layout.has_own_config(folder, version)
     message = type(model_level)()
@@ -260,13 +252,13 @@ def _message_of(folder: Path, version: str, model_level: Any) -> Any:
     return message
 
 
-def _label_files(message: Any) -> list[str]:
+def _label_files(message: Proto) -> list[str]:
     """Return the label files in the model's folder itself, not in a version's folder."""
     names = {item.label_filename for item in message.output} - {"", *OWN_FILES}
     return sorted(name for name in names if not name.partition("/")[0].isdigit())
 
 
-def _keep_configs(stage: Path, folder: Path, old: Any) -> None:
+def _keep_configs(stage: Path, folder: Path, old: Proto) -> None:
     """Copy the model's config.pbtxt and labels to the versions that rely on them, before they
     change."""
     root = folder.parent.resolve()

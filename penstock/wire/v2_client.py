@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import BackendFailed
-from penstock.types import Array, Tensor, to_array
+from penstock.types import Array, Buffer, Tensor, to_array
 
 HEAD_LENGTH = "Inference-Header-Content-Length"
 
@@ -24,7 +24,7 @@ class WireTensor(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
     @property
-    def data(self) -> bytes: ...
+    def data(self) -> Buffer: ...
 
 
 class _Parameters(msgspec.Struct):

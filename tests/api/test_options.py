@@ -9,7 +9,7 @@ import pytest
 from penstock.api import keywords
 from penstock.api.bench_options import BenchOptions
 from penstock.api.optimize_options import OptimizeOptions
-from penstock.api.options import flag_name, flag_of, from_keywords
+from penstock.api.options import flag_name, from_keywords, options_of
 from penstock.api.profile_options import ProfileOptions
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError
@@ -24,26 +24,23 @@ def test_keywords_of_type_checkers_are_the_fields(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "each"),
-    [(kind, each) for kind in ALL for each in fields(kind)],
-    ids=lambda value: value.__name__ if isinstance(value, type) else value.name,
+    ("kind", "name"), [(kind, name) for kind in ALL for name in options_of(kind)]
 )
-def test_every_option_says_what_it_is_and_when_to_change_it(kind: type, each) -> None:
-    flag = flag_of(each)
+def test_every_option_says_what_it_is_and_when_to_change_it(kind: type, name: str) -> None:
+    _, flag = options_of(kind)[name]
     assert 0 < len(flag.summary) < 60 and not flag.summary.endswith(".")
     assert flag.when.endswith("."), flag.when
     assert flag.group
-    assert flag_name(each) == "--" + each.name.replace("_", "-")
+    assert flag_name(name) == "--" + name.replace("_", "-")
 
 
 def test_options_of_the_same_name_mean_the_same() -> None:
     """Summaries may differ in what they are about, not in metavar and short name."""
     seen: dict[str, tuple[str, str]] = {}
     for kind in ALL:
-        for each in fields(kind):
-            flag = flag_of(each)
+        for name, (_, flag) in options_of(kind).items():
             form = (flag.metavar, flag.short)
-            assert seen.setdefault(each.name, form) == form, each.name
+            assert seen.setdefault(name, form) == form, name
 
 
 def test_numbers_paths_and_lists_are_accepted_where_flags_are_texts() -> None:

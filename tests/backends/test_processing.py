@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from doubles import Puppets, RecordingSink
 from onnx import TensorProto, helper
 
 import penstock
@@ -18,7 +19,6 @@ from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.repository import layout, pbtxt, versions
 from penstock.serving.model import Model
 from penstock.serving.proof import apply_proof, prove
-from penstock.testing import Puppets, RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 from penstock.wire.frames import Proof, RequestPart
 

@@ -10,6 +10,7 @@ from textwrap import dedent, indent
 
 import numpy as np
 import pytest
+from doubles import Puppets, RecordingSink
 from suites.backend import (
     MAX_BATCH,
     ArtifactContract,
@@ -26,7 +27,6 @@ from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
-from penstock.testing import Puppets, RecordingSink
 from penstock.types import Array, Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire.frames import RequestPart
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import RecordingSink
 
 from penstock.backends import Batch, Rehearses, backend
 from penstock.config import ModelConfig
@@ -16,7 +17,6 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
 from penstock.serving.proof import prove
 from penstock.serving.worker import warm_up_all
-from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
 torch = pytest.importorskip("torch")
@@ -211,7 +211,7 @@ def test_a_module_that_is_no_encoder_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_make_no_sense_are_refused_together(tmp_path: Path) -> None:
     config = write(tmp_path)
-    assert "'rows' is not tokens" in reason(config, **{"penstock.pack": "rows"})
+    assert "'rows' is not one of tokens" in reason(config, **{"penstock.pack": "rows"})
     assert "not together with penstock.compile" in reason(config, **{"penstock.compile": "default"})
     fused = {"penstock.fuse": "convolutions"}
     assert "not together with penstock.fuse" in reason(config, **fused)

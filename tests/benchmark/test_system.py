@@ -2,11 +2,11 @@
 
 import psutil
 import pytest
+from doubles import FakeGpus
 
 from penstock.benchmark import system
 from penstock.system import devices
 from penstock.system.devices import GpuUse
-from penstock.testing import FakeGpus
 
 
 def test_the_environment_names_processor_and_versions() -> None:

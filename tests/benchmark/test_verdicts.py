@@ -16,7 +16,7 @@ from penstock.benchmark.verdicts import (
     of_each_request,
     verdicts,
 )
-from penstock.slo import Latency, Throughput, judge, parse
+from penstock.slo import Latency, Throughput, parse
 
 
 def law(num=20_000, rate=1000, mean_s=0.01, seed=0, failed_every=0, slo=None):
@@ -38,9 +38,27 @@ def test_every_term_that_windows_know_is_measured_under_its_name():
     assert found["mean latency"].value == pytest.approx(0.01, rel=0.05)
     assert found["throughput"].value == pytest.approx(1000, rel=0.01)
     assert found["goodput"].value == pytest.approx(100 * (1 - math.exp(-5)), abs=0.2)
-    values = {name: interval.value for name, interval in found.items()}
-    outcomes = [verdict.outcome for verdict in judge(slo, values)]
+    outcomes = [verdict.outcome for verdict in verdicts(slo, found)]
     assert outcomes == ["kept"] * 4 + ["not measured"] * 2
+
+
+def test_each_term_is_judged_by_its_own_value():
+    slo = parse(
+        "p99 < 20ms, throughput >= 500/s, goodput >= 99 %, cost <= 1 per million, mean < 1s"
+    )
+    values = {
+        "p99 latency": 0.020,
+        "throughput": 500.0,
+        "goodput": 99.9,
+        "cost": 1.5,
+        "mean latency": math.nan,
+    }
+    found = {name: Interval(value, value, value) for name, value in values.items()}
+    outcomes = [verdict.outcome for verdict in verdicts(slo, found)]
+    assert outcomes == ["missed", "kept", "kept", "missed", "not measured"]
+    memory = parse("memory <= 1GB")
+    assert verdicts(memory, {})[0].outcome == "not measured"
+    assert verdicts(memory, {"memory": Interval(1e9, 1e9, 1e9)})[0].outcome == "kept"
 
 
 def test_streams_are_judged_by_their_own_metrics():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import RecordingSink
 
 from penstock.backends import Batch, backend
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.serving.model import Model
 from penstock.serving.slab import Segment
-from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
 torch = pytest.importorskip("torch")

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import tiny_llm as tiny  # noqa: E402
+from doubles import FakeClock  # noqa: E402
 from engine_thread import EngineThread  # noqa: E402
 from tiny_text import TOKENIZER, WITH_BYTES  # noqa: E402
 
@@ -30,7 +31,6 @@ from penstock.llm.text import Text  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 from penstock.serving.metrics import ModelMetrics  # noqa: E402
 from penstock.serving.quotas import Quota, Quotas  # noqa: E402
-from penstock.testing import FakeClock  # noqa: E402
 
 TEXT = Text(TOKENIZER).vocabulary
 CONFIG = {**tiny.CONFIG, "vocab_size": TEXT.num_tokens, "max_position_embeddings": 256}

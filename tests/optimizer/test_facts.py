@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from suites.onnx_models import build_of, cnn, opened, transformer
 
 from penstock.errors import ConfigError
-from penstock.optimizer.facts import file_facts, optimised_operators
+from penstock.optimizer.facts import describe_weights, file_facts, optimised_operators
 
 PYTORCH = """
 backend: "pytorch" max_batch_size: 4
@@ -120,3 +120,24 @@ def test_weights_of_openvino(tmp_path: Path) -> None:
     assert facts.backend == "openvino"
     assert facts.operators["Convolution"] == 2
     assert facts.weight_bytes["FP16"] == 2 * (16 * 3 * 9 + 32 * 16 * 9 + 32 * 16)
+
+
+def test_parameters_are_numbers_and_not_shapes(tmp_path: Path) -> None:
+    half, shape = np.zeros((50, 40), np.float16), np.array([1, 2])
+    arrays = (half, np.zeros(3, np.float32), shape)
+    tensors = [numpy_helper.from_array(array, f"w{n}") for n, array in enumerate(arrays)]
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    model = helper.make_model(helper.make_graph([], "graph", [value], [value], tensors))
+    assert describe_weights(build_of(model, tmp_path / "m")) == "2.0 k parameters, FP16"
+
+
+def test_parameters_of_several_safetensors_files_are_added(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "module.py").write_text("import torch\n\ndef factory(): ...\n")
+    (folder / "config.pbtxt").write_text(PYTORCH)
+    assert describe_weights(opened(folder)) == "0.0 MB"
+    for name in ("a", "b"):
+        arrays = {"w": np.zeros((1000, 700), np.float32)}
+        save_file(arrays, folder / "1" / f"{name}.safetensors", metadata={"format": "np"})
+    assert describe_weights(opened(folder)) == "1.4 M parameters, FP32"

@@ -12,7 +12,8 @@ from onnx import TensorProto
 from suites.onnx_models import Graph, same_padded
 
 from penstock.optimizer import onnx_model
-from penstock.optimizer.onnx_folding import fold, num_shape_nodes
+from penstock.optimizer.onnx_folding import fold
+from penstock.optimizer.passes.shape_folding import num_shape_nodes
 
 
 def operators(model: onnx.ModelProto) -> Counter[str]:

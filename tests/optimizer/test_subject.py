@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from doubles import FakeGpus
 from onnx import TensorProto, helper, numpy_helper
 from suites.classifiers import write_classifier
 
@@ -18,7 +19,6 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import MAX_BATCH, MAX_BATCH_ON_GPU, Subject, open_subject
 from penstock.repository import versions
 from penstock.system import devices
-from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
 MODULE = """

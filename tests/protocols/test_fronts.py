@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from doubles import FakeClock, RecordingSink
 
 from penstock.config import BatchPolicy, GrpcConfig, ModelConfig
 from penstock.errors import (
@@ -36,7 +37,6 @@ from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import ThreadLife
-from penstock.testing import FakeClock, RecordingSink
 from penstock.types import Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire import frames
 

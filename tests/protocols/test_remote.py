@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles import RecordingSink
 
 from penstock.errors import BackendFailed, Cancelled, Overloaded, TooLarge
 from penstock.processes.channel import socket_pair
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line
 from penstock.protocols.remote import KINDS, MAX_HEAD_BYTES, MAX_WAITING, Remote
 from penstock.serving.slab import Segment
-from penstock.testing import RecordingSink
 from penstock.types import Request, Tensor
 from penstock.wire import frames
 

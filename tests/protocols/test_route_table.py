@@ -21,10 +21,9 @@ from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import Connection, Exchange, Handler, HttpServer
 from penstock.protocols.http_reader import MessageHead, normalize_path
-from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, Match, find
 from penstock.protocols.v2_grpc import Gated
-from penstock.protocols.v2_http import InferCall, V2Http
+from penstock.protocols.v2_http import InferCall, MetricsHttp, V2Http
 from penstock.protocols.v2_routes import make_handlers
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control

@@ -193,15 +193,9 @@ def test_rates_of_a_language_model_are_drawn_against_first_tokens_and_the_others
     for name, limit in (("ttft_curves", 500.0), ("tpot_curves", 100.0)):
         plot = found[name]
         assert [mark.name for mark in plot.marks] == ["original", "chosen"]
-        assert plot.marks[1].x == (1.5, 3.0, 6.0)
+        assert list(plot.marks[1].x) == [1.5, 3.0, 6.0]
         assert plot.limits[0].at == pytest.approx(limit)
         assert "SLO: p99" in plot.limits[0].text
     assert found["tpot_curves"].marks[1].y == pytest.approx([48.0, 60.0, 240.0])
     assert found["phases"] is found["curves"] is None and found["rate_steps"] is not None
     assert not {"ttft_curves", "tpot_curves"} & optimize_figures.plots_of(made.kept()).keys()
-
-
-def test_the_main_plot_is_the_rate_step_by_step() -> None:
-    found = optimize_figures.main_plot(made.kept())
-    assert found == figure("rate_steps", made.kept())
-    assert optimize_figures.main_plot(made.nothing()) is None

@@ -21,11 +21,11 @@ def test_stacked_bars_begin_where_the_last_ended() -> None:
     assert second.highs == (4.0, 2.5)
 
 
-def test_a_bar_chart_has_its_rows_in_order_and_one_in_colour() -> None:
-    plot = plots.bar_chart([("ours", 3.0, "3/s"), ("theirs", 1.0, "1/s")], "rate", highlight=0)
-    assert plot.y.categories == ("ours", "theirs") and plot.y.is_reversed
-    bars = plot.named("rate")
-    assert isinstance(bars, Bars) and bars.labels == ("3/s", "1/s")
+def test_rows_of_bars_are_in_order() -> None:
+    bars = Bars("rate", (0.0, 1.0), (0.0, 0.0), (3.0, 1.0), (plots.GREEN, plots.GREY))
+    plot = plots.row_plot(["ours", "theirs"], [bars], "rate")
+    assert plot.y.categories == ["ours", "theirs"] and plot.y.is_reversed
+    assert plot.named("rate") is bars
     assert bars.colour(0) == plots.GREEN and bars.colour(1) == plots.GREY
     with pytest.raises(KeyError):
         plot.named("other")

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import tiny_pretrained as tiny
+from doubles import FakeGpus
 from onnx import TensorProto, helper
 from PIL import Image
 
@@ -14,7 +15,6 @@ import penstock
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.repository import layout, pbtxt
 from penstock.system import devices
-from penstock.testing import FakeGpus
 
 transformers = pytest.importorskip("transformers")
 TEXTS = [*tiny.SENTENCES, "cat", "unknown wörds 日本", "the " * 100]

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from doubles import Outcomes, RecordingSink, simulate
 from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
 from penstock.serving.batcher import LOOKS, Batcher, Sequencer
 from penstock.serving.plan import UNPLANNED, Ticket
-from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
 EAGER = BatchPolicy(max_batch_size=8, is_dynamic=True)

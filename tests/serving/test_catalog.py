@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import FakeGpus, Puppets, RecordingSink, settle
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import NotFound, NotReady, QuotaExceeded
@@ -19,7 +20,6 @@ from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quota
-from penstock.testing import FakeGpus, Puppets, RecordingSink, settle
 from penstock.types import Request, TensorSpec, from_array
 
 CONFIG = ModelConfig(

@@ -6,9 +6,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from doubles import FakeClock, Puppets, RecordingSink, settle
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
 from penstock.serving import worker
+from penstock.serving.batches import BatchRecord
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -19,10 +21,8 @@ from penstock.serving.explain import (
     who_is_busy,
     why_small,
 )
-from penstock.serving.history import BatchRecord
 from penstock.serving.model import Model
 from penstock.serving.proof import Proof
-from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, TensorSpec, from_array
 
 POLICY = BatchPolicy(16, is_dynamic=True)

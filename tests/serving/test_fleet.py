@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from doubles import FakeGpus
+
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.serving.fleet import Arrangement, Fleet, shares_of
-from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
 GIB = 1 << 30

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from doubles import FakeGpus, RecordingSink
 from onnx import helper, numpy_helper
 
 from penstock.errors import (
@@ -23,7 +24,6 @@ from penstock.errors import (
 )
 from penstock.serving.local import LocalModel
 from penstock.system import devices
-from penstock.testing import FakeGpus, RecordingSink
 from penstock.types import Request, from_array
 
 WriteOnnx = Callable[..., Path]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+from doubles import FakeGpus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.serving.placement import briefly, instances_by_device, place, told
 from penstock.system.devices import Gpu
-from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
 CONFIG = ModelConfig(

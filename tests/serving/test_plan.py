@@ -4,12 +4,12 @@ import struct
 from dataclasses import replace
 
 import pytest
+from doubles import RecordingSink
 
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Preprocess
 from penstock.errors import InvalidRequest
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Planner
-from penstock.testing import RecordingSink
 from penstock.types import Request, RequestedOutput, Tensor, TensorSpec
 
 CONFIG = ModelConfig(

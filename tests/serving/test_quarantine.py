@@ -1,6 +1,7 @@
 """Which requests and keys are refused for having killed workers, on a clock of its own."""
 
 import pytest
+from doubles import FakeClock
 
 from penstock.serving.quarantine import (
     MAX_REMEMBERED,
@@ -10,7 +11,6 @@ from penstock.serving.quarantine import (
     Quarantine,
     fingerprint,
 )
-from penstock.testing import FakeClock
 
 NO_KEY = b""
 

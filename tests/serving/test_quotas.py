@@ -1,10 +1,10 @@
 """How much each API key may send, on a clock of its own."""
 
 import pytest
+from doubles import FakeClock
 
 from penstock.errors import Overloaded, QuotaExceeded
 from penstock.serving.quotas import FULL_GROWTH_S, QueueShares, QueueSize, Quota, Quotas
-from penstock.testing import FakeClock
 
 A, B = b"team-a", b"team-b"
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import RecordingSink
 
 from penstock.repository.model_source import resolve
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.reloading import Reloader
 from penstock.serving.supervisor import ThreadLife
-from penstock.testing import RecordingSink
 from penstock.types import Request, Response, from_array, to_array
 
 CODE = "def f(x: int) -> int:\n    return x + {}\n"

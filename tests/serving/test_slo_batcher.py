@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from doubles import Outcomes, RecordingSink, simulate
 from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from penstock.serving.batcher import Batcher
 from penstock.serving.paces import MAX_COST, GeometryPace
 from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
 # T(8) = 8 ms: 1,000 rows a second.

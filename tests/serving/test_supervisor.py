@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from doubles import RecordingSink
 from waiting import until, wait_until
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
-from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 from penstock.wire import frames
 

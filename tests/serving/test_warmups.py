@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import Puppets
 
 from penstock.backends.null import NullRunner
 from penstock.config import BatchPolicy, ModelConfig, Warmup, WarmupInput
@@ -13,7 +14,6 @@ from penstock.errors import ConfigError
 from penstock.serving import worker
 from penstock.serving.model import Model
 from penstock.serving.warmups import make_batch
-from penstock.testing import Puppets
 from penstock.types import DATATYPES, TensorSpec, pack_bytes
 
 CONFIG = ModelConfig(

@@ -1,54 +1,87 @@
 """What NVML says becomes values; what it does not say is left out and nothing fails."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import fake_nvml
+import msgspec
 import pytest
+from doubles import FakeClock
 from fake_nvml import GIB
 
 from penstock.system import devices
-from penstock.system.devices import GpuUse, Nvml, NvmlError, Watch
-from penstock.testing import FakeClock
+from penstock.system.devices import Gpu, GpuUse, Watch
+
+# Reads the devices once for each value of CUDA_VISIBLE_DEVICES.
+CHILD = """
+import json, os, sys
+import msgspec
+from penstock.system import devices
+for visible in json.loads(sys.argv[1]):
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    found = (devices.read_gpus(), devices.read_uses(), devices.driver())
+    print(msgspec.json.encode(found).decode())
+"""
+VISIBLE = [
+    ("2,0", ["GPU-bbcc-2222", "GPU-aaaa-0000"]),
+    (" 1 , 3", ["GPU-bbbb-1111", "GPU-dddd-3333"]),
+    ("GPU-bbc,GPU-bb", ["GPU-bbcc-2222", "GPU-bbbb-1111"]),
+    ("MIG-1", ["GPU-aaaa-0000"]),
+    # As CUDA has it: what comes after a name that is none does not count.
+    ("1,9,0", ["GPU-bbbb-1111"]),
+    ("1,MIG-9,0", ["GPU-bbbb-1111"]),
+    ("-1", []),
+    ("", []),
+    ("none", []),
+]
+Seen = tuple[tuple[Gpu, ...], tuple[GpuUse, ...], str]
+
+
+def read(folder: Path, *visible: str | None) -> list[Seen]:
+    """What a process sees whose driver is in this folder."""
+    text = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(visible)],
+        env=os.environ | {"LD_LIBRARY_PATH": str(folder)},
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    return [msgspec.json.decode(line, type=Seen) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def nvml(tmp_path_factory: pytest.TempPathFactory) -> Nvml:
-    return Nvml(str(fake_nvml.build(tmp_path_factory.mktemp("nvml"), num_gpus=4)))
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Seen]:
+    folder = fake_nvml.build(tmp_path_factory.mktemp("nvml"), num_gpus=4).parent
+    names = [None, *(visible for visible, _ in VISIBLE)]
+    return dict(zip(names, read(folder, *names), strict=True))
 
 
-def test_gpus_come_with_name_and_memory(nvml: Nvml) -> None:
-    first, second, *_ = nvml.gpus()
+def test_gpus_come_with_name_and_memory(seen: dict[str | None, Seen]) -> None:
+    gpus, _, driver = seen[None]
+    first, second, *_ = gpus
     assert (first.index, first.device, first.uuid) == (0, "cuda:0", "GPU-aaaa-0000")
     assert first.name == "Made Up 16"
     assert (first.total_bytes, first.free_bytes) == (16 * GIB, 15 * GIB)
     assert (second.device, second.free_bytes) == ("cuda:1", 14 * GIB)
-    assert len(nvml.gpus()) == 4
-    assert nvml.driver() == "580.1"
+    assert len(gpus) == 4
+    assert driver == "580.1"
 
 
-@pytest.mark.parametrize(
-    ("visible", "uuids"),
-    [
-        ("2,0", ["GPU-bbcc-2222", "GPU-aaaa-0000"]),
-        (" 1 , 3", ["GPU-bbbb-1111", "GPU-dddd-3333"]),
-        ("GPU-bbc,GPU-bb", ["GPU-bbcc-2222", "GPU-bbbb-1111"]),
-        ("MIG-1", ["GPU-aaaa-0000"]),
-        # As CUDA has it: what comes after a name that is none does not count.
-        ("1,9,0", ["GPU-bbbb-1111"]),
-        ("1,MIG-9,0", ["GPU-bbbb-1111"]),
-        ("-1", []),
-        ("", []),
-        ("none", []),
-    ],
-)
+@pytest.mark.parametrize(("visible", "uuids"), VISIBLE)
 def test_gpus_are_those_that_cuda_sees_counted_as_it_counts(
-    nvml: Nvml, visible: str, uuids: list[str]
+    seen: dict[str | None, Seen], visible: str, uuids: list[str]
 ) -> None:
-    found = nvml.gpus(visible)
-    assert [gpu.uuid for gpu in found] == uuids
-    assert [gpu.index for gpu in found] == list(range(len(uuids)))
+    gpus, uses, _ = seen[visible]
+    assert [gpu.uuid for gpu in gpus] == [use.uuid for use in uses] == uuids
+    assert [gpu.index for gpu in gpus] == list(range(len(uuids)))
 
 
-def test_what_a_gpu_does_is_in_plain_units(nvml: Nvml) -> None:
-    use = nvml.uses()[0]
+def test_what_a_gpu_does_is_in_plain_units(seen: dict[str | None, Seen]) -> None:
+    use = seen[None][1][0]
     assert use.uuid == "GPU-aaaa-0000"
     assert (use.utilization, use.power_watts, use.power_limit_watts) == (0.37, 123.456, 700.0)
     assert (use.memory_total_bytes, use.memory_used_bytes) == (16 * GIB, GIB)
@@ -56,21 +89,18 @@ def test_what_a_gpu_does_is_in_plain_units(nvml: Nvml) -> None:
     assert use.energy_joules is not None and use.energy_joules >= 5.0
 
 
-def test_a_gpu_that_refuses_a_question_answers_the_others(nvml: Nvml) -> None:
-    use = nvml.uses()[1]
+def test_a_gpu_that_refuses_a_question_answers_the_others(seen: dict[str | None, Seen]) -> None:
+    use = seen[None][1][1]
     assert (use.utilization, use.power_watts, use.energy_joules) == (None, None, None)
     assert use.power_limit_watts == 700.0
     assert use.memory_used_bytes == 2 * GIB
 
 
-def test_a_library_that_is_not_there_is_told_as_that() -> None:
-    with pytest.raises(NvmlError, match="no-such-library"):
-        Nvml("no-such-library.so")
-
-
-def test_a_library_of_something_else_is_told_as_that() -> None:
-    with pytest.raises(NvmlError, match="nvmlInit_v2 is not there"):
-        Nvml("libc.so.6")
+def test_a_library_of_something_else_is_no_driver(tmp_path: Path) -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    libc = next(line.split()[-1] for line in maps if "libc.so" in line)
+    (tmp_path / fake_nvml.NAME).symlink_to(libc)
+    assert read(tmp_path, None) == [((), (), "")]
 
 
 def test_without_a_driver_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,16 +108,6 @@ def test_without_a_driver_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert devices.read_gpus() == ()
     assert devices.read_uses() == ()
     assert devices.driver() == ""
-
-
-def test_with_a_driver_its_visible_gpus_are_read(
-    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "nvml", lambda: nvml)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert [gpu.uuid for gpu in devices.read_gpus()] == ["GPU-dddd-3333"]
-    assert [use.uuid for use in devices.read_uses()] == ["GPU-dddd-3333"]
-    assert devices.driver() == "580.1"
 
 
 class TestWatch:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles import RecordingSink
 from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from hypothesis.extra import numpy as hnp
 from tritonclient.grpc import service_pb2
 
 from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
-from penstock.testing import RecordingSink
 from penstock.types import (
     DATATYPES,
     Request,

@@ -16,7 +16,7 @@ from penstock.llm.settings import PREFIX, settings_of
 from penstock.optimizer import folders, workspace
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.subject import SERVED, Subject, digest_of
-from penstock.repository import layout
+from penstock.repository import layout, pretrained
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
 from penstock.serving.placement import place
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Files beside the weights: configurations, tokenizers and templates.
 BESIDE = (".json", ".jinja", ".txt", ".model")
-WHOLE, INDEX = layout.WEIGHTS
+WHOLE, INDEX = pretrained.WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)

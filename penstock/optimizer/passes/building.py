@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
-from penstock.optimizer import folders, onnx_folding, onnx_model
+from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
 from penstock.optimizer.passes import PassContext
+from penstock.repository import onnx_file
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 ONNX_FILE = "model.onnx"
 # Rank of an image without the batch dimension.
@@ -35,6 +39,23 @@ STAYS_ON_GPU = (
 )
 
 
+def has_images(config: ModelConfig) -> bool:
+    """Return whether an input of the model is an image, or a batch of them."""
+    rank = IMAGE_RANK + (config.max_batch_size == 0)
+    return any(len(spec.shape) == rank for spec in config.model.inputs)
+
+
+def write_options(parent: Build, options: Mapping[str, str], target: Path) -> None:
+    """Write the parent with these options of its backend added."""
+    config = replace(parent.config, options={**parent.config.options, **options})
+    folders.write(parent, config, target)
+
+
+def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:
+    """Let rows change each other's answers by at least this much, in the server's check at load."""
+    return replace(config, tolerance=max(config.tolerance or 0.0, tolerance))
+
+
 def stays_on_gpu(config: ModelConfig) -> bool:
     """Return whether this is a PyTorch model on a GPU: passes for ONNX and CPUs do not apply."""
     return config.uses_gpu and config.backend == "pytorch"
@@ -44,24 +65,26 @@ def is_onnx(build: Build) -> bool:
     return build.config.backend in ("onnxruntime", "openvino") and build.artifact.suffix == ".onnx"
 
 
-def write_onnx(parent: Build, model: Any, target: Path, config: ModelConfig | None = None) -> None:
+def write_onnx(
+    parent: Build, model: ModelProto, target: Path, config: ModelConfig | None = None
+) -> None:
     """Write the parent with this graph in place of its own."""
-    old = onnx_model.external_files(onnx_model.read(parent.artifact, weights=False))
+    old = onnx_file.weight_files(parent.artifact)
     version = folders.carry_over(parent, target, {parent.artifact.name, ONNX_FILE, *old})
     onnx_model.write(model, version / ONNX_FILE)
     folders.write_config(target, replace(config or parent.config, file=""))
 
 
 @contextlib.contextmanager
-def quiet_quantizer() -> Iterator[None]:
-    """Silence ONNX Runtime's messages about single nodes; the result is read back and checked."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+def quiet_log(name: str | None = None) -> Iterator[None]:
+    """Silence a library's messages about single nodes; the result is read back and checked."""
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        root.setLevel(level)
+        log.setLevel(level)
 
 
 def without_slow_fusion(config: ModelConfig) -> ModelConfig:
@@ -83,8 +106,10 @@ def with_floats_kept(config: ModelConfig) -> ModelConfig:
     return replace(config, options={**config.options, LEFT_OUT: text})
 
 
-def fold_shapes(model: Any, config: ModelConfig) -> Any:
+def fold_shapes(model: ModelProto, config: ModelConfig) -> ModelProto:
     """Fold everything that follows from the sizes that the model declares."""
+    from penstock.optimizer import onnx_folding
+
     batch = (-1,) if config.max_batch_size else ()
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.model.inputs}
     return onnx_folding.fold(model, sizes)

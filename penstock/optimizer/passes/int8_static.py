@@ -4,27 +4,34 @@ because no rule predicts the best one."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import BuildContext, LayeredPass, PassContext
+from penstock.optimizer.passes import (
+    Build,
+    BuildContext,
+    Facts,
+    LayeredPass,
+    PassContext,
+    Proposals,
+    Step,
+)
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
     check_quantised,
     fold_shapes,
-    quiet_quantizer,
+    quiet_log,
     reason_not_to_quantise,
     with_floats_kept,
     without_slow_fusion,
@@ -34,24 +41,14 @@ from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
 if TYPE_CHECKING:
-    from penstock.optimizer.machine import Machine
+    from onnx import ModelProto, NodeProto
+
 
 # Matmuls and convolutions, and the operators between them that can pass INT8 on. In transformers
 # the operators between are better in float.
 CNN_OPERATORS = (
-    "Conv",
-    "Gemm",
-    "MatMul",
-    "Relu",
-    "Clip",
-    "Add",
-    "MaxPool",
-    "AveragePool",
-    "GlobalAveragePool",
-    "Concat",
-    "Reshape",
-    "Flatten",
-    "Transpose",
+    *("Conv", "Gemm", "MatMul", "Relu", "Clip", "Add", "MaxPool", "AveragePool"),
+    *("GlobalAveragePool", "Concat", "Reshape", "Flatten", "Transpose"),
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
 MIN_OPSET = 13
@@ -76,23 +73,34 @@ class Scheme:
 
 class Int8Static(LayeredPass):
     name = "int8-static"
-    stage: Stage = "quantise"
+    stage = "quantise"
     changes_answers = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         is_exhaustive = context.plan.is_exhaustive
-        steps = _steps(context.machine, context.facts, is_exhaustive)
+        steps = self._steps(context)
         if reason := reason_not_to_quantise(context):
-            return [Skip(self.name, reason)]
+            return self.skip(reason)
         if context.examples is None or not context.examples.split.calibration:
-            return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
+            return self.skip("there are no examples to calibrate with", steps[0])
         if not context.machine.has_int8 and not is_exhaustive:
             reason = (
                 "the processor has no instructions for INT8 products (VNNI, AMX), without which "
                 "they are hardly faster than floats"
             )
-            return [Skip(self.name, reason, steps[0])]
-        return steps
+            return self.skip(reason, steps[0])
+        return [*steps]
+
+    def _steps(self, context: PassContext) -> list[Step]:
+        shared = {"kind": "transformer" if context.facts.is_transformer else "cnn"}
+        if not context.machine.has_int8:
+            shared["range"] = "7 bits"
+        weights = ("per-channel", "per-tensor") if context.plan.is_exhaustive else ("per-channel",)
+        return [
+            Step(self.name, {"calibrator": method, "weights": each, **shared})
+            for each in weights
+            for method in METHODS
+        ]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         if context.examples is None:
@@ -101,8 +109,9 @@ class Int8Static(LayeredPass):
         ready = prepared(parent)
         known = calibrate(ready, scheme, parent, context)
         model = quantised(ready, known.ranges(scheme.method), scheme)
-        is_transformer = scheme.is_transformer
-        config = without_slow_fusion(parent.config) if is_transformer else parent.config
+        config = parent.config
+        if scheme.is_transformer:
+            config = without_slow_fusion(config)
         if scheme.keep:
             config = with_floats_kept(config)
         write_onnx(parent, model, target, config)
@@ -129,11 +138,7 @@ class Int8Static(LayeredPass):
         ranges = calibrate(ready, scheme, parent, context).ranges(scheme.method)
         indices = context.examples.split.choice
         rows = calibration.model_rows(parent.config, context.examples, indices)
-        taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
-        batches = [
-            {name: array for name, array in batch.items() if name in taken}
-            for batch in calibration.batches(parent.config.model, rows)
-        ]
+        batches = list(calibration.feeds(ready, parent.config.model, rows))
         trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
 
         def answers(keep: tuple[str, ...]) -> Answers:
@@ -146,18 +151,6 @@ class Int8Static(LayeredPass):
             return None
         names = [name for effect in kept for name in effect.group.names]
         return with_kept(step, names), fallback.described(kept, ranked)
-
-
-def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
-    shared = {"kind": "transformer" if facts.is_transformer else "cnn"}
-    if not machine.has_int8:
-        shared["range"] = "7 bits"
-    weights = ("per-channel", "per-tensor") if is_exhaustive else ("per-channel",)
-    return [
-        Step(Int8Static.name, {"calibrator": method, "weights": each, **shared})
-        for each in weights
-        for method in METHODS
-    ]
 
 
 def scheme_of(step: Step) -> Scheme:
@@ -182,7 +175,7 @@ def with_kept(step: Step, keep: Sequence[str]) -> Step:
     return Step(step.pass_name, settings)
 
 
-def prepared(parent: Build) -> Any:
+def prepared(parent: Build) -> ModelProto:
     """Return the graph to quantise; layer names refer to this one."""
     model = onnx_model.read(parent.artifact)
     if onnx_model.opset(model) < MIN_OPSET:
@@ -194,7 +187,9 @@ def prepared(parent: Build) -> Any:
     return onnx_model.prepared(fold_shapes(model, parent.config))
 
 
-def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) -> Calibration:
+def calibrate(
+    ready: ModelProto, scheme: Scheme, parent: Build, context: BuildContext
+) -> Calibration:
     assert context.examples is not None
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
     indices = context.examples.split.calibration
@@ -204,13 +199,13 @@ def calibrate(ready: Any, scheme: Scheme, parent: Build, context: BuildContext) 
     )
 
 
-def layers(ready: Any) -> list[Any]:
+def layers(ready: ModelProto) -> list[NodeProto]:
     """Return the nodes that gain from INT8."""
     weights = onnx_model.constants(ready.graph)
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
 
 
-def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
+def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) -> ModelProto:
     """Return a copy of the graph with Q/DQ nodes, except around layers in `scheme.keep`."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
@@ -219,14 +214,12 @@ def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
     names = {node.name for node in layers(ready)}
     if unknown := sorted(set(scheme.keep) - names):
         raise ConfigError([f"keep: there is no layer '{each}'" for each in unknown])
-    copy = type(ready)()
-    copy.CopyFrom(ready)
     known = {
         name: TensorData(lowest=np.array(low, np.float32), highest=np.array(high, np.float32))
         for name, (low, high) in ranges.items()
     }
     quantizer = QDQQuantizer(
-        copy,
+        copy.deepcopy(ready),
         per_channel=scheme.per_channel,
         reduce_range=scheme.reduce_range,
         weight_qType=QuantType.QInt8,
@@ -237,15 +230,16 @@ def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
         op_types_to_quantize=list(scheme.operators),
         extra_options=_library_options(scheme),
     )
-    with quiet_quantizer():
+    with quiet_log():
         quantizer.quantize_model()
-    return quantizer.model.model
+    model: ModelProto = quantizer.model.model
+    return model
 
 
-def _library_options(scheme: Scheme) -> dict[str, Any]:
+def _library_options(scheme: Scheme) -> dict[str, object]:
     from onnx import TensorProto
 
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "MatMulConstBOnly": True,
         "WeightSymmetric": True,
         # ONNX cannot infer types behind a fused operator.
@@ -257,7 +251,7 @@ def _library_options(scheme: Scheme) -> dict[str, Any]:
     return options
 
 
-def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[str]:
+def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:
     """Return the matmuls and convolutions, and the operators between whose inputs are all INT8."""
     weights = onnx_model.constants(ready.graph)
     chosen = set(products)
@@ -275,7 +269,7 @@ def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[
 class LayerTrial:
     """The model with any of its layers in float, run in this process on some rows."""
 
-    ready: Any
+    ready: ModelProto
     ranges: Mapping[str, Range]
     scheme: Scheme
     batches: Sequence[Mapping[str, Array]]
@@ -295,12 +289,12 @@ class LayerTrial:
         chosen = fallback.most_different(self.original(), self.answers(()))
         return replace(self, batches=[self.batches[index] for index in chosen])
 
-    def _answers(self, model: Any) -> Answers:
+    def _answers(self, model: ModelProto) -> Answers:
         loaded = onnx_model.session(model, entries={LEFT_OUT: FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
 
 
-def _flops(ready: Any, node: Any) -> float:
+def _flops(ready: ModelProto, node: NodeProto) -> float:
     """Return the FLOP per position, times height x width of the output for convolutions."""
     weight = onnx_model.constants(ready.graph)[node.input[1]]
     num_positions = 1

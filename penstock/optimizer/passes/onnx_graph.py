@@ -3,10 +3,11 @@ block folding into constants, and open a first dimension that is fixed at 1 for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +15,13 @@ from penstock.backends.checks import first_line
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import is_onnx, write_onnx
 from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 # The first with everything that quantisation and fusion need; ONNX Runtime's own minimum for
 # per-channel scales is 13.
@@ -36,17 +38,17 @@ DENORMALS = "session.set_denormal_as_zero"
 
 class OnnxGraph(Pass):
     name = "onnx-graph"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         build = context.build
         if not is_onnx(build):
-            return [Skip(self.name, "the model is not an ONNX file")]
+            return self.skip("the model is not an ONNX file")
         model = onnx_model.read(build.artifact)
         settings: dict[str, str] = {}
         if onnx_model.opset(model) < MIN_OPSET:
             settings["opset"] = str(OPSET)
-        if _has_weights_as_inputs(model):
+        if onnx_model.has_weights_as_inputs(model.graph):
             settings["weights"] = "constant"
         if _can_be_opened(build.config) and _is_fixed_at_one(model):
             settings["batch"] = "dynamic"
@@ -57,13 +59,8 @@ class OnnxGraph(Pass):
             rest = {key: text for key, text in settings.items() if key != "batch"}
             wanted = [settings, rest] if rest and rest != settings else [settings]
             return [Step(self.name, each) for each in wanted]
-        return [
-            Skip(
-                self.name,
-                "nothing to change in the file: ONNX Runtime folds and fuses the rest when it "
-                "loads the model",
-            )
-        ]
+        reason = "nothing to change in the file: ONNX Runtime folds and fuses the rest at load"
+        return self.skip(reason)
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         original = onnx_model.read(parent.artifact)
@@ -92,23 +89,17 @@ def _can_be_opened(config: ModelConfig) -> bool:
     return config.max_batch_size == 0 and not config.is_processed
 
 
-def _has_weights_as_inputs(model: Any) -> bool:
-    return len(onnx_model.true_inputs(model.graph)) < len(model.graph.input)
-
-
-def _with_constant_weights(model: Any) -> Any:
+def _with_constant_weights(model: ModelProto) -> ModelProto:
     """Remove weights from the inputs: a caller could override them there, which blocks folding."""
-    copy = _copy(model)
-    inputs = onnx_model.true_inputs(copy.graph)
-    kept = [_copy(value) for value in inputs]
-    del copy.graph.input[:]
-    copy.graph.input.extend(kept)
+    changed = copy.deepcopy(model)
+    del changed.graph.input[:]
+    changed.graph.input.extend(onnx_model.true_inputs(model.graph))
     # Before IR version 4 every weight had to be an input.
-    copy.ir_version = max(copy.ir_version, 8)
-    return copy
+    changed.ir_version = max(changed.ir_version, 8)
+    return changed
 
 
-def _converted(model: Any, opset: int) -> Any:
+def _converted(model: ModelProto, opset: int) -> ModelProto:
     import onnx
 
     try:
@@ -120,37 +111,32 @@ def _converted(model: Any, opset: int) -> Any:
         ) from None
 
 
-def _first_dims(values: Sequence[Any]) -> list[int]:
-    return [
-        dims[0].dim_value if (dims := value.type.tensor_type.shape.dim) else 0 for value in values
-    ]
-
-
-def _is_fixed_at_one(model: Any) -> bool:
+def _is_fixed_at_one(model: ModelProto) -> bool:
     values = (*onnx_model.true_inputs(model.graph), *model.graph.output)
-    return all(size == 1 for size in _first_dims(values))
+    dims = [value.type.tensor_type.shape.dim for value in values]
+    return all(each and each[0].dim_value == 1 for each in dims)
 
 
-def _with_open_batch(model: Any) -> Any:
+def _with_open_batch(model: ModelProto) -> ModelProto:
     """Make the first dimension of every input and output symbolic. Reshapes with a constant leading
     1 take that dimension from their input instead."""
-    copy = _copy(model)
-    graph = copy.graph
+    opened = copy.deepcopy(model)
+    graph = opened.graph
     for value in (*onnx_model.true_inputs(graph), *graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = BATCH
     del graph.value_info[:]
     computed = {value.name for value in onnx_model.true_inputs(graph)}
     weights = onnx_model.constants(graph)
-    for node in list(graph.node):
+    for node in graph.node:
         if not computed.intersection(node.input):
             continue
         computed.update(node.output)
         if node.op_type == "Reshape" and node.input[0] in computed:
             _open_reshape(graph, node, weights)
-    return copy
+    return opened
 
 
-def _open_reshape(graph: Any, node: Any, weights: Mapping[str, Any]) -> None:
+def _open_reshape(graph: GraphProto, node: NodeProto, weights: Mapping[str, TensorProto]) -> None:
     import onnx
 
     shape = weights.get(node.input[1])
@@ -161,8 +147,7 @@ def _open_reshape(graph: Any, node: Any, weights: Mapping[str, Any]) -> None:
         # 0 in a Reshape copies the dimension of the input.
         sizes[0] = 0
         name = f"{node.output[0]}_open_shape"
-        graph.initializer.append(onnx.numpy_helper.from_array(sizes, name))
-        node.input[1] = name
+        node.input[1] = onnx_model.add_constant(graph, name, sizes)
 
 
 def _batched(config: ModelConfig) -> ModelConfig:
@@ -178,7 +163,7 @@ def _batched(config: ModelConfig) -> ModelConfig:
     )
 
 
-def _check_rows(original: Any, opened: Any) -> None:
+def _check_rows(original: ModelProto, opened: ModelProto) -> None:
     """Raise BackendFailed unless rows alone and in a batch give the original's answers."""
     old, new = onnx_model.session(original), onnx_model.session(opened)
     size = 16
@@ -197,19 +182,14 @@ def _compare(name: str, answer: Array, wanted: Array) -> None:
             f"the model cannot be batched: output '{name}' of {len(wanted)} rows has the shape "
             f"{list(answer.shape)}, expected {list(wanted.shape)}"
         )
-    if wanted.dtype.kind != "f":
-        is_same = bool(np.array_equal(answer, wanted))
-    else:
-        scale = float(np.abs(wanted).max(initial=0.0)) or 1.0
-        is_same = bool(np.allclose(answer, wanted, rtol=0, atol=TOLERANCE * scale))
-    if not is_same:
+    if not onnx_model.is_close(answer, wanted, TOLERANCE):
         raise BackendFailed(
             f"the model must not be batched: output '{name}' of a row changes when "
             f"{len(wanted)} rows are computed together"
         )
 
 
-def _denormal_share(model: Any) -> float:
+def _denormal_share(model: ModelProto) -> float:
     import onnx
 
     num_small, num_all = 0, 1
@@ -219,9 +199,3 @@ def _denormal_share(model: Any) -> float:
             num_small += int(np.count_nonzero((values > 0) & (values < np.finfo("f4").tiny)))
             num_all += values.size
     return num_small / num_all
-
-
-def _copy(message: Any) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy

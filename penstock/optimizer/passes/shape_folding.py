@@ -8,56 +8,59 @@ have the same one, a second step fixes that size; the version then accepts no ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
-from penstock.optimizer import onnx_folding, onnx_model
-from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer import onnx_model
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import IMAGE_RANK, fold_shapes, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
 # Prefix of the setting that fixes an input's size; the input's name follows.
 ACCEPTS = "accepts "
+# Operators that compute or apply shapes; embeddings use Gather too, and stay.
+SHAPE_OPERATORS = frozenset(
+    {"ConstantOfShape", "Expand", "Gather", "Pad", "Range", "Shape", "Size", "Slice", "Unsqueeze"}
+)
 
 
 class ShapeFolding(Pass):
     name = "shape-folding"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         build = context.build
         if not is_onnx(build):
-            return [Skip(self.name, "the model is not an ONNX file")]
+            return self.skip("the model is not an ONNX file")
         options = [Step(self.name)] if _has_fixed_size(build.config.model) else []
         if agreed := _agreed_sizes(context):
             options.append(Step(self.name, agreed))
         if not options:
-            return [Skip(self.name, "no input has a known size beside the batch")]
-        if not onnx_folding.num_shape_nodes(context.facts.operators):
-            return [Skip(self.name, "no operator computes shapes")]
+            return self.skip("no input has a known size beside the batch")
+        if not num_shape_nodes(context.facts.operators):
+            return self.skip("no operator computes shapes")
         return self._worthwhile(build, options)
 
-    def _worthwhile(self, build: Build, options: Sequence[Step]) -> list[Step | Skip]:
+    def _worthwhile(self, build: Build, options: Sequence[Step]) -> Proposals:
         """Return the steps that leave ONNX Runtime with fewer operators that compute shapes."""
         model = onnx_model.read(build.artifact)
         num_left = _num_left(model)
-        found: list[Step | Skip] = []
+        found: Proposals = []
         for step in options:
             num_after = _num_left(fold_shapes(model, _accepting(build.config, step)))
             if num_after < num_left:
                 found.append(step)
                 num_left = num_after
-        return found or [
-            Skip(
-                self.name, "nothing to fold beyond what ONNX Runtime folds when it loads the model"
-            )
-        ]
+        reason = "nothing to fold beyond what ONNX Runtime folds when it loads the model"
+        return found or self.skip(reason)
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = _accepting(parent.config, step)
@@ -68,12 +71,17 @@ class ShapeFolding(Pass):
         """Compare counts after the runtime's optimisation where known, else those in the file."""
         is_read = bool(before.optimised_operators and after.optimised_operators)
         counts = [
-            onnx_folding.num_shape_nodes(each.optimised_operators if is_read else each.operators)
+            num_shape_nodes(each.optimised_operators if is_read else each.operators)
             for each in (before, after)
         ]
         if counts[1] < counts[0]:
             return []
         return [f"{counts[1]} operators compute shapes, as many as before"]
+
+
+def num_shape_nodes(operators: Mapping[str, int]) -> int:
+    """Return how many of these nodes (by operator type) compute or apply shapes."""
+    return sum(operators.get(name, 0) for name in SHAPE_OPERATORS)
 
 
 def narrowing(candidate: Candidate) -> str:
@@ -87,10 +95,10 @@ def narrowing(candidate: Candidate) -> str:
     )
 
 
-def _num_left(model: Any) -> int:
+def _num_left(model: ModelProto) -> int:
     """Count the operators that compute shapes, after ONNX Runtime's own optimisation."""
     nodes = onnx_model.nodes(onnx_model.optimised(model).graph)
-    return onnx_folding.num_shape_nodes(Counter(node.op_type for node in nodes))
+    return num_shape_nodes(Counter(node.op_type for node in nodes))
 
 
 def _has_fixed_size(config: ModelConfig) -> bool:

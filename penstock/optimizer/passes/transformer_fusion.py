@@ -4,36 +4,24 @@ fusions are left to ONNX Runtime, which does them when it loads the model."""
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import attention, onnx_model
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
-from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.optimizer import onnx_model
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import is_onnx, quiet_log, write_onnx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from onnx import ModelProto
 
 # Operators that fusion creates. They are ONNX Runtime's own, so OpenVINO cannot read them.
 ATTENTION = ("Attention", "MultiHeadAttention")
 FUSED = (
     *ATTENTION,
-    "BiasGelu",
-    "EmbedLayerNormalization",
-    "FastGelu",
-    "Gelu",
-    "SkipLayerNormalization",
-    "SkipSimplifiedLayerNormalization",
+    *("BiasGelu", "EmbedLayerNormalization", "FastGelu", "Gelu"),
+    *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
 )
-FORMS: tuple[attention.Form, ...] = ("packed", "heads")
 # Rows and lengths to compare the fused graph on, and the tolerance as a share of the largest value.
 SHAPES = ((1, 16), (3, 9))
 TOLERANCE = 1e-3
@@ -41,29 +29,32 @@ TOLERANCE = 1e-3
 
 class TransformerFusion(Pass):
     name = "transformer-fusion"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         facts = context.facts
         if not is_onnx(context.build):
-            return [Skip(self.name, "the model is not an ONNX file")]
+            return self.skip("the model is not an ONNX file")
         if context.build.config.backend != "onnxruntime":
-            return [Skip(self.name, "fused operators are ONNX Runtime's own")]
+            return self.skip("fused operators are ONNX Runtime's own")
         if not facts.is_transformer:
-            return [Skip(self.name, "the model is no transformer: it has no Softmax with products")]
+            return self.skip("the model is no transformer: it has no Softmax with products")
         if facts.quantised:
-            return [Skip(self.name, "the model is quantised already")]
+            return self.skip("the model is quantised already")
         if any(name in facts.operators for name in ATTENTION):
-            return [Skip(self.name, "attention is fused already")]
-        return [Step(self.name, {"attention": form}) for form in FORMS]
+            return self.skip("attention is fused already")
+        return [Step(self.name, {"attention": form}) for form in ("packed", "heads")]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
+        # It imports onnx, which takes a while.
+        from penstock.optimizer.attention import FORMS, fuse
+
         form = step.settings.get("attention", "")
         if form not in FORMS:
             raise ConfigError([f"attention: '{form}' is not one of {', '.join(FORMS)}"])
         original = onnx_model.read(parent.artifact)
         model = onnx_model.optimised(original)
-        if not attention.fuse(model, form):
+        if not fuse(model, form):
             model = _fused_by_library(model)
         if not any(node.op_type in ATTENTION for node in model.graph.node):
             raise BackendFailed("attention was not fused: no known pattern fits this graph")
@@ -84,7 +75,7 @@ class TransformerFusion(Pass):
         return []
 
 
-def _fused_by_library(model: Any) -> Any:
+def _fused_by_library(model: ModelProto) -> ModelProto:
     """Fuse with ONNX Runtime's library, which knows more forms of attention than we do. It needs
     sympy; without it nothing is fused, and `check` reports that."""
     try:
@@ -98,34 +89,20 @@ def _fused_by_library(model: Any) -> Any:
     # Their CPU kernels are slower than the operators they replace.
     options.enable_skip_layer_norm = False
     options.enable_embed_layer_norm = False
-    with _quiet("onnxruntime.transformers"):
-        fused = optimize_model(model, "bert", opt_level=0, optimization_options=options)
-    return fused.model
+    with quiet_log("onnxruntime.transformers"):
+        optimizer = optimize_model(model, "bert", opt_level=0, optimization_options=options)
+    fused: ModelProto = optimizer.model
+    return fused
 
 
-def _check_answers(original: Any, fused: Any) -> None:
+def _check_answers(original: ModelProto, fused: ModelProto) -> None:
     """Raise BackendFailed unless both models agree on several shapes."""
     old, new = onnx_model.session(original), onnx_model.session(fused)
     for num_rows, size in SHAPES:
         feeds = onnx_model.made_up(original.graph, num_rows, size)
-        wanted, given = onnx_model.run(old, feeds), onnx_model.run(new, feeds)
-        for name, array in wanted.items():
-            scale = float(np.abs(array).max(initial=0.0)) or 1.0
-            if array.shape != given[name].shape or not np.allclose(
-                array, given[name], rtol=0, atol=TOLERANCE * scale
-            ):
+        given = onnx_model.run(new, feeds)
+        for name, wanted in onnx_model.run(old, feeds).items():
+            if not onnx_model.is_close(given[name], wanted, TOLERANCE):
                 raise BackendFailed(
                     f"output '{name}' is another one after fusion, for {num_rows} rows of {size}"
                 )
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence the library's log of patterns it did not find; `check` counts what was fused."""
-    log = logging.getLogger(name)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmark.fake_openai import FakeOpenAI
+from doubles import FakeClock
 from suites.target import NetworkTargetContract, Sent, assert_good
 
 from penstock.benchmark.exchange import Collector, TimedExchange, floats
@@ -16,7 +17,6 @@ from penstock.benchmark.targets.http_messages import Causes
 from penstock.benchmark.targets.openai import OpenAI, StreamReader, find_place, parse_extra
 from penstock.data import Sample
 from penstock.errors import ConfigError
-from penstock.testing import FakeClock
 
 EVENT_STREAM = {b"content-type": b"text/event-stream; charset=utf-8"}
 FIRST = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'

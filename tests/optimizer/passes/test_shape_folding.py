@@ -23,9 +23,8 @@ from penstock.optimizer import passes
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.facts import Facts, file_facts
-from penstock.optimizer.onnx_folding import num_shape_nodes
 from penstock.optimizer.passes.int8_static import Int8Static
-from penstock.optimizer.passes.shape_folding import ShapeFolding, narrowing
+from penstock.optimizer.passes.shape_folding import ShapeFolding, narrowing, num_shape_nodes
 
 PASS = ShapeFolding()
 DECLARED = Step("shape-folding")

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from penstock.api import ask
+from penstock.api.explain import WRONG_PORT, ExplainedModel
 from penstock.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def complaint(url: str, status: int = 200, body: object = b"") -> str:
     Other.status = status
     Other.body = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(ConfigError) as caught:
-        ask.explanation(url, "m")
+        ExplainedModel(url, "m").ask()
     [problem] = caught.value.problems
     return problem
 
@@ -51,19 +51,19 @@ def complaint(url: str, status: int = 200, body: object = b"") -> str:
 def test_no_error_shows_a_password():
     for url in ("http://me:hunter2@127.0.0.1:1", "ftp://me:hunter2@x", "http://me:hunter2@x:y"):
         with pytest.raises(ConfigError) as caught:
-            ask.explanation(url, "m")
+            ExplainedModel(url, "m").ask()
         assert "hunter2" not in str(caught.value)
 
 
 def test_nobody_is_there():
     with pytest.raises(ConfigError, match=r"cannot be reached: .*refused"):
-        ask.explanation("http://127.0.0.1:1", "m")
+        ExplainedModel("http://127.0.0.1:1", "m").ask()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", ""])
 def test_an_address_that_is_none(url):
     with pytest.raises(ConfigError, match="expected http://host:port"):
-        ask.explanation(url, "m")
+        ExplainedModel(url, "m").ask()
 
 
 def test_a_key_is_missing(url):
@@ -96,10 +96,10 @@ def test_a_port_that_speaks_no_http(greeting):
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ConfigError) as caught:
-            ask.explanation(url, "m")
+            ExplainedModel(url, "m").ask()
         thread.join()
     [problem] = caught.value.problems
-    assert problem == f"{url}: what answers speaks no HTTP: {ask.WRONG_PORT}"
+    assert problem == f"{url}: what answers speaks no HTTP: {WRONG_PORT}"
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", {"model": "m"}])
@@ -111,5 +111,5 @@ def test_names_are_quoted_and_the_key_is_sent(url, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     Other.status, Other.body = 200, b""
     with pytest.raises(ConfigError):
-        ask.explanation(url + "/", "a/b ?", "3", "secret")
+        ExplainedModel(url + "/", "a/b ?", "3", "secret").ask()
     assert Other.seen == [("/v2/models/a%2Fb%20%3F/versions/3/explain", "secret")]

@@ -1,4 +1,4 @@
-"""Test doubles that are part of the public package: workers, sinks, GPUs and simulated load.
+"""Test doubles: workers, sinks, GPUs and simulated load.
 
 `Puppets` stands in for processes: each worker runs the real `Worker` code, one frame at a time, and
 advances or crashes only when the test says so. No thread, no process, no waiting. `FakeGpus` are
