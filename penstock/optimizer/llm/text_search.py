@@ -14,7 +14,7 @@ from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm.text_evaluator import TextEvaluator
-from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
+from penstock.optimizer.llm.text_steps import DTYPE, Knob, stage_of
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
@@ -46,7 +46,7 @@ class TextSearch:
         self.progress = progress
         self.findings = findings
 
-    def run(self, dtypes: Sequence[Offer], others: Callable[[Candidate], Sequence[Knob]]) -> None:
+    def run(self, dtypes: Sequence[Step], others: Callable[[Candidate], Sequence[Knob]]) -> None:
         """Try the datatypes, then the knobs that `others` returns for the best one. Raise
         PenstockError if not even the original can be measured."""
         self._measure_original()
@@ -105,14 +105,14 @@ class TextSearch:
         self.findings.finalists.insert(0, Finalist(contender, build, served))
         self.progress.refresh()
 
-    def _try_dtypes(self, dtypes: Sequence[Offer]) -> None:
+    def _try_dtypes(self, dtypes: Sequence[Step]) -> None:
         """Try each datatype on the original alone: a model has one datatype."""
-        for offer in dtypes:
+        for step in dtypes:
             if self.is_over:
                 return
-            self._try(offer.stage, Candidate((offer.step,)))
+            self._try(Candidate((step,)))
 
-    def _note_left(self, dtypes: Sequence[Offer]) -> None:
+    def _note_left(self, dtypes: Sequence[Step]) -> None:
         """Note datatypes left untried because of time or an interruption."""
         if not (self.findings.is_interrupted or self.findings.is_out_of_time):
             return
@@ -122,22 +122,22 @@ class TextSearch:
         reason = {"time": "out of time", "interrupt": "interrupted"}[cut_by]
         tried = [each.candidate for each in self.findings.tries]
         self.findings.skipped += [
-            Skip(DTYPE, f"{reason} before it was tried", offer.step, cut_by)
-            for offer in dtypes
-            if Candidate((offer.step,)) not in tried
+            Skip(DTYPE, f"{reason} before it was tried", step, cut_by)
+            for step in dtypes
+            if Candidate((step,)) not in tried
         ]
 
-    def _climb(self, ladder: Sequence[Offer]) -> bool:
-        """Try the offers in order while each one pays; return whether the first did."""
-        for number, offer in enumerate(ladder):
+    def _climb(self, ladder: Sequence[Step]) -> bool:
+        """Try the steps in order while each one pays; return whether the first did."""
+        for number, step in enumerate(ladder):
             best = self.best.build.candidate
-            if self.is_over or not self._try(offer.stage, instead(best, offer.step)):
+            if self.is_over or not self._try(instead(best, step)):
                 return number > 0
         return bool(ladder)
 
-    def _try(self, stage: Stage, candidate: Candidate) -> bool:
+    def _try(self, candidate: Candidate) -> bool:
         """Measure a candidate; return whether it is the best now."""
-        began = self.budget.clock()
+        began, stage = self.budget.clock(), stage_of(candidate.steps[-1])
         self._begin(stage, candidate)
         attempt = Try(candidate, stage, "failed", "")
         try:

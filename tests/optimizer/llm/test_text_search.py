@@ -12,7 +12,6 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_lossy, rate_of
-from penstock.optimizer.llm.text_steps import Offer
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
@@ -21,14 +20,9 @@ from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)
-BF16, INT8, INT4 = (
-    Offer(stage, Step("dtype", {"dtype": dtype}))
-    for stage, dtype in (("precision", "bfloat16"), ("quantise", "int8"), ("quantise", "int4"))
-)
-MORE, MOST, LESS = (
-    Offer("batching", Step("sequences", {"max_num_seqs": size})) for size in ("32", "64", "8")
-)
-PACE = Offer("batching", Step("pace", {"tpot_ms": "50"}))
+BF16, INT8, INT4 = (Step("dtype", {"dtype": dtype}) for dtype in ("bfloat16", "int8", "int4"))
+MORE, MOST, LESS = (Step("sequences", {"max_num_seqs": size}) for size in ("32", "64", "8"))
+PACE = Step("pace", {"tpot_ms": "50"})
 
 
 def a_served(rate):
@@ -203,9 +197,9 @@ class TestEnd:
 
 
 def test_a_step_takes_the_place_of_another_of_its_kind():
-    candidate = Candidate((BF16.step, MORE.step))
-    assert instead(candidate, MOST.step) == Candidate((BF16.step, MOST.step))
-    assert is_lossy(candidate) and not is_lossy(Candidate((MORE.step,)))
+    candidate = Candidate((BF16, MORE))
+    assert instead(candidate, MOST) == Candidate((BF16, MOST))
+    assert is_lossy(candidate) and not is_lossy(Candidate((MORE,)))
 
 
 def test_no_rate_is_none():
