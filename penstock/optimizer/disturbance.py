@@ -72,10 +72,8 @@ def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> 
     if not chosen.served.is_met and not _is_missed_in_time(chosen.served):
         # A faster machine would not help: only terms such as memory are missed.
         return []
-    found = list(rate_doubts(chosen, rate))
+    found = original_doubts(chosen, rate)
     if not chosen.served.is_met:
-        found += _pause_doubts(chosen)
-        found += _spread_doubts(chosen)
         found += _slowness_doubts(chosen, original, rate)
     if is_close(chosen.served):
         found += _closeness_doubts(chosen, original)

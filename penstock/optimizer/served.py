@@ -448,13 +448,13 @@ class Servers:
         """Return endpoints of these builds, started if needed. Rows must be the same each time."""
         has_others = bool(self._endpoints)
         try:
-            return [self._opened(build, rows) for build in builds]
+            return [self._open_one(build, rows) for build in builds]
         except BackendFailed:
             if not has_others:
                 raise
             # Other servers may hold the memory that this one needs.
             self.close()
-            return [self._opened(build, rows) for build in builds]
+            return [self._open_one(build, rows) for build in builds]
 
     def close(self) -> None:
         self._endpoints.clear()
@@ -462,19 +462,19 @@ class Servers:
         self._scratch = None
         self._stack.close()
 
-    def _opened(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
+    def _open_one(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
         known = self._endpoints.get(build.folder)
         if known is not None and known.is_running:
             return known
         if self.is_alone:
             self.close()
-        endpoint = self._made(build, rows)
+        endpoint = self._make_endpoint(build, rows)
         endpoint.start_timeout_s = self.start_timeout_s()
         self._stack.enter_context(endpoint)
         self._endpoints[build.folder] = endpoint
         return endpoint
 
-    def _made(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
+    def _make_endpoint(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
         return ServedEndpoint(build, self._written(build.config, rows))
 
     def _written(self, config: ModelConfig, rows: Sequence[Row]) -> str:

@@ -98,7 +98,7 @@ class Hold(Compute, tag="hold"):
 
 
 class Measure(msgspec.Struct, tag="measure"):
-    """Run the held batch for this long, so many in flight (0: the model's instances)."""
+    """Run the held batch for this long, with this many in flight (0: as instances)."""
 
     duration_s: float
     num_slots: int = 0

@@ -92,5 +92,5 @@ class TextServers(Servers):
         super().__init__(is_alone=is_alone)
         self._prompts, self._file, self._patience_s = prompts, file, patience_s
 
-    def _made(self, build: Build, rows: Sequence[Row]) -> TextEndpoint:
+    def _make_endpoint(self, build: Build, rows: Sequence[Row]) -> TextEndpoint:
         return TextEndpoint(build, self._prompts, self._file, self._patience_s)
