@@ -169,7 +169,7 @@ class Conclusion(ABC):
                 predicted = finalist.contender.rate or None
                 chosen = disturbance.BuildHistory("chosen", after, [finalist.served], predicted)
             self.found.before = msgspec.structs.replace(
-                before, disturbances=disturbance.original_doubts(original, rate)
+                before, disturbances=disturbance.own_doubts(original, rate)
             )
         choice.doubts = disturbance.doubts(chosen, original, rate)
         gap = disturbance.prediction_gap(chosen, rate)

@@ -72,7 +72,7 @@ def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> 
     if not chosen.served.is_met and not _is_missed_in_time(chosen.served):
         # A faster machine would not help: only terms such as memory are missed.
         return []
-    found = original_doubts(chosen, rate)
+    found = own_doubts(chosen, rate)
     if not chosen.served.is_met:
         found += _slowness_doubts(chosen, original, rate)
     if is_close(chosen.served):
@@ -96,11 +96,12 @@ def is_close(served: ServedMeasurement) -> bool:
     )
 
 
-def original_doubts(original: BuildHistory, rate: float | None) -> list[str]:
-    """Return doubts about the original's figures, the baseline of a claimed gain."""
-    found = list(rate_doubts(original, rate))
-    if not original.served.is_met:
-        found += [*_pause_doubts(original), *_spread_doubts(original)]
+def own_doubts(history: BuildHistory, rate: float | None) -> list[str]:
+    """Return doubts about a build's figures by themselves: those of the original are the baseline
+    of a claimed gain."""
+    found = list(rate_doubts(history, rate))
+    if not history.served.is_met:
+        found += [*_pause_doubts(history), *_spread_doubts(history)]
     return list(dict.fromkeys(found))
 
 
