@@ -87,7 +87,6 @@ PURE = [
     "report/optimize_figures.py",
     "report/plots.py",
     "report/scales.py",
-    "report/waterfall.py",
     "report/profile_figures.py",
     "report/reproduce.py",
     "report/tried.py",
@@ -128,7 +127,6 @@ PURE = [
     "processes/restarts.py",
     "serving/plan.py",
     "serving/slo_batcher.py",
-    "serving/wait_limit.py",
 ]
 # The parts of a model that could run in another process than its supervisor.
 KNOW_NO_PROCESS = [
@@ -213,7 +211,7 @@ WITHOUT_OWN_TEST = {
     "cli/serve.py": "tests/test_cli.py",
     "config.py": "values only; tests/repository/test_repository_layout.py resolves them",
     "system/exit_codes.py": "names only; tests/test_commands.py meets each of them",
-    "kernels/__init__.py": "empty",
+    "kernels/__init__.py": "names only",
     "repository/__init__.py": "empty",
     "system/__init__.py": "empty",
     "system/memory.py": "tests/system/test_machine_memory.py, whose name was taken",
@@ -271,7 +269,6 @@ WITHOUT_OWN_TEST = {
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",
-    "protocols/v2_routes.py": "tests/protocols/test_v2_http.py and e2e/test_control.py ask it",
     "serving/lifecycle.py": "values only; tests/protocols/test_v2_http.py drains with it",
     "serving/control.py": "tests/protocols/test_fronts.py and e2e/test_control.py ask it",
     "serving/paces.py": "tests/serving/test_slo_batcher.py aims through it",

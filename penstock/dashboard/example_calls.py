@@ -62,7 +62,6 @@ def example_call(
 
 
 def curl_line(call: ExampleCall, url: str, options: Sequence[str] = ()) -> str:
-    """Return the command for a server at this address."""
     request = ExampleRequest(call.form, call.path, msgspec.json.decode(call.body), call.num_zeros)
     return request.curl(url, options)
 
@@ -219,12 +218,10 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
 
 
 def is_image(config: ModelConfig) -> bool:
-    """Whether the model takes one encoded image for each row."""
     return config.preprocess is not None and config.preprocess.function == IMAGE
 
 
 def is_text_input(spec: TensorSpec) -> bool:
-    """Whether the input is one text for each row."""
     return spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
 
 

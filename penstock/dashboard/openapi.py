@@ -94,7 +94,6 @@ def describe_json(needs_key: bool) -> bytes:
 
 
 def path_of(route: Route) -> str:
-    """Return the path of a row as OpenAPI writes it."""
     return route.path.replace(":path}", "}")
 
 
@@ -167,7 +166,6 @@ def _responses(route: Route, by_type: Schemas) -> JsonObject:
 
 
 def _error_responses(by_type: Schemas) -> JsonObject:
-    """Return the errors of both protocols by name."""
     error = by_type[ErrorAnswer]
     # Bytes that are not an HTTP message are refused before the path is known.
     either = {"anyOf": [by_type[OpenAiErrorAnswer], error]}

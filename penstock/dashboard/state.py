@@ -93,18 +93,16 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
 
 
 def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> ExampleCall:
-    """Return an example call of a loaded model."""
     key = _key(catalog, model)
     return example_call(model.config, key.has_chat, needs_key, key.is_latest)
 
 
 def num_ready(model: Served) -> int:
     """Return the number of instances that can answer, without those of earlier stages."""
-    return sum(each.is_ready for each in model.instances[: model.config.num_instances])
+    return sum(each.is_ready for each in model.processes[: model.config.num_instances])
 
 
 def batching(model: Served) -> str:
-    """Return how requests are batched, in a few words."""
     config, mode = model.config, model.mode
     if mode == "continuous":
         return mode

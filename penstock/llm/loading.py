@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.backends.packed_encoder import uses_kernels
 from penstock.config import CPU
 from penstock.errors import ConfigError
+from penstock.kernels.packed_encoder import uses_kernels
 from penstock.llm import operations
 from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint
@@ -40,7 +40,6 @@ ADA = (8, 9)
 
 
 def open_decoder(settings: EngineSettings) -> Decoder:
-    """Return the decoder, with its weights on its device."""
     is_fp8 = settings.dtype == FP8
     on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
     dtype = _dtype_beside(settings.dtype)

@@ -77,8 +77,6 @@ class GenerateRequest(Frame, tag="gen"):
 
 
 class GiveUp(Frame, tag="up"):
-    """Abort these requests."""
-
     requests: tuple[int, ...]
 
 
@@ -132,8 +130,6 @@ class TokenEvent(Frame):
 
 
 class StepReport(Frame, tag="new"):
-    """Results of a step, and the engine's state after it."""
-
     # Possibly empty.
     events: list[TokenEvent]
     num_running: int

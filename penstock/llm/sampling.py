@@ -26,8 +26,6 @@ STEPS = 0x9E3779B1, 0x7FEB352D
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """Sampling input of one sequence."""
-
     params: SamplingParams
     # Number of tokens that it has.
     position: int
@@ -76,7 +74,6 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 
 def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply penalties, bias and banned tokens."""
     found = logits
     for place, row in enumerate(rows):
         params = row.params

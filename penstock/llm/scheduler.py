@@ -25,8 +25,6 @@ MIN_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of one step."""
-
     # Sequences that run at a time; more for throughput, fewer for time per token.
     max_sequences: int
     # Token budget; more for prefill throughput, fewer for time per token.
@@ -110,11 +108,10 @@ class Scheduler:
     def plan(self, max_tokens: int | None = None) -> BatchStep:
         """Return the next step, of at most `max_tokens` tokens if that is below the limit; empty if
         nothing can run before another step is committed."""
-        step = BatchStep()
-        most = self.limits.max_tokens if max_tokens is None else max_tokens
-        num_before = self.num_preemptions
+        step, num_before = BatchStep(), self.num_preemptions
+        limit = self.limits.max_tokens
+        most = limit if max_tokens is None else min(max_tokens, limit)
         self._plan_tokens(step)
-        most = min(most, self.limits.max_tokens)
         shares = self._shares(most - step.num_tokens)
         self._plan_prompts(step, most, shares)
         if self.num_preemptions == num_before:
@@ -201,7 +198,7 @@ class Scheduler:
         known = len(sequence.tokens)
         # At least one token must be computed, to sample the next one from it.
         keys = sequence.keys(known - 1, pool.block_size) if sequence.is_cached else []
-        shared = pool.found(keys)
+        shared = pool.find(keys)
         needed = pool.num_needed(known) - len(shared)
         # Headroom: each running sequence will soon need another block.
         spare = len(self.running)

@@ -16,41 +16,32 @@ log = logging.getLogger("penstock.requests")
 
 
 def ended(protocol: str, config: ModelConfig, request: Request, error: object) -> None:
-    """Log a request that a model answered or refused. `error` may be an answer; only the kind and
-    the status of an error are logged."""
+    """Log a request that a model answered or refused; `error` may be an answer."""
     # Rows are unknown for a request that did not fit the model.
     rows = request.num_rows if request.timings.queued else ""
-    sizes = {"request_id": request.id, "rows": rows}
-    answered(protocol, config, sizes, _spans(request.timings), error)
-
-
-def answered(
-    protocol: str,
-    config: ModelConfig,
-    sizes: Mapping[str, object],
-    spans: Mapping[str, float],
-    error: object,
-    path: bytes = b"",
-) -> None:
-    """Log a request that reached a model; `spans` are in seconds."""
-    what = {"model": config.name, "version": config.version, **sizes}
-    _write(protocol, what, spans, error, path)
+    what = {**about(config), "request_id": request.id, "rows": rows}
+    record(protocol, what, _spans(request.timings), error)
 
 
 def refused(
     protocol: str, what: Mapping[str, str], received: float, error: Exception, path: bytes = b""
 ) -> None:
     """Log a message that did not become a request; `what` names its model or path."""
-    _write(protocol, what, {"total": time.monotonic() - received}, error, path)
+    record(protocol, what, {"total": time.monotonic() - received}, error, path)
 
 
-def _write(
+def about(config: ModelConfig) -> dict[str, object]:
+    return {"model": config.name, "version": config.version}
+
+
+def record(
     protocol: str,
     what: Mapping[str, object],
     spans: Mapping[str, float],
     error: object,
-    path: bytes,
+    path: bytes = b"",
 ) -> None:
+    """Log one line. `spans` are in seconds; of an error only kind and status are logged."""
     status = logged_status(protocol, error, path)
     kind = type(error).__name__ if isinstance(error, Exception) else ""
     times = {f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in spans.items()}

@@ -45,7 +45,6 @@ def record(call: AdminCall, error: Refusal | None = None) -> None:
 
 
 async def record_answer(call: AdminCall, answer: Awaitable[Result]) -> Result:
-    """Await the answer and log the call."""
     # Default, for clients that disconnect before the answer.
     error: PenstockError | None = Cancelled("")
     try:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,6 +39,7 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire import openai_v1
+from penstock.wire.documented import EmbeddingsList
 from penstock.wire.openai_v1 import EmbeddingsBody, OpenAiModel, describe_model
 
 Vectors = npt.NDArray[np.float32]
@@ -48,12 +50,12 @@ CLASSIFIERS = {CLASSIFIER: "a classifier", TOKEN_CLASSIFIER: "a token classifier
 log = logging.getLogger("penstock.http")
 
 
+@dataclass(frozen=True, slots=True)
 class EmbeddingsHttp:
     """Handler of the embeddings route, behind the gate. The caller turns errors into responses."""
 
-    def __init__(self, catalog: Catalog, logs_requests: bool = False) -> None:
-        self._catalog = catalog
-        self._is_logged = logs_requests
+    _catalog: Catalog
+    _is_logged: bool = False
 
     def known(self) -> list[OpenAiModel]:
         """Return the models that are ready to embed, each once, dated by the time of their file."""
@@ -83,8 +85,6 @@ class EmbeddingsHttp:
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """How to ask a model for vectors."""
-
     text: TensorSpec
     vector: str
     # Length of a vector; 0: unknown until the model answers.
@@ -184,7 +184,6 @@ class EmbeddingsAnswer:
                 self._model.submit(request)
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 
@@ -220,8 +219,8 @@ class EmbeddingsAnswer:
         """Write one line to the access log for all texts."""
         if self._is_logged:
             path, received = self._exchange.head.path, self._exchange.received
-            rows, spans = {"rows": len(self._requests)}, {"total": time.monotonic() - received}
-            access_log.answered("http", self._model.config, rows, spans, error, path)
+            what = {**access_log.about(self._model.config), "rows": len(self._requests)}
+            access_log.record("http", what, {"total": time.monotonic() - received}, error, path)
 
     def _reply(self) -> None:
         found = np.concatenate([self._vectors[id(each)] for each in self._requests])
@@ -229,9 +228,14 @@ class EmbeddingsAnswer:
         if self._asked.encoding_format == "base64":
             little = found.astype("<f4")
             shown = [base64.b64encode(each.tobytes()).decode() for each in little]
+        rows = [
+            {"object": "embedding", "index": number, "embedding": vector}
+            for number, vector in enumerate(shown)
+        ]
         num_tokens = sum(each.num_tokens for each in self._requests)
-        body = openai_v1.embeddings(self._asked.model, shown, num_tokens)
-        self._exchange.reply_json(body)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        answer = EmbeddingsList("list", rows, self._asked.model, usage)
+        self._exchange.reply_json(msgspec.json.encode(answer))
 
 
 def vectors_of(answer: Response, name: str) -> Vectors:

@@ -79,7 +79,6 @@ class FrontSpec:
 
     @property
     def name(self) -> str:
-        """The name in the log."""
         return f"HTTP front {self.number}" if self.protocol == "http" else "gRPC front"
 
 
@@ -136,7 +135,6 @@ class CoreApi:
     logs_requests: bool = False
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        """Answer a question; raises to refuse."""
         name, version = ask.model_name, ask.model_version
         if ask.kind == "count_request":
             self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
@@ -192,8 +190,6 @@ class FrontCall:
 
 
 class LoggedCall(FrontCall):
-    """A call that is also written to the access log."""
-
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
@@ -208,13 +204,12 @@ class Relay:
     def __init__(self, session: Session, frame: frames.Forward) -> None:
         self._session = session
         self._number = frame.call
-        self.received = frame.received
         head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
         (body,) = session.unpack(frame.parcel)
         head.content_length = len(body.data)
-        self.exchange = Exchange(self, head, body.data)
+        self.exchange = Exchange(self, head, body.data, frame.received)
 
     @property
     def num_unsent(self) -> int:
@@ -353,7 +348,6 @@ class Session:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
 
     def _lost(self) -> None:
-        """Treat a closed socket as the end of the front."""
         if self._is_open:
             self.life.socket_closed()
 
@@ -398,9 +392,8 @@ class Session:
         relay = self.relays[frame.call] = Relay(self, frame)
         try:
             self._core.http(relay.exchange)
-        except Exception:  # The protocol edge.
-            log.exception("while handling %r", relay.exchange.head.path)
-            relay.exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            relay.exchange.reply_bug()
 
     def _cancel(self, number: int) -> None:
         if call := self._calls.get(number):
@@ -441,14 +434,14 @@ class Session:
             raise BackendFailed(f"the answer: {error}") from None
 
 
+@dataclass(slots=True)
 class Silence:
     """How long a process has not answered. Each tick counts for at most twice PING_S: if this
     process was suspended, the other may have been too. Pure."""
 
-    def __init__(self, limit_s: float, now: float) -> None:
-        self._limit_s = limit_s
-        self._ticked = now
-        self._silent_s = 0.0
+    _limit_s: float
+    _ticked: float
+    _silent_s: float = 0.0
 
     def heard(self) -> None:
         self._silent_s = 0.0
@@ -539,7 +532,6 @@ class Front:
             self._session.line.send(frames.SetKeys(keys))
 
     def drain(self) -> None:
-        """Tell the front that the server is draining."""
         if self._session is not None and self._listening_at is not None:
             self._session.line.send(frames.Drain())
 

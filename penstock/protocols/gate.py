@@ -55,21 +55,21 @@ class Keys:
     quotas: Mapping[bytes, Quota] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class Gate:
     """Checks of keys, scopes and Host headers. `keys` None: no key is needed; they may be replaced
     at any time. `hosts` None: any Host is accepted."""
 
-    def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
-        self.keys = keys
-        self.hosts = hosts
+    keys: Keys | None = None
+    hosts: frozenset[str] | None = None
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Return the digest of a message's API key, which identifies the caller; empty if the
-        server needs no keys."""
-        return b"" if self.keys is None else caller_of(headers)
+        """Return the digest of a message's API key, which identifies the caller; empty if it has no
+        key, or if the server needs none."""
+        secret = None if self.keys is None else secret_of(headers)
+        return b"" if secret is None else digest_secret(secret)
 
     def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the name of a message's caller, for logs."""
         return self.name_of(self.caller(headers))
 
     def name_of(self, caller: bytes) -> str:
@@ -103,7 +103,7 @@ class Gate:
         """Raise NotAllowed, with what is missing, unless the message's key has this scope."""
         if self.keys is None or scope == "open":
             return
-        caller = caller_of(headers)
+        caller = self.caller(headers)
         if not caller:
             raise NotAllowed(
                 "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
@@ -114,7 +114,7 @@ class Gate:
         """Return the scopes of a message's key; all of them if no key is needed."""
         if self.keys is None:
             return list(SCOPES)
-        found = self.keys.scopes.get(caller_of(headers), frozenset())
+        found = self.keys.scopes.get(self.caller(headers), frozenset())
         return [scope for scope in SCOPES if scope in found]
 
     def check_caller(self, scope: Scope, caller: bytes) -> None:
@@ -147,7 +147,6 @@ class KeyFile:
         self._stamp: tuple[int, ...] | None = None
 
     def read(self) -> Keys:
-        """Read the file. ConfigError lists every problem."""
         self._stamp = file_stamp(self._path)
         return read_keys(self._path)
 
@@ -249,12 +248,6 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()
     return headers.get(b"x-api-key")
-
-
-def caller_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the digest of a message's API key; empty if it has no key."""
-    secret = secret_of(headers)
-    return b"" if secret is None else digest_secret(secret)
 
 
 def digest_secret(secret: bytes) -> bytes:

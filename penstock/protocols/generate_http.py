@@ -7,6 +7,7 @@ models that are not language models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from penstock.errors import NotReady, Unsupported
 from penstock.llm.language_model import LanguageModel
@@ -26,18 +27,13 @@ from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm
 
 
+@dataclass(frozen=True, slots=True)
 class GenerateHttp:
     """Handles requests that have passed the gate."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        is_draining: Callable[[], bool] = lambda: False,
-        logs_requests: bool = False,
-    ) -> None:
-        self._catalog = catalog
-        self._is_draining = is_draining
-        self._is_logged = logs_requests
+    _catalog: Catalog
+    _is_draining: Callable[[], bool] = lambda: False
+    _is_logged: bool = False
 
     def handle(self, exchange: Exchange) -> None:
         with guarded(exchange, self._is_logged):

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
@@ -55,8 +56,6 @@ class Waiter(Protocol):
 class Peer(Protocol):
     """The sender of a message: a connection, or the front that holds it."""
 
-    received: float
-
     @property
     def num_unsent(self) -> int:
         """Bytes that the client has not read yet."""
@@ -70,30 +69,19 @@ class Peer(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
     """One message and its answer. `waiter` is notified if the client disconnects before it."""
 
-    __slots__ = (
-        "_connection",
-        "body",
-        "caller",
-        "head",
-        "is_finished",
-        "is_streaming",
-        "received",
-        "waiter",
-    )
-
-    def __init__(self, connection: Peer, head: MessageHead, body: Buffer) -> None:
-        self._connection = connection
-        self.received = connection.received
-        self.head = head
-        self.body = body
-        # As `Request.caller`, where the handler sets it.
-        self.caller = b""
-        self.is_finished = False
-        self.is_streaming = False
-        self.waiter: Waiter | None = None
+    _connection: Peer
+    head: MessageHead
+    body: Buffer
+    received: float
+    # As `Request.caller`, where the handler sets it.
+    caller: bytes = b""
+    is_finished: bool = False
+    is_streaming: bool = False
+    waiter: Waiter | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """Send the whole answer. Buffers are copied before this returns."""
@@ -147,6 +135,14 @@ class Exchange:
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
         self.reply(status, JSON + headers, (encode_error(text),))
 
+    def reply_bug(self) -> None:
+        """Log the exception that is being handled; answer 500, or cut a stream."""
+        log.exception("while handling %r", self.head.path)
+        if self.is_streaming:
+            self.abort()
+        else:
+            self.reply_error(500, "internal error")
+
     def start_stream(self, status: int, headers: bytes) -> None:
         """Start an answer of unknown length; `stream` its parts, then `end_stream`."""
         self.is_streaming = True
@@ -196,7 +192,8 @@ class Connection(asyncio.Protocol):
         self._reader = MessageReader(
             server.limits, server.screen, self._enqueue, self._expect_continue
         )
-        self._transport: asyncio.Transport | None = None
+        # Set before any other call.
+        self._transport: asyncio.Transport
         self._running: Exchange | None = None
         self._waiting: deque[Message | Rejection] = deque()
         self._is_closing = False
@@ -257,7 +254,7 @@ class Connection(asyncio.Protocol):
         refusal = self._reader.feed(data)
         if refusal is not None:
             self._reject(refusal)
-        elif len(self._waiting) > MAX_PIPELINED and self._transport is not None:
+        elif len(self._waiting) > MAX_PIPELINED:
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -268,10 +265,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_unsent(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
-        if not self._is_closing and self._transport is not None:
+        if not self._is_closing:
             self._num_written += len(data)
             self._transport.write(data)
 
@@ -302,8 +299,6 @@ class Connection(asyncio.Protocol):
         """Close after all written data is sent; after a refusal, once the client has stopped."""
         is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
-        if self._transport is None:
-            return
         if is_first and self._is_deaf:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -312,8 +307,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._is_closing = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
@@ -376,20 +370,16 @@ class Connection(asyncio.Protocol):
                 self._start(*item)
         self._is_advancing = False
         self._continue()
-        if self._is_paused and not self._waiting and self._transport is not None:
+        if self._is_paused and not self._waiting:
             self._is_paused = False
             self._transport.resume_reading()
 
     def _start(self, head: MessageHead, body: Buffer) -> None:
-        self._running = exchange = Exchange(self, head, body)
+        self._running = exchange = Exchange(self, head, body, self.received)
         try:
             self._server.handler(exchange)
-        except Exception:  # Answer 500 or cut the stream, and keep serving.
-            log.exception("while handling %r", head.path)
-            if exchange.is_streaming:
-                exchange.abort()
-            else:
-                exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
 
     def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""

@@ -71,7 +71,6 @@ class Forwarding:
             reply_error(exchange, error)
 
     def abandon(self) -> None:
-        """Cancel: the client disconnected."""
         self._remote.cancel_forward(self._message.call)
 
     def _deliver(self, data: bytes, answer: frames.Forwarded) -> None:

@@ -107,7 +107,6 @@ class Line(Generic[Received]):
         self._due_bytes += len(data)
 
     def read(self) -> None:
-        """Receive and handle the pending frames."""
         for _ in range(MAX_TURN_DATAGRAMS):
             if not self._is_open:
                 return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-import msgspec
+from msgspec.json import encode
 
 from penstock.errors import InvalidRequest, NotFound, NotReady
 from penstock.llm.language_model import LanguageModel
@@ -26,6 +26,7 @@ from penstock.protocols.text_answers import (
     guarded,
 )
 from penstock.serving.catalog import Catalog
+from penstock.wire import documented as doc
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import (
     ChatForm,
@@ -72,7 +73,7 @@ class OpenAiHttp:
             self._handlers.get(path, self._describe_model)(exchange)
 
     def _list_models(self, exchange: Exchange) -> None:
-        exchange.reply_json(openai_v1.models(self._known()))
+        exchange.reply_json(encode(doc.OpenAiModels("list", self._known())))
 
     def _describe_model(self, exchange: Exchange) -> None:
         name = unquote(exchange.head.path[len(MODELS) + 1 :].decode("latin-1"))
@@ -81,7 +82,7 @@ class OpenAiHttp:
             # Raises NotFound, which lists the models.
             self._find(name)
             raise NotReady(f"model '{name}' is loading")
-        exchange.reply_json(msgspec.json.encode(found[0]))
+        exchange.reply_json(encode(found[0]))
 
     def _describe_tokenizer(self, exchange: Exchange) -> None:
         known = self._find(None).vocabulary
@@ -163,7 +164,7 @@ class OpenAiHttp:
         model = self._find(name)
         openai_v1.check_tokens("tokens", tokens, model.num_tokens)
         text = model.vocabulary.decode(tokens, keeps_special=True)
-        exchange.reply_json(openai_v1.detokenized(text))
+        exchange.reply_json(encode(doc.DetokenizeAnswer(text)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,7 +178,8 @@ class TokenizeCall(TextCall):
         (found,) = tokens
         known = self.model.vocabulary
         texts = [known.token(each) for each in found] if self.has_texts else None
-        self.exchange.reply_json(openai_v1.tokenized(found, self.model.max_length, texts))
+        answer = doc.TokenizeAnswer(len(found), self.model.max_length, found, texts)
+        self.exchange.reply_json(encode(answer))
 
 
 def _new_id(prefix: str) -> str:

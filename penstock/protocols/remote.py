@@ -14,6 +14,8 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
@@ -40,16 +42,14 @@ Deliver = Callable[[bytes, frames.Forwarded], None]
 KINDS = {kind.__name__: kind for kind in STATUSES}
 
 
+@dataclass(slots=True, eq=False)
 class RemoteModel:
     """A model of the core as a Servable. Only a request shows whether it exists."""
 
-    __slots__ = ("_remote", "name", "version", "wants_timings")
-
-    def __init__(self, remote: Remote, name: str, version: str, wants_timings: bool) -> None:
-        self._remote = remote
-        self.name = name
-        self.version = version
-        self.wants_timings = wants_timings
+    _remote: Remote
+    name: str
+    version: str
+    wants_timings: bool
 
     def submit(self, request: Request) -> None:
         self._remote.submit(request, self)
@@ -151,13 +151,9 @@ class Remote:
     def submit(self, request: Request, model: RemoteModel) -> None:
         # A Servable keeps its own number in `turn`; here it is the number of the call.
         request.turn = call = next(self._numbers)
-
-        def send(parcel: frames.Parcel) -> None:
-            self._send(request, model, parcel)
-
         try:
             self._check_waiting()
-            self._outbox.post(call, request.inputs, send)
+            self._outbox.post(call, request.inputs, partial(self._send, request, model))
         except PenstockError as error:
             request.respond(error)
 

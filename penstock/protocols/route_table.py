@@ -242,7 +242,6 @@ _TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
 
 
 def unsupported(handler: str) -> Unsupported:
-    """Return the answer of a feature that Penstock does not have."""
     return Unsupported(f"{MISSING[handler]} not supported by this server")
 
 

@@ -252,7 +252,6 @@ class Answer:
         self._num_finished = 0
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 
@@ -314,7 +313,8 @@ class Answer:
         client saw 200."""
         if self.call.is_logged:
             totals = [each.totals for each in self.generations]
-            sizes = {
+            what = {
+                **access_log.about(self._model.config),
                 "request_id": self.call.id,
                 "prompt_tokens": sum(each.num_prompt for each in totals),
                 "generation_tokens": sum(each.num_generated for each in totals),
@@ -324,7 +324,7 @@ class Answer:
             firsts = [each.first_at for each in self.generations if each.first_at is not None]
             if firsts:
                 spans["first_token"] = min(firsts) - received
-            access_log.answered("http", self._model.config, sizes, spans, error, path)
+            access_log.record("http", what, spans, error, path)
 
     def _named(self, token: int, logprobs: Logprobs | None, choice: PartialChoice) -> TokenLogprob:
         """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
@@ -381,7 +381,6 @@ class StreamedAnswer(Answer):
         # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
         if new.text or new.reason or new.logprobs:
             data += self.form.piece(new)
-        choice.text += new.text
         choice.reason = new.reason
         self.exchange.stream(data)
 

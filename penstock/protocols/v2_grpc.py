@@ -66,7 +66,6 @@ FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
 # gRPC's contexts have no types.
 Context: TypeAlias = Any
-# Called with the message, parsed or for inference as bytes, and the caller.
 Answer = Callable[..., Awaitable[Proto]]
 
 
@@ -117,29 +116,25 @@ class Service:
         self._readers: set[asyncio.Task[None]] = set()
 
     def handler(self) -> Gated:
-        methods = {
-            f"/{SERVICE.full_name}/{method.name}": _unary(
-                method,
-                self._live if method.name == "ServerLive" else self._asking(method),
-                self._gate,
-            )
-            for method in SERVICE.methods
+        unary = grpc.unary_unary_rpc_method_handler
+        infer_to_bytes = service_pb2.ModelInferResponse.SerializeToString
+        stream_to_bytes = service_pb2.ModelStreamInferResponse.SerializeToString
+        health_to_bytes = health_pb2.HealthCheckResponse.SerializeToString
+        methods = {_path(method): self._unary(method) for method in SERVICE.methods}
+        methods |= {
+            f"/{SERVICE.full_name}/ModelInfer": unary(
+                _guarded("ModelInfer", self._infer_once), response_serializer=infer_to_bytes
+            ),
+            f"/{SERVICE.full_name}/ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+                self._stream, response_serializer=stream_to_bytes
+            ),
+            f"/{HEALTH.full_name}/Check": unary(
+                _guarded("Check", self._check), response_serializer=health_to_bytes
+            ),
+            f"/{HEALTH.full_name}/Watch": grpc.unary_stream_rpc_method_handler(
+                _guarded("Watch", self._watch), response_serializer=health_to_bytes
+            ),
         }
-        methods[f"/{SERVICE.full_name}/ModelInfer"] = grpc.unary_unary_rpc_method_handler(
-            _guarded("ModelInfer", self._infer_once),
-            response_serializer=service_pb2.ModelInferResponse.SerializeToString,
-        )
-        methods[f"/{SERVICE.full_name}/ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream,
-            response_serializer=service_pb2.ModelStreamInferResponse.SerializeToString,
-        )
-        to_bytes = health_pb2.HealthCheckResponse.SerializeToString
-        methods[f"/{HEALTH.full_name}/Check"] = grpc.unary_unary_rpc_method_handler(
-            self._check, response_serializer=to_bytes
-        )
-        methods[f"/{HEALTH.full_name}/Watch"] = grpc.unary_stream_rpc_method_handler(
-            self._watch, response_serializer=to_bytes
-        )
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
@@ -195,20 +190,20 @@ class Service:
 
     # Management.
 
-    async def _live(self, message: Proto, caller: bytes) -> Proto:
-        return service_pb2.ServerLiveResponse(live=True)
+    def _unary(self, method: Proto) -> grpc.RpcMethodHandler:
+        """Return a handler of a method that the core's management API answers."""
+        action = RPC_ROUTES[_path(method)].handler
+        request_type, answer_type = map(GetMessageClass, (method.input_type, method.output_type))
 
-    def _asking(self, method: Proto) -> Answer:
-        """Return an answer of the core's management API."""
-        handler = RPC_ROUTES[f"/{SERVICE.full_name}/{method.name}"].handler
-        answer_type = GetMessageClass(method.output_type)
-
-        async def ask(message: Proto, caller: bytes) -> Proto:
-            if handler in MISSING:
-                raise unsupported(handler)
-            action = cast(frames.AskKind, handler)
+        async def call(data: bytes, context: Context) -> Proto:
+            caller, message = _caller(self._gate, context), parse(request_type, data)
+            if action == "live":
+                return answer_type(live=True)
+            if action in MISSING:
+                raise unsupported(action)
+            kind = cast(frames.AskKind, action)
             try:
-                body = await self._remote.ask(action, *_arguments(message), caller)
+                body = await self._remote.ask(kind, *_arguments(message), caller)
             except (NotFound, NotReady):
                 if action not in ("ready", "model_ready"):
                     raise
@@ -217,35 +212,30 @@ class Service:
                 body = b'{"%b":%b}' % (name, body)
             return json_format.Parse(body or b"{}", answer_type(), ignore_unknown_fields=True)
 
-        return ask
+        return grpc.unary_unary_rpc_method_handler(
+            _guarded(method.name, call), response_serializer=answer_type.SerializeToString
+        )
 
     # Health.
 
     async def _check(self, data: bytes, context: Context) -> Proto:
-        try:
-            message = parse(health_pb2.HealthCheckRequest, data)
-            status = await self._status(message.service, context)
-            if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-                raise NotFound(f"unknown service '{message.service}'")
-        except PenstockError as error:
-            await _abort(context, error)
+        message = parse(health_pb2.HealthCheckRequest, data)
+        status = await self._status(message.service, context)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            raise NotFound(f"unknown service '{message.service}'")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _watch(self, data: bytes, context: Context) -> None:
         """Send the status now, and whenever it changes."""
-        try:
-            message = parse(health_pb2.HealthCheckRequest, data)
-            last = None
-            while not self._is_stopping.is_set():
-                status = await self._status(message.service, context)
-                if status != last:
-                    await context.write(health_pb2.HealthCheckResponse(status=status))
-                    last = status
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(WATCH_S):
-                        await self._is_stopping.wait()
-        except PenstockError as error:
-            await _abort(context, error)
+        message, last = parse(health_pb2.HealthCheckRequest, data), None
+        while not self._is_stopping.is_set():
+            status = await self._status(message.service, context)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""
@@ -305,7 +295,7 @@ class InferStream:
         except PenstockError as error:
             if self._ends_by_error:
                 raise
-            answer.error_message = str(error)
+            answer.error_message = str(error)[:MAX_DETAILS]
         except Exception:  # The protocol edge.
             log.exception("while answering a request of a stream")
             answer.error_message = "internal error"
@@ -328,18 +318,8 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unary(method: Proto, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
-    """Return a handler that parses the request and turns errors into statuses."""
-    request_type = GetMessageClass(method.input_type)
-
-    async def call(data: bytes, context: Context) -> Proto:
-        caller = _caller(gate, context)
-        return await answer(parse(request_type, data), caller)
-
-    return grpc.unary_unary_rpc_method_handler(
-        _guarded(method.name, call),
-        response_serializer=GetMessageClass(method.output_type).SerializeToString,
-    )
+def _path(method: Proto) -> str:
+    return f"/{SERVICE.full_name}/{method.name}"
 
 
 def _guarded(name: str, call: Answer) -> Answer:

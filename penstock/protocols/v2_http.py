@@ -1,4 +1,4 @@
-"""KServe v2 / Triton over HTTP: admits messages, and the fast path of inference.
+"""KServe v2 / Triton over HTTP: admits messages; inference, all other v2 routes, the metrics port.
 
 Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
 errors to statuses by one table. The core and the front processes share this code; they differ only
@@ -8,10 +8,11 @@ in their `Router`.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
+
+import msgspec
 
 from penstock.config import HttpLimits
 from penstock.errors import InvalidRequest, NotAllowed, NotReady, PenstockError, TooLarge
@@ -22,20 +23,18 @@ from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, Rou
 from penstock.protocols.http import JSON, Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
 from penstock.protocols.http_reader import MessageHead
-from penstock.protocols.route_table import Match
-from penstock.protocols.v2_routes import make_handlers
-from penstock.serving.management import ManagementApi
+from penstock.protocols.route_table import MISSING, Match, unsupported
+from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.served import Served
-from penstock.types import Request, Response, Servable, TensorSpec
-from penstock.wire import compression
-from penstock.wire.v2 import Codec, decode_raw
-
-log = logging.getLogger("penstock.http")
+from penstock.types import Parameter, Request, Response, Servable, TensorSpec
+from penstock.wire import compression, json_errors
+from penstock.wire.v2 import Codec, IndexBody, LoadBody, decode_raw
 
 # Smaller answers are not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
 # Characters of a path in errors and logs.
 MAX_PATH = 200
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
@@ -69,7 +68,6 @@ class InferSink:
     request: Request | None = None
 
     def abandon(self) -> None:
-        """Cancel: the client disconnected."""
         if self.request is not None:
             self._model.cancel(self.request)
 
@@ -82,9 +80,8 @@ class InferSink:
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while encoding an answer of '%s'", answer.model_name)
-            self._exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            self._exchange.reply_bug()
             return
         headers = _BINARY % len(head) if tail else JSON
         call = self._call
@@ -101,8 +98,6 @@ class InferSink:
 
 
 class LoggedSink(InferSink):
-    """A sink that also writes to the access log."""
-
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
@@ -292,9 +287,8 @@ class V2Http:
         except PenstockError as error:
             exchange.body = packed
             self._refuse(exchange, call, error)
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while handling %r", exchange.head.path)
-            exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """Return the length of the JSON part; None when it is the whole body."""
@@ -433,3 +427,47 @@ def _server_timing(request: Request) -> bytes:
     )
     text = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in parts)
     return f"Server-Timing: {text}\r\n".encode()
+
+
+# Routes other than inference.
+
+
+def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
+    """Return the handlers by their names in the route table."""
+
+    async def answer(call: RouteCall) -> Reply:
+        match = call.match
+        asked = ManagementCall(
+            match.route.handler, match.model_name, match.model_version, _parameters(call)
+        )
+        return Reply(await management.answer(asked))
+
+    async def metrics(call: RouteCall) -> Reply:
+        return Reply(await management.metrics(), content_type=METRICS)
+
+    async def refuse(call: RouteCall) -> Reply:
+        raise unsupported(call.match.route.handler)
+
+    return {
+        **dict.fromkeys(management.actions, answer),
+        **dict.fromkeys(MISSING, refuse),
+        "metrics": metrics,
+    }
+
+
+def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
+    """Decode the JSON object of a request; an empty body counts as an empty object."""
+    schema = call.match.route.body
+    if schema is None:
+        return {}
+    try:
+        body = msgspec.json.decode(call.body or b"{}", type=schema)
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(call.body, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+    match body:
+        case IndexBody():
+            return {"ready": body.ready}
+        case LoadBody():
+            return dict.fromkeys(body.parameters or (), True)
+    return {}

@@ -73,7 +73,6 @@ def level_plots(run: BenchRun, level: Level) -> dict[str, Plot | None]:
 
 
 def limits(run: BenchRun, metric: str = "latency") -> list[Latency]:
-    """Return the limits that the SLO sets for a metric."""
     slo = summary.slo_of(run)
     terms = () if slo is None else slo.terms
     return [term for term in terms if isinstance(term, Latency) and term.metric == metric]
@@ -162,7 +161,6 @@ def cdf_series(
 def cdf_plot(
     found: Sequence[Series | None], lines: Sequence[Limit], title: str = "latency, ms"
 ) -> Plot | None:
-    """Plot the distributions that are not empty."""
     series = [each for each in found if each is not None]
     if not series:
         return None

@@ -47,7 +47,6 @@ PLOTS = {
 
 
 def shown(runs: Sequence[Named]) -> Group:
-    """Render a comparison for a terminal."""
     parts: list[RenderableType] = []
     for pair in _pairs(runs):
         parts.append(Text(summary_text(pair), style="bold"))
@@ -107,7 +106,6 @@ def page(runs: Sequence[Named]) -> str:
 
 
 def fragment(runs: Sequence[Named]) -> str:
-    """Return the heart of the page, for notebooks."""
     pairs = _pairs(runs)
     shown = [_curve(runs), _cdf(runs, len(runs[0].run.levels) - 1) if runs[0].run.levels else None]
     return page_fragment(

@@ -101,7 +101,6 @@ def page(optimization: Optimization) -> str:
 
 
 def fragment(optimization: Optimization) -> str:
-    """Return the heart of the page, for notebooks."""
     return page_fragment(
         optimize_table.headline(optimization),
         optimize_table.style(optimization),
@@ -112,14 +111,12 @@ def fragment(optimization: Optimization) -> str:
 
 
 def all_plots(optimization: Optimization) -> dict[str, Plot | None]:
-    """Return the plots of the page by name."""
     profile = optimization.profile
     roof = None if profile is None else profile_figures.roof(profile.operators, profile.peaks)
     return {**optimize_figures.plots_of(optimization), "roofline": roof}
 
 
 def about(optimization: Optimization) -> dict[str, str]:
-    """Return the inputs, the targets and the result."""
     return {
         "model": f"{optimization.source} ({optimization.source_text})",
         "SLO": optimization.slo,
@@ -210,21 +207,15 @@ def _fallback(optimization: Optimization) -> list[list[Cell]]:
     line = [] if chosen is None else [chosen.key, *_parents(optimization)]
     found = [each for each in optimization.tries if each.fallback]
     of_chosen = [each for each in found if each.candidate.key in line]
-    return [
-        [
-            Cell(layer.name),
-            Cell(layer.operator),
-            Cell(_share(layer.regained)),
-            Cell(units.duration(layer.lost_s)),
-            Cell(wording.last_step(each.candidate), style="words"),
-        ]
-        for each in of_chosen or found
-        for layer in each.fallback
-    ]
-
-
-def _share(part: float) -> str:
-    return units.UNKNOWN if math.isnan(part) else f"{100 * part:.0f} %"
+    rows = []
+    for each in of_chosen or found:
+        step = Cell(wording.last_step(each.candidate), style="words")
+        for layer in each.fallback:
+            is_known = not math.isnan(layer.regained)
+            regained = f"{100 * layer.regained:.0f} %" if is_known else units.UNKNOWN
+            texts = layer.name, layer.operator, regained, units.duration(layer.lost_s)
+            rows.append([*map(Cell, texts), step])
+    return rows
 
 
 def _parents(optimization: Optimization) -> list[str]:

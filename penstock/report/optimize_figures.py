@@ -19,8 +19,17 @@ from penstock.optimizer.first_line import chosen_try
 from penstock.optimizer.results import Curve, Optimization, Phase, ServedMeasurement, Try, try_of
 from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
-from penstock.report.plots import Axis, Limit, Plot, Series, Symbol
-from penstock.report.waterfall import BETTER, GREY, WHOLE, WaterfallStep, waterfall
+from penstock.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    Axis,
+    Limit,
+    Plot,
+    Series,
+    Symbol,
+    WaterfallStep,
+)
 from penstock.slo import Latency, Slo
 
 BEFORE_COLOUR, AFTER_COLOUR = plots.GREY, plots.GREEN
@@ -119,7 +128,7 @@ def _waterfall(
     for name, phase in zip(_names(phases), phases, strict=True):
         value, is_measured = quantity.value(phase), quantity.is_measured(phase)
         steps.append(WaterfallStep(name, value, quantity.text(value), is_measured, phase.label))
-    return waterfall(
+    return plots.waterfall(
         steps,
         quantity.title,
         is_lower_better=quantity.is_lower_better,
@@ -171,7 +180,7 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
         metric,
         range(len(known)),
         [value * scale for value in values],
-        WHOLE,
+        BLUE,
         [f"{phase.label}: {text}" for phase, text in zip(known, texts, strict=True)],
         width=1.5,
         dash="2 3",
@@ -266,9 +275,9 @@ def front_of(points: Sequence[Point]) -> list[Point]:
 
 # Legend name, colour and symbols (measured, predicted) by the outcome of a try.
 MARKS: dict[str, tuple[str, str, Symbol, Symbol]] = {
-    "kept": ("kept", BETTER, "circle", "open"),
-    "equal": ("equal", WHOLE, "circle", "open"),
-    "slower": ("slower", WHOLE, "down", "down-open"),
+    "kept": ("kept", GREEN, "circle", "open"),
+    "equal": ("equal", BLUE, "circle", "open"),
+    "slower": ("slower", BLUE, "down", "down-open"),
     "rejected": ("rejected by a gate", GREY, "cross", "cross"),
 }
 

@@ -6,6 +6,7 @@ plots of results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,6 +17,8 @@ BLUE, GREEN, PURPLE, PINK, ORANGE = "#3d8bc4", "#2a9d8f", "#8a56c4", "#b8479c", 
 RED, GREY, AMBER = "#c94a63", "#9aa5b4", "#d9822b"
 # From low to high.
 RAMP = ("#2a9d8f", "#3d8bc4", "#5a6fd0", "#8a56c4", "#b8479c", "#c94a63")
+# Half the width of a waterfall's bar, as a share of its slot.
+HALF_BAR = 0.325
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,14 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     colour: str
-    # Of each point, shown when it is pointed at.
+    # Text of each point, shown when it is pointed at.
     texts: Sequence[str] = ()
     width: float = 2.0
     # In pixels, as SVG's stroke-dasharray; empty: solid.
     dash: str = ""
     # "hv": horizontal, then vertical from each point to the next.
     step: Literal["", "hv", "vh"] = ""
-    # Of the marks; empty: none.
+    # Radii of the marks; empty: none.
     radii: Sequence[float] = ()
     symbols: Sequence[Symbol] = ()
     # Beside the marks.
@@ -127,7 +130,7 @@ class Plot:
     notes: Sequence[Note] = ()
     # Dense lines show their values in strips along this axis when pointed at.
     strips: Literal["", "x", "y"] = ""
-    # Of a strip along x, after its value: " s".
+    # Unit of a strip along x, after its value: " s".
     strip_unit: str = ""
     # Where strips are, each with the nearest point of every line; empty: all along, each with the
     # largest value in it.
@@ -137,7 +140,7 @@ class Plot:
     height: float | None = None
 
     def named(self, name: str) -> Mark:
-        """Return the mark with this name; KeyError if there is none."""
+        """Return the mark with this name; KeyError if it is missing."""
         for mark in self.marks:
             if mark.name == name:
                 return mark
@@ -188,3 +191,86 @@ def row_plot(
     """Plot horizontal bars, the first row on top."""
     rows = Axis(categories=names, is_reversed=True, has_grid=False)
     return Plot(Axis(title, has_zero=True), rows, bars, height=height)
+
+
+@dataclass(frozen=True, slots=True)
+class WaterfallStep:
+    """A bar of a waterfall. `name` is below the bar, `label` is shown when it is pointed at."""
+
+    name: str
+    value: float
+    text: str
+    is_measured: bool
+    label: str
+
+
+def waterfall(
+    steps: Sequence[WaterfallStep],
+    title: str,
+    *,
+    is_lower_better: bool = False,
+    top: float | None = None,
+    limits: Sequence[Limit] = (),
+) -> Plot:
+    """Plot steps from the first value to the last; bars beyond `top` are cut off."""
+    values = [step.value for step in steps]
+    top = top or max(value for value in values if math.isfinite(value)) or 1.0
+    edge = top * 1.12
+    bars = [_bar(values, index, is_lower_better) for index in range(len(values))]
+    texts = [step.text + (" ↑" if step.value > top else "") for step in steps]
+    trace = Bars(
+        title,
+        range(len(steps)),
+        tuple(min(low, edge) for low, _, _ in bars),
+        tuple(min(high, edge) for _, high, _ in bars),
+        tuple(colour for _, _, colour in bars),
+        [
+            f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}"
+            for step in steps
+        ],
+        outlined=tuple(not step.is_measured for step in steps),
+        thickness=2 * HALF_BAR,
+        in_legend=False,
+    )
+    return Plot(
+        Axis(categories=tuple(step.name for step in steps), has_grid=False),
+        Axis(title, low=0.0, high=edge),
+        (*_connectors(values, top), trace),
+        limits=limits,
+        notes=_labels(values, texts, top),
+        has_legend=False,
+    )
+
+
+def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> tuple[float, float, str]:
+    """Return the ends of a bar, and its colour."""
+    value = values[index]
+    if not math.isfinite(value):
+        # Nothing was answered: beyond the top of any plot.
+        return 0.0, math.inf, BLUE
+    if index in (0, len(values) - 1):
+        return 0.0, value, BLUE
+    low, high = sorted((values[index - 1], value))
+    is_better = (value < values[index - 1]) is is_lower_better
+    return low, high, GREEN if is_better else RED
+
+
+def _connectors(values: Sequence[float], top: float) -> list[Series]:
+    found = []
+    for index, value in enumerate(values[:-1]):
+        if math.isfinite(value) and value <= top:
+            ends = (index + HALF_BAR, index + 1 - HALF_BAR)
+            line = Series("", ends, (value, value), GREY, width=1.0, dash="2 3", in_legend=False)
+            found.append(line)
+    return found
+
+
+def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Note]:
+    """Label the upper end of each bar."""
+    found = []
+    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
+        before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
+        end = max(value, before)
+        at, dy = (top * 1.12, -4.0) if end > top else (end, -5.0)
+        found.append(Note(float(index), at, text, dy=dy))
+    return found

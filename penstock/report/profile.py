@@ -46,7 +46,6 @@ def page(profile: Profile, command: str = "") -> str:
 
 
 def fragment(profile: Profile) -> str:
-    """Return the heart of the page, for notebooks."""
     shown = drawn(profile_figures.plots_of(profile), PLOTS)
     return page_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
 

@@ -393,7 +393,6 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _has_usage(found: SamplingFields) -> bool:
-    """Whether a stream ends with the usage."""
     if found.stream_options is None:
         return False
     if not found.stream:
@@ -526,29 +525,6 @@ def describe_model(
 ) -> OpenAiModel:
     """Describe a model: when it was loaded (seconds since 1970), and its context length."""
     return OpenAiModel(name, "model", created, "penstock", max_length)
-
-
-def models(known: Sequence[OpenAiModel]) -> bytes:
-    return _encode({"object": "list", "data": known})
-
-
-def embeddings(model: str, vectors: Sequence[object], num_tokens: int) -> bytes:
-    """Encode vectors as lists of numbers, or as base64 of FP32."""
-    found = [
-        {"object": "embedding", "index": number, "embedding": vector}
-        for number, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _encode({"object": "list", "data": found, "model": model, "usage": usage})
-
-
-def tokenized(tokens: Sequence[int], max_length: int, texts: Sequence[str] | None) -> bytes:
-    found = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens}
-    return _encode({**found, "token_strs": texts})
-
-
-def detokenized(text: str) -> bytes:
-    return _encode({"prompt": text})
 
 
 def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:

@@ -57,7 +57,6 @@ def parse(message_type: Proto, data: bytes) -> Proto:
 
 
 def decode_infer(message: Proto, sink: ReplySink, received: float) -> Request:
-    """Convert a ModelInferRequest."""
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     for item in message.inputs:
@@ -97,7 +96,6 @@ def encode_answer(request: Request, response: Response) -> Proto:
 
 
 def set_parameter(target: Proto, value: Parameter) -> None:
-    """Set the value of an InferParameter."""
     match value:
         case bool():
             target.bool_param = value
@@ -209,7 +207,6 @@ def _pack(item: Proto, left: int) -> bytes:
 
 
 def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Proto:
-    """Return a ModelInferRequest with raw tensors."""
     inputs = service_pb2.ModelInferRequest.InferInputTensor
     return service_pb2.ModelInferRequest(
         model_name=model,

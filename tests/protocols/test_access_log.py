@@ -80,8 +80,8 @@ def test_a_clients_text_is_one_quoted_field(lines, id):
 
 def test_the_status_is_that_of_the_paths_protocol(lines):
     error, sizes, spans = Overloaded("full"), {"generation_tokens": 0}, {"first_token": 0.25}
-    access_log.answered("http", CONFIG, sizes, spans, error, b"/v1/completions")
-    access_log.answered("http", CONFIG, sizes, spans, error, b"/v2/models/m/generate")
-    access_log.answered("http", CONFIG, sizes, spans, None, b"/v1/completions")
+    access_log.record("http", sizes, spans, error, b"/v1/completions")
+    access_log.record("http", sizes, spans, error, b"/v2/models/m/generate")
+    access_log.record("http", sizes, spans, None, b"/v1/completions")
     assert [line.status for line in lines.records] == [429, 503, 200]
     assert lines.records[0].first_token_ms == 250.0 and lines.records[0].generation_tokens == 0

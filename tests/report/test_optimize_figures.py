@@ -7,7 +7,7 @@ import pytest
 from optimizer import made_optimizations as made
 
 from penstock.optimizer.results import Optimization, Phase
-from penstock.report import figures, optimize_figures, waterfall
+from penstock.report import figures, optimize_figures, plots
 from penstock.report.optimize_figures import (
     front_of,
     points_of,
@@ -68,7 +68,7 @@ def test_a_step_that_makes_it_worse_has_the_other_colour() -> None:
     found.phases[2] = Phase("transformer-fusion", 0.08, 110.0, 0.912, 1.0, False)
     for name in ("rate_steps", "latency_steps", "cost_steps"):
         colours = bars(name, found).colours
-        assert colours[2] == waterfall.WORSE and colours[1] == waterfall.BETTER
+        assert colours[2] == plots.RED and colours[1] == plots.GREEN
 
 
 def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> None:

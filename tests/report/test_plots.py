@@ -1,9 +1,12 @@
 """Values that plots are made of."""
 
+import math
+from typing import Any
+
 import pytest
 
 from penstock.report import plots
-from penstock.report.plots import Bars
+from penstock.report.plots import Bars, WaterfallStep
 
 
 @pytest.mark.parametrize("number", [1, 2, 6, 11])
@@ -29,3 +32,30 @@ def test_rows_of_bars_are_in_order() -> None:
     assert bars.colour(0) == plots.GREEN and bars.colour(1) == plots.GREY
     with pytest.raises(KeyError):
         plot.named("other")
+
+
+def steps(*values: float) -> list[WaterfallStep]:
+    return [
+        WaterfallStep(str(index), value, f"{value:g}/s", index != 1, f"step {index}")
+        for index, value in enumerate(values)
+    ]
+
+
+def test_the_first_and_the_last_stand_on_the_ground() -> None:
+    bars: Any = plots.waterfall(steps(10.0, 30.0, 20.0, 25.0), "rate").named("rate")
+    assert bars.lows == (0.0, 10.0, 20.0, 0.0) and bars.highs == (10.0, 30.0, 30.0, 25.0)
+    assert bars.colours == (plots.BLUE, plots.GREEN, plots.RED, plots.BLUE)
+    assert bars.outlined == (False, True, False, False)
+    assert bars.texts[1] == "step 1: 30/s (predicted)"
+
+
+def test_lower_can_be_better() -> None:
+    bars: Any = plots.waterfall(steps(30.0, 10.0, 10.0), "ms", is_lower_better=True).named("ms")
+    assert bars.colours[1] == plots.GREEN
+
+
+def test_a_bar_beyond_the_plot_has_an_arrow() -> None:
+    plot = plots.waterfall(steps(math.inf, 30.0, 20.0), "ms", top=30.0)
+    assert [note.text for note in plot.notes] == ["inf/s ↑", "30/s", "20/s"]
+    bars: Any = plot.named("ms")
+    assert bars.highs[0] == plot.y.high

@@ -3,6 +3,7 @@
 import json
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -208,11 +209,6 @@ class TestEmbeddings:
         with pytest.raises(InvalidRequest, match="encoding_format"):
             openai.read_embeddings(body(input="a", encoding_format="hex"))
 
-    def test_vectors(self):
-        found = json.loads(openai.embeddings("m", [[0.5, 1.0]], 3))
-        assert found["data"] == [{"object": "embedding", "index": 0, "embedding": [0.5, 1.0]}]
-        assert found["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
-
 
 def event(raw: bytes):
     assert raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.count(b"\n") == 2
@@ -276,7 +272,7 @@ class TestAnswers:
 
     def test_models_and_errors(self):
         known = openai.describe_model("smol", 5, 2048)
-        (model,) = json.loads(openai.models([known]))["data"]
+        model = json.loads(msgspec.json.encode(known))
         expected = {"id": "smol", "object": "model", "created": 5, "owned_by": "penstock"}
         assert model == {**expected, "max_model_len": 2048}
         found = json.loads(openai.error("no", "invalid_request_error", "n"))
