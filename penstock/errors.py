@@ -17,7 +17,7 @@
     └── ConfigError        the operator's files are wrong (all problems at once)
         └── CommandLineError   the flags are wrong
 
-Knows no protocol: each protocol has one table from these classes to its statuses.
+Knows no protocol: `wire.statuses` has the status of each class in every protocol.
 """
 
 from collections.abc import Sequence

@@ -15,25 +15,26 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock import units
 from penstock.errors import BackendFailed, ConfigError, PenstockError
-from penstock.optimizer import disk
+from penstock.optimizer import workspace
 from penstock.repository.staging import sync_folder
 
 FILE = "journal.jsonl"
 FORMAT = 1
 # Kinds of findings that depend on the machine's speed and its other load.
-SERVED = ("served", "served with rates", "proof", "proof with rates", "rated")
+SERVED = ("served", "served with rates", "proof", "proof with rates", "text rates", "text proof")
 TIMINGS = (*SERVED, "times", "profile")
 # If the machine's speed has changed by more than this, timings are discarded.
 MAX_SPEED_RATIO = 1.25
 
 T = TypeVar("T")
+# One line, as decoded from JSON.
+Record = dict[str, Any]
 
 
 class Journal:
@@ -75,12 +76,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def remember(
@@ -119,27 +115,20 @@ class Journal:
             del self._known[kind, key]
             self._append({"kind": kind, "key": key, "forgotten": True})
 
-    def _is_of_another_speed(self, record: dict[str, Any]) -> bool:
+    def _is_of_another_speed(self, record: Record) -> bool:
         before_s = record.get("speed_s")
         if not isinstance(before_s, float) or not before_s or not self._speed_s:
             return False
         return max(before_s / self._speed_s, self._speed_s / before_s) > MAX_SPEED_RATIO
 
-    def _note_age(self, record: dict[str, Any]) -> None:
+    def _note_age(self, record: Record) -> None:
         at = record.get("at")
         if isinstance(at, int | float):
             self.oldest_at = min(at, self.oldest_at or at)
 
-    def count(self, kind: str, key: str) -> int:
+    def count(self, kind: str, key: str, more: int = 1) -> int:
         """Count a call and return the total over all runs. Call it before something that may kill
-        the process, so that the next run knows."""
-        return self._counted(kind, key, 1)
-
-    def discount(self, kind: str, key: str) -> int:
-        """Take back the last `count`."""
-        return self._counted(kind, key, -1)
-
-    def _counted(self, kind: str, key: str, more: int) -> int:
+        the process, so that the next run knows; with -1, take that back."""
         num = more + int(self._known.get((kind, key), {}).get("value", 0))
         self._known[kind, key] = record = {"kind": kind, "key": key, "value": num}
         self._append(record)
@@ -151,9 +140,9 @@ class Journal:
         key: str,
         compute: Callable[[], T],
         passing: tuple[type[PenstockError], ...],
-    ) -> dict[str, Any]:
+    ) -> Record:
         began = time.monotonic()
-        record: dict[str, Any] = {"kind": kind, "key": key}
+        record: Record = {"kind": kind, "key": key}
         try:
             value = msgspec.to_builtins(compute(), str_keys=True)
         except ConfigError:
@@ -175,7 +164,7 @@ class Journal:
         self._known[kind, key] = record
         return record
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Record) -> None:
         """Append a line; WriteFailed if it cannot be written. Earlier lines stay intact."""
         # NaN and infinity as Python writes them: a measurement may be unknown or infinite.
         line = json.dumps(record).encode() + b"\n"
@@ -187,19 +176,19 @@ class Journal:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(size)
-            free = units.size(disk.free_bytes(self.path))
-            raise disk.WriteFailed(
+            free = units.size(workspace.free_bytes(self.path))
+            raise workspace.WriteFailed(
                 f"{self.path}: cannot be written: {error.strerror or error} ({free} free); free "
                 "some space and run the same command again: it resumes from this journal"
             ) from error
 
-    def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
+    def _read(self) -> dict[tuple[str, str], Record]:
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             self._file.truncate(len(whole))
-        known: dict[tuple[str, str], dict[str, Any]] = {}
+        known: dict[tuple[str, str], Record] = {}
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 record = json.loads(line)

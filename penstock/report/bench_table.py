@@ -145,17 +145,21 @@ def _streams_table(head: str, names: Sequence[str], figures: Sequence[Figures]) 
         columns += [f"{metric.upper()} p50", f"p99 {in_units[metric]}"]
     table = figure_table(head, *columns, "tokens/s")
     for name, row in zip(names, figures, strict=True):
-        cells = []
-        for metric in metrics:
-            scale = units.SECONDS[in_units[metric]]
-            values = row.streams.get(metric)
-            for percentile in ("p50", "p99"):
-                value = math.nan if values is None else values[percentile].value
-                cells.append(units.number(value / scale))
+        cells = [
+            units.in_unit(stream_s(row, metric, percentile), in_units[metric])
+            for metric in metrics
+            for percentile in ("p50", "p99")
+        ]
         tokens = row.output_tokens_per_s
         cells.append(units.UNKNOWN if tokens is None else units.number(tokens))
         table.add_row(Text(name), *cells)
     return table
+
+
+def stream_s(row: Figures, metric: str, percentile: str) -> float:
+    """Return a percentile of a streaming metric; NaN if it was not measured."""
+    values = row.streams.get(metric)
+    return math.nan if values is None else values[percentile].value
 
 
 def _breakdown_table(
@@ -186,6 +190,7 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
     best = max(rates, default=0.0)
     columns = "load", "requests/s", "inferences/s", "", "p50", "p99", "failed"
     table = figure_table("batch size", *columns, words=("load", ""))
+    table.columns[0].justify = "right"
     for (run, row), rate in zip(rows, rates, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
         p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
