@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -135,15 +135,15 @@ def _without_secrets(command: str, options: BenchOptions) -> str:
     return command
 
 
+@dataclass(slots=True)
 class OptionReader:
     """Parses options to values and collects problems."""
 
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        # Options that are malformed or contradict each other.
-        self.problems: list[str] = []
-        # Files named by options that cannot be used.
-        self.file_problems: list[str] = []
+    options: BenchOptions
+    # Options that are malformed or contradict each other.
+    problems: list[str] = field(default_factory=list)
+    # Files named by options that cannot be used.
+    file_problems: list[str] = field(default_factory=list)
 
     def check(self) -> None:
         """Raise CommandLineError, or ConfigError if only files are wrong, with all problems."""

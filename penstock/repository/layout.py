@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ MAX_NAMES_TOLD = 10
 TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
-MAX_VERSION = 2**63 - 1
+VERSION, MAX_VERSION = re.compile("[1-9][0-9]*"), 2**63 - 1
 FOLLOW_HINT = f"; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
 
 
@@ -453,7 +454,6 @@ def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
         message.version_policy.CopyFrom(policy)
     try:
         config = pbtxt.resolve(message, folder.name, folder / version)
-        return _with_warning(config, version) if ignored else config
     except ConfigError as error:
         raise ConfigError(
             [
@@ -462,12 +462,11 @@ def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
                 for text in error.problems
             ]
         ) from None
-
-
-def _with_warning(config: ModelConfig, version: str) -> ModelConfig:
-    where = f"{version}/{CONFIG}: version_policy"
-    text = f"{where}: has no effect; {CONFIG} of the model chooses versions"
-    return replace(config, warnings=(*config.warnings, text))
+    if not ignored:
+        return config
+    why = f"has no effect; {CONFIG} of the model chooses versions"
+    warning = f"{version}/{CONFIG}: version_policy: {why}"
+    return replace(config, warnings=(*config.warnings, warning))
 
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
@@ -534,18 +533,9 @@ def _is_version(folder: Path) -> bool:
 
 def version_folders(folder: Path) -> list[str]:
     """Return the names that are version numbers: digits without a leading zero, within 64 bits."""
-    return sorted(
-        (
-            entry.name
-            for entry in folder.iterdir()
-            if entry.is_dir()
-            and entry.name.isascii()
-            and entry.name.isdigit()
-            and not entry.name.startswith("0")
-            and int(entry.name) <= MAX_VERSION
-        ),
-        key=int,
-    )
+    numbers = [each.name for each in folder.iterdir() if VERSION.fullmatch(each.name)]
+    found = [each for each in numbers if int(each) <= MAX_VERSION and (folder / each).is_dir()]
+    return sorted(found, key=int)
 
 
 def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:
