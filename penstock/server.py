@@ -108,7 +108,7 @@ class Server:
     """The running server. Ports open first, so that it is live before it is ready; then models
     load. Shutdown is in reverse order."""
 
-    def __init__(self, options: ServeOptions, path: str, watchdog: Watchdog | None = None) -> None:
+    def __init__(self, options: ServeOptions, path: str, watchdog: Watchdog) -> None:
         self._options = options
         self._watchdog = watchdog
         self._stop = asyncio.Event()
@@ -175,9 +175,8 @@ class Server:
             self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
-            if self._watchdog is not None:
-                metrics = self._metrics_http
-                self._watchdog.cover(metrics.listeners, lambda: metrics.tls)
+            metrics = self._metrics_http
+            self._watchdog.cover(metrics.listeners, lambda: metrics.tls)
         if self._key_file is not None:
             self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
         if self._tls is not None:
@@ -252,8 +251,7 @@ class Server:
         await self.http.close()
         await self.catalog.close()
         await self._metrics.close()
-        if self._watchdog is not None:
-            self._watchdog.release()
+        self._watchdog.release()
         if self._metrics_http is not None:
             await self._metrics_http.close()
         if not self.lifecycle.is_loading:
