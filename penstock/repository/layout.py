@@ -105,9 +105,7 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
     language model if it is a GGUF file."""
     root = Path(os.path.abspath(path))
     match folder_kind(root):
-        case ModelKind.GGUF_FILE:
-            return _read_text_model(root)
-        case ModelKind.HUGGING_FACE:
+        case ModelKind.GGUF_FILE | ModelKind.HUGGING_FACE:
             return read_hugging_face(root)
         case ModelKind.VERSION_FOLDER:
             # One version, whatever the model's version policy says.
@@ -137,7 +135,7 @@ def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Repository
             found.configs = [config for config in found.configs if config.name != name]
             continue
         if _is_gguf(folder) or _is_text_folder(folder):
-            found.add(_read_text_model(folder) if _is_gguf(folder) else read_hugging_face(folder))
+            found.add(read_hugging_face(folder))
             continue
         found.folders[folder.name] = folder
         try:
@@ -232,8 +230,10 @@ def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
 
 
 def read_hugging_face(folder: Path) -> RepositoryScan:
-    """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
-    in Hugging Face's cache."""
+    """Read a Hugging Face folder, as `save_pretrained` writes it, or a GGUF file; links in a folder
+    may lead anywhere, as in Hugging Face's cache."""
+    if _is_gguf(folder):
+        return read_alone(folder.stem, folder.parent, lambda: _text_config(folder))
 
     def read() -> ModelConfig:
         if not pretrained.is_model(folder):
@@ -274,11 +274,6 @@ def architectures(folder: Path) -> list[str]:
         raise ConfigError([f"{path}: not JSON: {error}"]) from None
     names = found.get("architectures") if isinstance(found, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _read_text_model(file: Path) -> RepositoryScan:
-    """Read a language model from a GGUF file by itself."""
-    return read_alone(file.stem, file.parent, lambda: _text_config(file))
 
 
 def _text_config(path: Path) -> ModelConfig:
