@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from penstock import slo as slos
 from penstock.api.bench_options import BenchOptions
 from penstock.api.options import flag_name
@@ -95,7 +97,8 @@ def make_plans(
         price_per_hour=options.price,
         command=_without_secrets(command, options),
     )
-    return [replace(plan, inputs=_with_size(inputs, size)) for size in sizes]
+    batches = [msgspec.structs.replace(inputs, batch_size=size) for size in sizes]
+    return [replace(plan, inputs=each) for each in batches]
 
 
 def parse_batch_sizes(text: str) -> list[int]:
@@ -115,12 +118,6 @@ def parse_batch_sizes(text: str) -> list[int]:
         return pacer.parse_concurrency(text)
     except ValueError:
         raise ValueError(f"'{text}' is not a batch size; {expected}") from None
-
-
-def _with_size(inputs: InputSpec, size: int) -> InputSpec:
-    import msgspec
-
-    return msgspec.structs.replace(inputs, batch_size=size)
 
 
 def _without_secrets(command: str, options: BenchOptions) -> str:

@@ -39,7 +39,6 @@ from penstock.repository.pbtxt_fields import Proto
 from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
-MAX_NAMES_TOLD = 10
 # Hugging Face's configuration; weights are beside it.
 TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
@@ -330,11 +329,11 @@ def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
     return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Format names for an error, at most MAX_NAMES_TOLD of them."""
-    text = ", ".join(names[:MAX_NAMES_TOLD])
-    if len(names) > MAX_NAMES_TOLD:
-        text += f" and {len(names) - MAX_NAMES_TOLD} more"
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Format names for a message, at most so many of them."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
     return text or "none"
 
 
