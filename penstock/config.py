@@ -47,7 +47,7 @@ HEADS = (CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING)
 # Inputs that a head takes beside the network's outputs; the network does not get them.
 OFFSETS = "offsets"
 HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: (OFFSETS,)}
-# The backend of such a stage.
+# The backend of a preprocessing stage.
 PREPROCESS_BACKEND = "preprocess"
 # The option to run a model's layers over concatenated tokens, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"

@@ -106,7 +106,7 @@ class Signature:
     max_batch: int | None = None
     # The batch size that the model's author chose; 0: no batching.
     chosen_batch: int | None = None
-    # What the user should know about how the file is served.
+    # Notes for the user about how the file is served.
     notes: tuple[str, ...] = ()
 
     @property
