@@ -21,20 +21,19 @@ from pathlib import Path
 from penstock.api.serve_options import ServeOptions
 from penstock.config import LLM, ModelConfig, TlsConfig
 from penstock.dashboard.pages import Pages
-from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
+from penstock.processes.child import limited
 from penstock.protocols import access_log
-from penstock.protocols.embeddings_http import EmbeddingsHttp
-from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_opening, http_spec
+from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
-from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import Models, V2Http
+from penstock.protocols.v2_http import MetricsHttp, Models, V2Http
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
@@ -45,9 +44,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
-from penstock.serving.supervisor import limited
 from penstock.system.exit_codes import ExitCode
-from penstock.wire.openai_v1 import Known
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -83,27 +80,6 @@ def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) ->
     return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
-class CatalogTextModels:
-    """The language models of a catalog."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    def find(self, name: str) -> LanguageModel:
-        model = self._catalog.find(name)
-        if not isinstance(model, LanguageModel):
-            there = ", ".join(each.name for each in self.known()) or "none"
-            raise NotFound(f"The model '{name}' is no language model; loaded: {there}")
-        return model
-
-    def known(self) -> list[Known]:
-        return [
-            Known(each.config.name, each.loaded_at, each.max_length)
-            for each in self._catalog
-            if isinstance(each, LanguageModel) and each.is_ready
-        ]
-
-
 class Server:
     """The running server. Ports open first, so that it is live before it is ready; then models
     load. Shutdown is in reverse order."""
@@ -136,12 +112,7 @@ class Server:
         if options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = options.log_requests
-        openai = OpenAiHttp(
-            CatalogTextModels(self.catalog),
-            lambda: self.lifecycle.is_draining,
-            logs_requests=is_logged,
-            embeddings=EmbeddingsHttp(self.catalog, is_logged),
-        )
+        openai = OpenAiHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         pages = Pages(self.management, gate).handlers()
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
@@ -312,9 +283,8 @@ class Server:
             raise ConfigError([cannot_listen(*place, "HTTP", listen_problem(error))]) from None
         self.http_port = self._reserved.getsockname()[1]
         settings = (options.limits, self._gate, options.log_requests, options.tls)
-        opening = http_opening(options.host, self.http_port, *settings)
         self._fronts += [
-            Front(self._core, http_spec(number, opening, options.limits))
+            Front(self._core, http_spec(number, (options.host, self.http_port), *settings))
             for number in range(1, options.fronts + 1)
         ]
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("full", settings.get_profile("explore"), derandomize=True)
 settings.register_profile("penstock", settings.get_profile("full"), max_examples=MAX_EXAMPLES)
 settings.load_profile("penstock")
+# A shell that runs the tests in the background ignores SIGINT for them and their children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Triton reads it when it is imported: without a GPU, kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,7 +1,6 @@
 """Operators with times made up by tests."""
 
-from penstock.profiling.times import OperatorTime
-from penstock.profiling.work import Shaped
+from penstock.profiling.work import OperatorTime, Shaped
 
 
 def product(name: str, seconds: float, rows: int = 512, width: int = 1024) -> OperatorTime:

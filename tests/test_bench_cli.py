@@ -17,7 +17,7 @@ from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import APPLIES, KINDS, make_plans
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, RateStep, Replay, Steps
 from penstock.benchmark.plan import BenchPlan, Decides
-from penstock.benchmark.targets import TargetSpec, path_target
+from penstock.benchmark.targets import TargetSpec, kinds
 from penstock.benchmark.targets.kinds import CLASSES
 from penstock.cli.bench import bench
 from penstock.cli.options import from_environment, from_params
@@ -204,7 +204,7 @@ def refused(kind: str, name: str) -> list[str]:
 def test_flags_without_an_effect_on_the_target_are_refused(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(path_target, "is_text", lambda spec: kind == "text in process")
+    monkeypatch.setattr(kinds, "is_text", lambda spec: kind == "text in process")
     for name in VALUES:
         # A body makes any URL a plain one.
         is_plain = (kind, name) == ("v2 HTTP", "body")
@@ -221,13 +221,13 @@ def test_the_table_has_every_flag_that_is_about_targets() -> None:
     assert fields - set(APPLIES) == {"timeout"}, "these have an effect on all targets"
     options = {each.name for each in bench.params}
     assert fields <= options
-    assert set(KINDS) == set(TARGETS) == {*CLASSES, "text in process"}
+    assert set(KINDS) == set(TARGETS) == set(CLASSES)
 
 
 def test_a_key_from_the_environment_is_for_whichever_target_takes_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(path_target, "is_text", lambda spec: False)
+    monkeypatch.setattr(kinds, "is_text", lambda spec: False)
     monkeypatch.setenv("PENSTOCK_API_KEY", "key")
     model, options, ambient = parse(".")
     assert ambient == {"api_key"}

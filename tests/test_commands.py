@@ -189,22 +189,16 @@ READING = {
 @pytest.mark.parametrize("name", [name for name in WITH_FILES if name != "explain"])
 def test_sigint_while_files_are_read_is_an_interruption(name: str) -> None:
     """tests/e2e/test_watch.py interrupts explain, which reads no file."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, name, *READING[name]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that runs tests in the background ignores SIGINT for all of them.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "reading\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, "-c", SLOW, name, *READING[name]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == "reading\n", process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == ExitCode.INTERRUPTED, errors
     assert "Traceback" not in errors
 

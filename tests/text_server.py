@@ -11,14 +11,12 @@ from tiny_text import TOKENIZER
 from penstock.config import LLM, HttpLimits
 from penstock.dashboard.pages import Pages
 from penstock.llm.language_model import LanguageModel
-from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository import layout
-from penstock.server import CatalogTextModels
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi
@@ -61,12 +59,7 @@ class TextServer:
         control = Control(self.catalog, "", is_explicit=False)
         management = ManagementApi(self.catalog, control)
         self.lifecycle = management.lifecycle
-        openai = OpenAiHttp(
-            CatalogTextModels(self.catalog),
-            lambda: self.lifecycle.is_draining,
-            logs_requests=True,
-            embeddings=EmbeddingsHttp(self.catalog, True),
-        )
+        openai = OpenAiHttp(self.catalog, lambda: self.lifecycle.is_draining, True)
         generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, True)
         gate = gate or Gate()
         if gate.keys is not None:

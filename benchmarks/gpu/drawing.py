@@ -13,11 +13,9 @@ from techniques import CLAIMS, Found, Gain
 
 from penstock import units
 from penstock.report import plots
-from penstock.report import waterfall as waterfalls
-from penstock.report.plots import Axis, Bars, Plot, Series
-from penstock.report.waterfall import BETTER, GREY, WHOLE, WaterfallStep
+from penstock.report.plots import BLUE, GREEN, GREY, Axis, Bars, Plot, Series, WaterfallStep
 
-ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = plots.PURPLE, BETTER, plots.ORANGE
+ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = plots.PURPLE, GREEN, plots.ORANGE
 # Letters of a name in a line below a bar, and beside one.
 BELOW, BESIDE = 12, 34
 # Pixels of a group of bars.
@@ -126,7 +124,7 @@ def waterfall(steps: Sequence[tuple[str, float, bool]], title: str) -> Plot | No
         for name, value, is_first in steps
         if not math.isnan(value)
     ]
-    return waterfalls.waterfall(known, title) if len(known) > 1 else None
+    return plots.waterfall(known, title) if len(known) > 1 else None
 
 
 def _values(rows: Mapping[str, Found], load: str, key: str) -> dict[str, float]:
@@ -196,7 +194,7 @@ def _errors(rows: Mapping[str, Found]) -> Plot | None:
         "error",
         tuple(known.values()),
         tuple(map(float, range(len(known)))),
-        WHOLE,
+        BLUE,
         tuple(f"{name}: {value:.1e}" for name, value in known.items()),
         width=0.0,
         radii=(5.0,),

@@ -42,7 +42,7 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-from penstock.backends.packed_encoder import has_triton
+from penstock.kernels import has_triton
 from penstock.llm.engine import Engine
 from penstock.llm.engine_main import load
 from penstock.llm.messages import EngineSettings, GenerateRequest, pack_tokens

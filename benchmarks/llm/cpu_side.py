@@ -52,7 +52,7 @@ class Penstock:
         while not self._engine.is_idle:
             for piece in self._engine.step():
                 found[piece.request].append(piece.token)
-        return [self._ours.text.decode(tokens) for tokens in found]
+        return [self._ours.text.vocabulary.decode(tokens) for tokens in found]
 
     def computes(self) -> str:
         told = {

@@ -114,7 +114,7 @@ class Mix:
             self._num_requests,
             sum(each.is_gone for each in self._going.values()),
             scheduler.num_preemptions,
-            scheduler.pool.counts.num_found,
+            scheduler.pool.num_found,
             sum(parts > 1 for parts in trace.num_parts.values()),
             trace.num_steps,
             trace.num_mixed_steps,

@@ -15,6 +15,7 @@ from penstock.llm.blocks import BlockPool
 from penstock.llm.cache import Cache
 from penstock.llm.checkpoint import open_checkpoint
 from penstock.llm.engine import Engine
+from penstock.llm.gguf import GgufFile
 from penstock.llm.messages import GenerateRequest, pack_tokens
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.pace import StepTimeModel, Targets
@@ -102,9 +103,10 @@ class Ours:
         checkpoint = open_checkpoint(path)
         try:
             decoder = kind(checkpoint.shape, checkpoint.weight, "cpu", dtype)
-            return cls(decoder, of_gguf(checkpoint.metadata))
         finally:
             checkpoint.close()
+        with GgufFile(path) as file:
+            return cls(decoder, of_gguf(file.metadata))
 
     def traced(self, room: Room) -> tuple[Engine, Trace]:
         """Sequences of requests that ask for one continuation are numbered as they are added."""

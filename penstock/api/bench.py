@@ -54,10 +54,10 @@ class BenchResult:
 
     @property
     def headline(self) -> str:
-        from penstock.report import sweep
+        from penstock.report import bench_table
 
         is_one = len(self.runs) == 1
-        return headline_of(self.run).text if is_one else sweep.headline(self.runs)
+        return headline_of(self.run).text if is_one else bench_table.sweep_headline(self.runs)
 
     @property
     def is_passed(self) -> bool:
@@ -76,9 +76,10 @@ class BenchResult:
         return texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "]\n"
 
     def __rich__(self) -> RenderableType:
-        from penstock.report import bench_table, sweep
+        from penstock.report import bench_table
 
-        return bench_table.shown(self.run) if len(self.runs) == 1 else sweep.shown(self.runs)
+        is_one = len(self.runs) == 1
+        return bench_table.shown(self.run) if is_one else bench_table.sweep(self.runs)
 
     def __str__(self) -> str:
         return shown.to_text(self.__rich__())

@@ -18,7 +18,7 @@ from penstock.api.options import flag_name
 from penstock.benchmark import pacer
 from penstock.benchmark.pacer import Closed, Load
 from penstock.benchmark.plan import BenchPlan, decides_for
-from penstock.benchmark.targets import TargetSpec, path_target
+from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import kind_of
 from penstock.data import InputSpec, lengths, traces
 from penstock.errors import CommandLineError, ConfigError
@@ -214,8 +214,6 @@ def _check_unused(reading: OptionReader, spec: TargetSpec, ambient: Collection[s
         return
     try:
         kind = kind_of(spec)
-        if kind == "in process" and path_target.is_text(spec):
-            kind = "text in process"
     except CommandLineError as error:
         reading.problems += error.problems
         return

@@ -10,23 +10,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import Array, Parameter, TensorSpec
 
-MODULES: Mapping[str, str] = {
-    "null": "penstock.backends.null",
-    "onnxruntime": "penstock.backends.onnxruntime",
-    "openvino": "penstock.backends.openvino",
-    "preprocess": "penstock.backends.preprocess",
-    "python": "penstock.backends.python",
-    "pytorch": "penstock.backends.pytorch",
-}
+# Each is a module of this folder.
+NAMES = ("null", "onnxruntime", "openvino", "preprocess", "python", "pytorch")
 # Extras of `pip install "penstock[...]"` that they need.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
-PROCESSING, HEADS = "penstock.backends.processing", "penstock.backends.heads"
 # Files in a version's folder: the compiled model; the implementations chosen for its convolutions
 # and GEMMs, and our own compiled kernels among them.
 COMPILED = "compiled.bin"
@@ -36,6 +29,7 @@ CHOICES, KERNELS = "fusion.json", "fusion.bin"
 GPU_MEMORY = "gpu_memory_bytes"
 
 Outputs = Mapping[str, Array]
+T = TypeVar("T")
 
 
 class BatchRequest(Protocol):
@@ -56,17 +50,30 @@ class BatchRequest(Protocol):
         """Length of its padded axes without padding; 0: nothing is padded."""
 
 
+@dataclass(slots=True)
 class Batch:
     """Stacked inputs by name. The arrays are read-only views, valid until `wait` is exhausted."""
 
-    __slots__ = ("inputs", "num_rows", "requests")
+    inputs: Mapping[str, Array]
+    num_rows: int
+    requests: Sequence[BatchRequest] = ()
 
-    def __init__(
-        self, inputs: Mapping[str, Array], num_rows: int, requests: Sequence[BatchRequest] = ()
-    ) -> None:
-        self.inputs = inputs
-        self.num_rows = num_rows
-        self.requests = requests
+    def rows(self) -> list[dict[str, Array]]:
+        """Return the inputs of each row, without the batch dimension."""
+        return split_rows(self.inputs, self.num_rows)
+
+    def by_request(self, answers: Sequence[T]) -> list[Sequence[T]]:
+        """Return the answers to the rows of each request; all together without `requests`."""
+        found, first = [], 0
+        for count in [part.num_rows for part in self.requests] or [self.num_rows]:
+            found.append(answers[first : first + count])
+            first += count
+        return found
+
+
+def split_rows(stacked: Mapping[str, Array], num_rows: int) -> list[dict[str, Array]]:
+    # The ellipsis keeps texts without dimensions as arrays.
+    return [{name: values[n, ...] for name, values in stacked.items()} for n in range(num_rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +98,16 @@ class Execution(Protocol):
         Shapes may be unknown until now. Raises the model's error."""
 
 
+@dataclass(slots=True)
 class Finished:
     """Execution of a backend that computes in `start`."""
 
-    __slots__ = ("_outputs", "finish_s", "prepare_s")
-
-    def __init__(
-        self, outputs: Outputs | PerRequest, prepare_s: float = 0.0, finish_s: float = 0.0
-    ) -> None:
-        self._outputs = outputs
-        self.prepare_s = prepare_s
-        self.finish_s = finish_s
+    outputs: Outputs | PerRequest
+    prepare_s: float = 0.0
+    finish_s: float = 0.0
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
-        return (self._outputs,)
+        return (self.outputs,)
 
 
 class Runner(Protocol):
@@ -139,6 +142,16 @@ class Runner(Protocol):
     def start(self, batch: Batch) -> Execution: ...
 
     def close(self) -> None: ...
+
+
+class PlainRunner:
+    """Defaults of a Runner that declares no tensors and computes in `start`."""
+
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    needs_requests = False
+    keeps_rows_apart = False
+    runs_ahead = False
 
 
 @runtime_checkable
@@ -199,29 +212,22 @@ class LoadRunner(Protocol):
 def backend(name: str) -> LoadRunner:
     """Return the function that loads models of a backend, with their pre- and postprocessing. Raise
     ConfigError naming what is missing."""
-    load = _load_function(name)
-
-    def load_whole(config: ModelConfig, /) -> Runner:
-        if not config.is_processed:
-            return load(config)
-        has_head_only = config.has_head and config.preprocess is None
-        module = importlib.import_module(HEADS if has_head_only else PROCESSING)
-        runner: Runner = module.load(config, load)
-        return runner
-
-    return load_whole
-
-
-def _load_function(name: str) -> LoadRunner:
-    module_name = MODULES.get(name)
-    if module_name is None:
-        known = ", ".join(sorted(MODULES))
-        raise ConfigError([f"backend: '{name}' is not known; expected one of {known}"])
+    if name not in NAMES:
+        expected = f"expected one of {', '.join(NAMES)}"
+        raise ConfigError([f"backend: '{name}' is not known; {expected}"])
     try:
-        load: LoadRunner = importlib.import_module(module_name).load
+        load: LoadRunner = importlib.import_module(f"{__name__}.{name}").load
     except ModuleNotFoundError as error:
         problem = f"backend: '{name}' needs the package '{error.name}', which is not installed"
         if name in EXTRAS:
             problem += f'; pip install "penstock[{EXTRAS[name]}]" brings it'
         raise ConfigError([problem]) from error
-    return load
+
+    def load_whole(config: ModelConfig, /) -> Runner:
+        if not config.is_processed:
+            return load(config)
+        module = importlib.import_module(f"{__name__}.processing")
+        runner: Runner = module.load(config, load)
+        return runner
+
+    return load_whole

@@ -9,12 +9,14 @@ network's worker, on whole batches of arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, PlainRunner, Runner
 from penstock.config import (
     CLASSIFIER,
     EMBEDDING,
@@ -23,9 +25,8 @@ from penstock.config import (
     TOKEN_CLASSIFIER,
     ModelConfig,
 )
-from penstock.errors import ConfigError
 from penstock.repository import pretrained
-from penstock.types import Array, TensorSpec
+from penstock.types import Array
 
 MASK = "attention_mask"
 # The label of tokens that are no entity.
@@ -35,14 +36,13 @@ OUTSIDE = "O"
 class ClassifierHead:
     """Logits [rows, classes] to labels and scores."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        described = pretrained.read_config(config.folder)
+    def __init__(self, folder: Path, logits: str) -> None:
+        described = pretrained.read_config(folder)
         self._labels = np.array(
             [each.encode() for each in pretrained.labels(described)], dtype=np.object_
         )
         self._activation = pretrained.activation(described)
-        assert config.postprocess is not None
-        self._logits = config.postprocess.outputs[0].name
+        self._logits = logits
 
     def __call__(self, outputs: Outputs, inputs: Outputs) -> dict[str, Array]:
         scores = activate(outputs[self._logits].astype(np.float32), self._activation)
@@ -58,19 +58,16 @@ class EmbeddingHead:
     """Vectors of tokens [rows, tokens, size] to one vector a row; vectors that the network has
     pooled itself are only normalised."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        found = pretrained.embedding(config.folder)
-        self._pooling = found.pooling
-        self._is_normalized = found.is_normalized
-        assert config.postprocess is not None
-        self._vectors = config.postprocess.outputs[0].name
+    def __init__(self, folder: Path, vectors: str) -> None:
+        self._settings = pretrained.embedding(folder)
+        self._vectors = vectors
 
     def __call__(self, outputs: Outputs, inputs: Outputs) -> dict[str, Array]:
         vectors = outputs[self._vectors].astype(np.float32)
         if vectors.ndim > 2:
             mask = inputs.get(MASK, np.ones(vectors.shape[:2], np.int64))
-            vectors = pool(vectors, mask, self._pooling)
-        if self._is_normalized:
+            vectors = pool(vectors, mask, self._settings.pooling)
+        if self._settings.is_normalized:
             lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
             vectors = vectors / np.maximum(lengths, 1e-12)
         return {"EMBEDDING": vectors}
@@ -80,10 +77,9 @@ class TokenClassifierHead:
     """Logits [rows, tokens, classes] to the entities of each text, and the scores of its tokens.
     Tokens without characters of the text (special tokens, padding) count as none."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._labels = pretrained.labels(pretrained.read_config(config.folder))
-        assert config.postprocess is not None
-        self._logits = config.postprocess.outputs[0].name
+    def __init__(self, folder: Path, logits: str) -> None:
+        self._labels = pretrained.labels(pretrained.read_config(folder))
+        self._logits = logits
 
     def __call__(self, outputs: Outputs, inputs: Outputs) -> dict[str, Array]:
         logits = outputs[self._logits].astype(np.float32)
@@ -154,8 +150,10 @@ AS_LONG: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: ("SCORES", "OFFSETS"
 
 
 def open_head(config: ModelConfig) -> Head:
+    """Open the head that the configuration names, on the network's first output."""
     assert config.postprocess is not None
-    return KINDS[config.postprocess.function](config)
+    name = config.postprocess.outputs[0].name
+    return KINDS[config.postprocess.function](config.folder, name)
 
 
 def activate(logits: Array, activation: pretrained.Activation) -> Array:
@@ -185,29 +183,18 @@ def pool(vectors: Array, mask: Array, pooling: pretrained.Pooling) -> Array:
     return np.asarray((vectors * kept).sum(axis=1) / divisor, np.float32)
 
 
-class Headed:
+class Headed(PlainRunner):
     """A Runner whose answers go through a head. Warm-up and trials at load run the network."""
 
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
-    needs_requests = False
-
-    def __init__(self, inner: Runner, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, inner: Runner) -> None:
         assert config.postprocess is not None
         self.inner = inner
+        self.keeps_rows_apart, self.runs_ahead = inner.keeps_rows_apart, inner.runs_ahead
         self._head = open_head(config)
         function = config.postprocess.function
         self._not_for_network = HEAD_INPUTS.get(function, ())
         # Axes of outputs that follow the padded ones; see `Proof.crops`.
         self.crops = tuple((name, 0) for name in AS_LONG.get(function, ()))
-
-    @property
-    def keeps_rows_apart(self) -> bool:
-        return self.inner.keeps_rows_apart
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.inner.runs_ahead
 
     def built(self) -> Mapping[str, str]:
         return self.inner.built()
@@ -223,38 +210,24 @@ class Headed:
         self.inner.close()
 
 
+@dataclass(slots=True)
 class HeadedExecution:
     """An execution of the network, and then of the head."""
 
-    __slots__ = ("_head", "_inner", "_inputs")
-
-    def __init__(self, inner: Execution, head: Head, inputs: Outputs) -> None:
-        self._inner = inner
-        self._head = head
-        self._inputs = inputs
+    inner: Execution
+    head: Head
+    inputs: Outputs
 
     @property
     def prepare_s(self) -> float:
-        return self._inner.prepare_s
+        return self.inner.prepare_s
 
     @property
     def finish_s(self) -> float:
-        return self._inner.finish_s
+        return self.inner.finish_s
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
-        for answer in self._inner.wait():
-            # `load` refuses models that see requests.
+        for answer in self.inner.wait():
+            # `processing.load` refuses models that see requests.
             assert not isinstance(answer, PerRequest)
-            yield self._head(answer, self._inputs)
-
-
-def load(config: ModelConfig, load_model: LoadRunner) -> Headed:
-    inner = load_model(config.model)
-    try:
-        if inner.needs_requests:
-            problem = "not for code that sees requests"
-            raise ConfigError([f"parameters.penstock.postprocess: {problem}"])
-        return Headed(inner, config)
-    except BaseException:
-        inner.close()
-        raise
+            yield self.head(answer, self.inputs)

@@ -15,7 +15,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.repository import pretrained
 from penstock.types import DATATYPES, Array, TensorSpec
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Decoders of rarer formats are where image libraries have their vulnerabilities.
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -72,7 +76,7 @@ class ImageStep:
             reason = first_line(error)
             return InvalidRequest(f"input '{self._input}': cannot be decoded: {reason}")
 
-    def _decode(self, data: bytes) -> Any:
+    def _decode(self, data: bytes) -> Image:
         library = self._pillow
         with warnings.catch_warnings():
             # The limit below is stricter.
@@ -88,10 +92,10 @@ class ImageStep:
         if width * height > MAX_PIXELS:
             size = f"{width} x {height} pixels"
             raise InvalidRequest(f"{size}; at most {MAX_PIXELS} in all")
-        turned = importlib.import_module("PIL.ImageOps").exif_transpose(image)
-        return turned.convert("RGB")
+        upright: Image = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+        return upright.convert("RGB")
 
-    def _pixels(self, image: Any) -> Array:
+    def _pixels(self, image: Image) -> Array:
         settings = self._settings
         if settings.shortest_edge:
             size = _scaled(image.size, settings.shortest_edge)
@@ -127,7 +131,7 @@ def _plain(data: bytes) -> bytes:
         return data
 
 
-def _pillow() -> Any:
+def _pillow() -> ModuleType:
     try:
         return importlib.import_module("PIL.Image")
     except ModuleNotFoundError as error:

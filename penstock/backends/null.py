@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from penstock.backends import GPU_MEMORY, Batch, Execution, Finished, Outputs
+from penstock.backends import GPU_MEMORY, Batch, Execution, Finished, Outputs, PlainRunner
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.types import DATATYPES, Array
 
 TIMES = ("a_ms", "c_ms", "load_ms", "stall_ms", "copy_ms")
 OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on", GPU_MEMORY)
@@ -41,13 +41,10 @@ class Ahead:
         return (self._outputs,)
 
 
-class NullRunner:
-    needs_requests = False
+class NullRunner(PlainRunner):
     keeps_rows_apart = True
 
     def __init__(self, config: ModelConfig) -> None:
-        self.inputs: Sequence[TensorSpec] = ()
-        self.outputs: Sequence[TensorSpec] = ()
         self._config = config
         self._options = _numbers(config)
         self._triggers = [name for name in self._options if name.endswith("_on")]

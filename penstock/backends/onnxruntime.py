@@ -21,7 +21,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import Batch, Execution, Finished
+from penstock.backends import Batch, Execution, Finished, PlainRunner
 from penstock.backends.checks import (
     check_signature,
     first_line,
@@ -75,11 +75,7 @@ _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 CPU = "CPUExecutionProvider"
 
 
-class OnnxRunner:
-    needs_requests = False
-    keeps_rows_apart = False
-    runs_ahead = False
-
+class OnnxRunner(PlainRunner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         problems: list[str] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished
+from penstock.backends import Batch, Execution, Finished, PlainRunner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
@@ -46,11 +46,7 @@ INT32 = np.iinfo(np.int32)
 DEVICE = "CPU"
 
 
-class OpenVinoRunner:
-    needs_requests = False
-    keeps_rows_apart = False
-    runs_ahead = False
-
+class OpenVinoRunner(PlainRunner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         properties = properties_of(config)

@@ -11,10 +11,8 @@ per token. `torch_packing` converts models to this form.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +20,7 @@ from torch.nn import functional as F
 
 from penstock.backends import torch_products
 from penstock.backends.torch_products import Multiplier
+from penstock.kernels import has_triton
 from penstock.kernels.cublaslt import GemmForm, Operands
 
 FP8 = torch.float8_e4m3fn
@@ -111,11 +110,6 @@ def padded_attention(qkv: Tensor, layout: PackedLayout, num_heads: int) -> Tenso
         heads[0], heads[1], heads[2], attn_mask=layout.is_token[:, None, None, :]
     )
     return packed(mixed.transpose(1, 2).flatten(2), layout)
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def uses_kernels(x: Tensor) -> bool:
@@ -447,7 +441,7 @@ class PackedStack(nn.Module):
         # The model's embeddings, if packed too. A tuple does not register them as submodules here.
         self.embeddings: tuple[PackedEmbeddings, ...] = ()
 
-    def forward(self, x: Tensor, *others: object, **options: object) -> Any:
+    def forward(self, x: Tensor, *others: object, **options: object) -> Tensor | tuple[Tensor]:
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
         scalings = [layer.qkv.scaling for layer in self.layers] + [None]
@@ -465,7 +459,7 @@ class PackedStack(nn.Module):
         tokens = packed(x, layout)
         return tokens, taken_of(tokens, scaling)
 
-    def products(self) -> dict[str, Any]:
+    def products(self) -> dict[str, PackedLinear | PackedFp8Linear]:
         """Return linear layers by name, in order: `3.inner` is in the fourth layer."""
         return {
             f"{number}.{name}": getattr(layer, name)
@@ -486,8 +480,9 @@ class PackedStack(nn.Module):
 
     def watched(self) -> dict[str, float]:
         """End calibration and return the largest inputs."""
-        found = {name: product.largest for name, product in self.products().items()}
-        for product in self.products().values():
+        found: dict[str, float] = {}
+        for name, product in self.products().items():
+            found[name] = product.largest or 0.0
             product.largest = None
         return found
 

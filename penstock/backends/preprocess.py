@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest
+from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest, PlainRunner
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
 
@@ -46,14 +46,11 @@ def open_step(config: ModelConfig, name: str, specs: Sequence[TensorSpec]) -> Ba
     return step
 
 
-class StepRunner:
+class StepRunner(PlainRunner):
     """A Runner of a step; each request gets its own answer or error."""
 
     needs_requests = True
     keeps_rows_apart = True
-    runs_ahead = False
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
 
     def __init__(self, step: BatchedStep) -> None:
         self._step = step
@@ -62,17 +59,8 @@ class StepRunner:
         return self._step.names()
 
     def start(self, batch: Batch) -> Execution:
-        rows = [
-            {name: values[n, ...] for name, values in batch.inputs.items()}
-            for n in range(batch.num_rows)
-        ]
-        made = self._step.tried_all(rows)
-        answers: list[Outputs | Exception] = []
-        first = 0
-        for count in [part.num_rows for part in batch.requests] or [batch.num_rows]:
-            answers.append(self._answer(made[first : first + count]))
-            first += count
-        return Finished(PerRequest(answers))
+        made = self._step.tried_all(batch.rows())
+        return Finished(PerRequest([self._answer(rows) for rows in batch.by_request(made)]))
 
     def close(self) -> None:
         self._step.close()

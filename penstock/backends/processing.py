@@ -16,15 +16,24 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, LoadRunner, Outputs, PerRequest, Runner
+from penstock.backends import (
+    Batch,
+    Execution,
+    Finished,
+    LoadRunner,
+    Outputs,
+    PerRequest,
+    PlainRunner,
+    Runner,
+    split_rows,
+)
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
-from penstock.config import ModelConfig, Padding, Preprocess
+from penstock.config import ModelConfig, Padding
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
@@ -33,26 +42,20 @@ Row = Mapping[str, Array]
 Crop = tuple[str, int]
 
 
-class Processed:
+class Processed(PlainRunner):
     """A Runner with a function before it, after it, or both. The functions see real requests only;
     warm-up and tests at load run the model between them."""
 
     needs_requests = True
-    runs_ahead = False
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
 
     def __init__(self, config: ModelConfig, inner: Runner, functions: Functions) -> None:
         self.inner = inner
+        self.keeps_rows_apart = inner.keeps_rows_apart
         self._config = config
         self._functions = functions
         self._has_batch = config.max_batch_size > 0
         # None: no padding; rows of different lengths are computed apart.
         self._crops: frozenset[Crop] | None = None
-
-    @property
-    def keeps_rows_apart(self) -> bool:
-        return self.inner.keeps_rows_apart
 
     def allow_padding(self, crops: Collection[Crop]) -> None:
         """Pad rows to their buckets from now on, here if there is preprocessing, else in the
@@ -69,13 +72,14 @@ class Processed:
         if before is None:
             answers = self._answers_as_sent(batch)
         else:
-            rows = before.tried_all(_rows(batch.inputs, batch.num_rows, self._has_batch))
+            rows = before.tried_all(self._rows(batch.inputs, batch.num_rows))
             prepared = time.perf_counter()
             answers = self._answers(rows)
         ended = time.perf_counter()
         if after is not None:
             answers = _tried_good(after, answers)
-        outputs = self._by_request(batch, answers)
+        parts = batch.by_request(answers) if self._has_batch else [answers]
+        outputs = [_stacked(each, self._has_batch) for each in parts]
         times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
         if batch.requests:
             return Finished(PerRequest(outputs), *times)
@@ -87,17 +91,6 @@ class Processed:
     def close(self) -> None:
         self.inner.close()
         self._functions.close()
-
-    def _by_request(
-        self, batch: Batch, answers: Sequence[Outputs | Exception]
-    ) -> list[Outputs | Exception]:
-        counts = [part.num_rows for part in batch.requests] or [batch.num_rows]
-        outputs: list[Outputs | Exception] = []
-        first = 0
-        for count in counts if self._has_batch else [1]:
-            outputs.append(_stacked(answers[first : first + count], self._has_batch))
-            first += count
-        return outputs
 
     def _answers_as_sent(self, batch: Batch) -> list[Outputs | Exception]:
         """Return an answer per row without preprocessing; the server may have padded the rows."""
@@ -112,11 +105,8 @@ class Processed:
         padding = self._config.model.padding if self._crops is not None else None
         # By row number: the padded row, and its length before.
         padded = {n: pad(padding, row) for n, row in enumerate(rows) if isinstance(row, Mapping)}
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for number, (row, _) in padded.items():
-            groups.setdefault(shapes_of(row), []).append(number)
         answers: list[Outputs | Exception] = list(rows)
-        for numbers in groups.values():
+        for numbers in _by_shape({number: row for number, (row, _) in padded.items()}):
             outputs = self._run_apart([padded[number][0] for number in numbers])
             for number, answer in zip(numbers, outputs, strict=True):
                 if not isinstance(answer, Exception):
@@ -128,8 +118,7 @@ class Processed:
         """Run rows of equal shapes together, or one by one if the model refuses them, so that a
         text that is too long or has an unknown token fails only its own request."""
         try:
-            stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            return list(self._run(stacked if self._has_batch else rows[0], len(rows)))
+            return list(self._run(stack(rows) if self._has_batch else rows[0], len(rows)))
         except Exception as error:  # An error of the model's library, on clients' data.
             if len(rows) == 1:
                 return [error]
@@ -143,7 +132,10 @@ class Processed:
         if self.inner.runs_ahead:
             # The next run writes to the same memory, and there may be several for one batch.
             answer = {name: values.copy() for name, values in answer.items()}
-        return _rows(answer, num_rows, self._has_batch)
+        return self._rows(answer, num_rows)
+
+    def _rows(self, stacked: Row, num_rows: int) -> list[dict[str, Array]]:
+        return split_rows(stacked, num_rows) if self._has_batch else [dict(stacked)]
 
     def _cut(self, answer: Outputs, length: int | None) -> Outputs:
         if not length or not self._crops:
@@ -163,13 +155,13 @@ class Function:
         file, _, name = self.name.rpartition(":")
         self._code = Code(replace(config, artifact=str(config.folder / file), file=file))
         try:
-            found: Any = getattr(self._code.load(), name, None)
+            found = getattr(self._code.load(), name, None)
             if not callable(found):
                 raise self._code.problem(f"no function {name}")
         except BaseException:
             self._code.close()
             raise
-        self._call: Callable[[dict[str, Array]], Any] = found
+        self._call: Callable[[dict[str, Array]], object] = found
 
     def __call__(self, row: Row) -> dict[str, Array]:
         return checked(self.name, self._call(dict(row)), self._specs)
@@ -194,26 +186,15 @@ class RowHead:
         self._head = open_head(config)
 
     def tried_all(self, answers: Sequence[Row]) -> list[Row | Exception]:
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for number, answer in enumerate(answers):
-            groups.setdefault(shapes_of(answer), []).append(number)
         made: list[Row | Exception] = list(answers)
-        for numbers in groups.values():
-            rows = [answers[number] for number in numbers]
-            stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            outputs = _rows(self._head(stacked, {}), len(rows), has_batch=True)
-            for number, output in zip(numbers, outputs, strict=True):
+        for numbers in _by_shape(dict(enumerate(answers))):
+            outputs = self._head(stack([answers[number] for number in numbers]), {})
+            for number, output in zip(numbers, split_rows(outputs, len(numbers)), strict=True):
                 made[number] = output
         return made
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def _open_before(config: ModelConfig, made: Preprocess) -> Function | BatchedStep:
-    if config.is_staged:
-        return open_step(config, made.function, made.inputs)
-    return Function(config, made.function, made.inputs)
 
 
 def _tried_good(
@@ -241,7 +222,8 @@ class Functions:
         }
         try:
             if config.preprocess is not None:
-                self.before = _open_before(config, config.preprocess)
+                opened = open_step if config.is_staged else Function
+                self.before = opened(config, config.preprocess.function, config.preprocess.inputs)
             if config.has_head:
                 self.after = RowHead(config)
             elif config.postprocess is not None:
@@ -264,13 +246,15 @@ def model_in(runner: Runner) -> Runner:
     return runner.inner if isinstance(runner, Processed | Headed) else runner
 
 
-def load(config: ModelConfig, load_model: LoadRunner) -> Processed:
+def load(config: ModelConfig, load_model: LoadRunner) -> Processed | Headed:
     inner = load_model(config.model)
     try:
         if inner.needs_requests:
             key = "postprocess" if config.preprocess is None else "preprocess"
             problem = "not for code that sees requests; it can do the same itself"
             raise ConfigError([f"parameters.penstock.{key}: {problem}"])
+        if config.has_head and config.preprocess is None:
+            return Headed(config, inner)
         return Processed(config, inner, Functions(config))
     except BaseException:
         inner.close()
@@ -300,7 +284,7 @@ def _applied(functions: Functions, rows: Sequence[Row]) -> list[dict[str, Array]
         functions.close()
 
 
-def checked(name: str, made: Any, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+def checked(name: str, made: object, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     """Return one row with the arrays of `specs`; raise BackendFailed if it does not match them."""
     if not isinstance(made, Mapping):
         raise BackendFailed(f"{name}: expected arrays by name, got {type(made).__name__}")
@@ -345,11 +329,16 @@ def shapes_of(row: Row) -> tuple[object, ...]:
     return tuple((name, values.shape) for name, values in row.items())
 
 
-def _rows(stacked: Row, num_rows: int, has_batch: bool) -> list[dict[str, Array]]:
-    if not has_batch:
-        return [dict(stacked)]
-    # The ellipsis keeps texts without dimensions as arrays.
-    return [{name: values[n, ...] for name, values in stacked.items()} for n in range(num_rows)]
+def _by_shape(rows: Mapping[int, Row]) -> Collection[list[int]]:
+    """Return the numbers of rows with equal shapes, together."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, row in rows.items():
+        groups.setdefault(shapes_of(row), []).append(number)
+    return groups.values()
+
+
+def stack(rows: Sequence[Row]) -> dict[str, Array]:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
@@ -362,7 +351,7 @@ def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | 
     if not has_batch:
         return answers[0]
     try:
-        return {name: np.stack([answer[name] for answer in answers]) for name in answers[0]}
+        return stack(answers)
     except ValueError:
         return BackendFailed(
             "rows of one request have answers of different shapes; send them apart"

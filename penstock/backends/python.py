@@ -25,17 +25,25 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, BatchRequest, Execution, Finished, Outputs, PerRequest
+from penstock.backends import (
+    Batch,
+    BatchRequest,
+    Execution,
+    Finished,
+    Outputs,
+    PerRequest,
+    PlainRunner,
+)
 from penstock.backends import triton_python_backend_utils as pb_utils
-from penstock.backends.python_signature import TRITON, CallForm, EntryPoint, find_entry, read_form
+from penstock.backends.python_signature import TRITON, CallForm, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
 from penstock.repository import pbtxt
-from penstock.types import Array, Parameter, TensorSpec
+from penstock.types import Array, Parameter
 
 MAX_TEXT_CHARS = 1000
 log = logging.getLogger("penstock.python")
@@ -71,14 +79,14 @@ class Code:
             spec.loader.exec_module(module)
         return module
 
-    def result(self, value: Any) -> Any:
+    def result(self, value: object) -> object:
         """Return the value, awaited if it is awaitable, on one event loop for all calls."""
         if not inspect.isawaitable(value):
             return value
         if self._tasks is None:
             self._tasks = asyncio.Runner()
 
-        async def wait() -> Any:
+        async def wait() -> object:
             return await value
 
         return self._tasks.run(wait())
@@ -138,65 +146,29 @@ class _Loader(SourceFileLoader):
         return code
 
 
-class StackedRunner:
-    """`class Model` or `def infer`: arrays of the whole batch in, arrays of the whole batch out."""
-
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
-    needs_requests = False
-    keeps_rows_apart = False
-    runs_ahead = False
+class FunctionRunner(PlainRunner):
+    """`class Model` or a function: called with the arrays of the whole batch, or, by its form, for
+    one row at a time. Then it sees only rows of clients, and a row that fails fails only its
+    request."""
 
     def __init__(
-        self, code: Code, infer: Callable[..., Any], model: Any, form: CallForm | None = None
+        self, code: Code, infer: Callable[..., object], model: object, form: CallForm | None
     ) -> None:
         """Without a form, `infer` takes and returns arrays by name."""
         self._code = code
         self._infer = infer
         self._model = model
         self._form = form
+        self.needs_requests = self.keeps_rows_apart = form is not None and not form.is_batched
 
     def built(self) -> Mapping[str, str]:
+        if self.needs_requests:
+            return _built("rows")
         return _built("infer" if self._model is None else "Model")
 
     def start(self, batch: Batch) -> Execution:
-        if self._form is not None:
-            result = self._code.result(self._form.call(self._infer, batch.inputs))
-            return Finished(self._form.named(result))
-        outputs = self._code.result(self._infer(dict(batch.inputs)))
-        if not isinstance(outputs, Mapping):
-            raise BackendFailed(f"infer: expected arrays by name, got {type(outputs).__name__}")
-        for name, values in outputs.items():
-            if not isinstance(values, np.ndarray):
-                raise BackendFailed(
-                    f"output '{name}': expected a numpy array, got {type(values).__name__}"
-                )
-        return Finished(outputs)
-
-    def close(self) -> None:
-        _end(self._code, getattr(self._model, "close", None))
-
-
-class RowRunner:
-    """A function that is called for one row at a time. It sees only rows of clients, and a row that
-    fails fails only its request."""
-
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
-    needs_requests = True
-    keeps_rows_apart = True
-    runs_ahead = False
-
-    def __init__(self, code: Code, infer: Callable[..., Any], model: Any, form: CallForm) -> None:
-        self._code = code
-        self._infer = infer
-        self._model = model
-        self._form = form
-
-    def built(self) -> Mapping[str, str]:
-        return _built("rows")
-
-    def start(self, batch: Batch) -> Execution:
+        if not self.needs_requests:
+            return Finished(self._call(batch.inputs))
         if not batch.requests:
             return Finished(self._answer(batch.inputs, 0, batch.num_rows))
         answers: list[Outputs | Exception] = []
@@ -211,27 +183,39 @@ class RowRunner:
 
     def _answer(self, inputs: Mapping[str, Array], start: int, num_rows: int) -> Outputs:
         """Call the function for some rows and stack the results."""
-        results: list[dict[str, Array]] = []
-        for row in range(start, start + num_rows):
-            values = {name: array[row] for name, array in inputs.items()}
-            result = self._code.result(self._form.call(self._infer, values))
-            results.append(self._form.named(result))
+        results = [
+            self._call({name: array[row] for name, array in inputs.items()})
+            for row in range(start, start + num_rows)
+        ]
         return {name: _stacked(name, [each[name] for each in results]) for name in results[0]}
+
+    def _call(self, inputs: Mapping[str, Array]) -> Outputs:
+        if self._form is not None:
+            return self._form.named(self._code.result(self._form.call(self._infer, inputs)))
+        outputs = self._code.result(self._infer(dict(inputs)))
+        if not isinstance(outputs, Mapping):
+            raise BackendFailed(f"infer: expected arrays by name, got {type(outputs).__name__}")
+        for name, values in outputs.items():
+            if not isinstance(values, np.ndarray):
+                raise BackendFailed(
+                    f"output '{name}': expected a numpy array, got {type(values).__name__}"
+                )
+        return outputs
 
     def close(self) -> None:
         _end(self._code, getattr(self._model, "close", None))
 
 
-class TritonRunner:
+class TritonModel(Protocol):
+    def execute(self, requests: list[pb_utils.InferenceRequest], /) -> object: ...
+
+
+class TritonRunner(PlainRunner):
     """A `TritonPythonModel`, called as Triton calls it."""
 
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
     needs_requests = True
-    keeps_rows_apart = False
-    runs_ahead = False
 
-    def __init__(self, config: ModelConfig, code: Code, model: Any) -> None:
+    def __init__(self, config: ModelConfig, code: Code, model: TritonModel) -> None:
         self._config = config
         self._code = code
         self._model = model
@@ -300,7 +284,7 @@ class _Anonymous:
     length: int = 0
 
 
-def load(config: ModelConfig) -> TritonRunner | StackedRunner | RowRunner:
+def load(config: ModelConfig) -> TritonRunner | FunctionRunner:
     if "EXECUTION_ENV_PATH" in config.options:
         raise ConfigError(
             [
@@ -332,36 +316,22 @@ def _load_triton(config: ModelConfig, code: Code, module: ModuleType) -> TritonR
     return TritonRunner(config, code, model)
 
 
-def _load_own(config: ModelConfig, code: Code, module: ModuleType) -> StackedRunner | RowRunner:
+def _load_own(config: ModelConfig, code: Code, module: ModuleType) -> FunctionRunner:
     try:
         entry = find_entry(module)
-        form = _read_form(entry)
+        # None: it is called with a mapping of arrays that it does not declare.
+        is_undeclared = entry.takes_mapping and entry.declaration.inputs is None
+        form = None if is_undeclared else read_form(entry)
     except ConfigError as error:
         raise code.problem("; ".join(error.problems)) from None
     if not entry.method:
-        return _runner(code, entry.function, None, form)
+        return FunctionRunner(code, entry.function, None, form)
     with code.explained(f"{entry.target.__name__}(): "):
         model = _construct(entry.target, config)
     if hasattr(model, "load"):
         with code.explained("load: "):
             code.result(model.load())
-    return _runner(code, getattr(model, entry.method), model, form)
-
-
-def _read_form(entry: EntryPoint) -> CallForm | None:
-    """Return how the function is called; None: with a mapping of arrays that it does not
-    declare."""
-    if entry.takes_mapping and entry.declaration.inputs is None:
-        return None
-    return read_form(entry)
-
-
-def _runner(
-    code: Code, infer: Callable[..., Any], model: Any, form: CallForm | None
-) -> StackedRunner | RowRunner:
-    if form is not None and not form.is_batched:
-        return RowRunner(code, infer, model, form)
-    return StackedRunner(code, infer, model, form)
+    return FunctionRunner(code, getattr(model, entry.method), model, form)
 
 
 def _stacked(name: str, rows: Sequence[Array]) -> Array:
@@ -374,7 +344,7 @@ def _stacked(name: str, rows: Sequence[Array]) -> Array:
         ) from None
 
 
-def _construct(kind: Any, config: ModelConfig) -> Any:
+def _construct(kind: Callable[..., object], config: ModelConfig) -> object:
     """Create the model, passing the configuration if its class takes it."""
     try:
         inspect.signature(kind).bind(config)
@@ -412,7 +382,7 @@ def _built(form: str) -> Mapping[str, str]:
     return {"python": platform.python_version(), "numpy": np.__version__, "form": form}
 
 
-def _end(code: Code, goodbye: Callable[[], Any] | None) -> None:
+def _end(code: Code, goodbye: Callable[[], object] | None) -> None:
     """Close the model, which may fail, and then its module."""
     try:
         if goodbye is not None:

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import numpy as np
 
@@ -45,13 +45,13 @@ ACCEPTED = f"str, bytes, bool, int, float, list[...] or {EXAMPLE}"
 class EntryPoint:
     """The model of a file: a function, or a class and the name of its method."""
 
-    target: Any
+    target: Callable[..., object]
     method: str = ""
 
     @property
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Callable[..., object]:
         """The function, or the method without its object."""
-        found: Callable[..., Any] = getattr(self.target, self.method, self.target)
+        found: Callable[..., object] = getattr(self.target, self.method, self.target)
         return found
 
     @property
@@ -110,11 +110,9 @@ def find_entry(module: types.ModuleType) -> EntryPoint:
     if has_model and has_infer:
         raise ConfigError([f"defines class Model and function infer; expected {EXPECTED}"])
     if has_infer:
-        return EntryPoint(infer)
-    return _entry(kind) if has_model else _only_function(own)
-
-
-def _only_function(own: Mapping[str, Any]) -> EntryPoint:
+        return EntryPoint(own["infer"])
+    if has_model:
+        return _entry(own["Model"])
     functions = [
         value
         for name, value in own.items()
@@ -129,7 +127,7 @@ def _only_function(own: Mapping[str, Any]) -> EntryPoint:
     raise ConfigError([f"defines {names}; mark one with @penstock.model(), or call it infer"])
 
 
-def _entry(target: Any) -> EntryPoint:
+def _entry(target: Callable[..., object]) -> EntryPoint:
     if not inspect.isclass(target):
         return EntryPoint(target)
     if not (method := _method(target)):
@@ -137,7 +135,7 @@ def _entry(target: Any) -> EntryPoint:
     return EntryPoint(target, method)
 
 
-def _method(kind: Any) -> str:
+def _method(kind: object) -> str:
     return next((name for name in NAMES if callable(getattr(kind, name, None))), "")
 
 
@@ -152,14 +150,14 @@ class _Type:
     form: str
     is_text: bool = False
 
-    def to_python(self, array: Any) -> Any:
+    def to_python(self, array: object) -> object:
         """Convert an array, or one element of it."""
         if self.form == "array":
             return array
         values = array.tolist() if isinstance(array, np.ndarray | np.generic) else array
         return _decoded(values) if self.is_text else values
 
-    def to_array(self, name: str, value: Any) -> Array:
+    def to_array(self, name: str, value: object) -> Array:
         """Convert a result. Arrays have to be right already; nothing is rounded."""
         if self.form == "array":
             if not isinstance(value, np.ndarray):
@@ -211,12 +209,12 @@ class CallForm:
             chosen_batch=self.max_batch_size,
         )
 
-    def call(self, function: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
+    def call(self, function: Callable[..., object], arrays: Mapping[str, object]) -> object:
         """Call the function with arrays, or with the elements of one row."""
         values = {name: self.inputs[name].to_python(array) for name, array in arrays.items()}
         return function(values) if self.takes_mapping else function(**values)
 
-    def named(self, result: Any) -> dict[str, Array]:
+    def named(self, result: object) -> dict[str, Array]:
         """Return a result as arrays by name."""
         if dataclasses.is_dataclass(result) and not isinstance(result, type):
             result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
@@ -236,9 +234,7 @@ def read_form(entry: EntryPoint) -> CallForm:
     """Read types from the declaration or the annotations; ConfigError says what to write."""
     said = entry.declaration
     hints = _hints(entry.function, must_work=said.inputs is None or said.outputs is None)
-    parameters = {
-        name: each for name, each in entry.parameters.items() if each.kind not in VARIADIC
-    }
+    parameters = {n: each for n, each in entry.parameters.items() if each.kind not in VARIADIC}
     if said.inputs is not None:
         inputs = {name: _type(name, hint) for name, hint in said.inputs.items()}
     elif entry.takes_mapping:
@@ -253,20 +249,15 @@ def read_form(entry: EntryPoint) -> CallForm:
         inputs = {name: _type(name, hints.get(name)) for name in parameters}
     outputs, is_bare = _outputs(said, hints.get("return"))
     optional = {name for name, each in parameters.items() if each.default is not each.empty}
-    form = CallForm(
+    return CallForm(
         inputs,
         outputs,
         frozenset(optional & set(inputs)),
-        _is_batched(said, inputs, outputs),
+        _is_batched(said, inputs, outputs) or said.max_batch_size == 0,
         is_bare,
         entry.takes_mapping,
         said.max_batch_size,
     )
-    return _without_batch(form) if said.max_batch_size == 0 else form
-
-
-def _without_batch(form: CallForm) -> CallForm:
-    return replace(form, is_batched=True)
 
 
 def _is_batched(
@@ -296,7 +287,7 @@ def _is_batched(
     return not others
 
 
-def _outputs(said: Declaration, hint: Any) -> tuple[dict[str, _Type], bool]:
+def _outputs(said: Declaration, hint: object) -> tuple[dict[str, _Type], bool]:
     """Return the outputs, and whether the function returns the only one by itself."""
     fields = said.outputs if said.outputs is not None else _fields(hint)
     if fields is not None:
@@ -315,7 +306,7 @@ def _outputs(said: Declaration, hint: Any) -> tuple[dict[str, _Type], bool]:
     return {OUTPUT: _type(OUTPUT, hint, "output")}, True
 
 
-def _fields(hint: Any) -> dict[str, Any] | None:
+def _fields(hint: object) -> dict[str, object] | None:
     """Return the fields of a dataclass, TypedDict or NamedTuple; None for other types."""
     is_tuple = inspect.isclass(hint) and issubclass(hint, tuple) and hasattr(hint, "_fields")
     if not (dataclasses.is_dataclass(hint) or typing.is_typeddict(hint) or is_tuple):
@@ -323,7 +314,7 @@ def _fields(hint: Any) -> dict[str, Any] | None:
     return typing.get_type_hints(hint, include_extras=True)
 
 
-def _type(name: str, hint: Any, kind: str = "input") -> _Type:
+def _type(name: str, hint: object, kind: str = "input") -> _Type:
     """Return what an annotation or a declared type stands for."""
     if isinstance(hint, TensorType):
         return _declared(name, hint, "array")
@@ -345,7 +336,7 @@ def _type(name: str, hint: Any, kind: str = "input") -> _Type:
     raise ConfigError([f"{kind} '{name}': {what}; expected {ACCEPTED}"])
 
 
-def _scalar(hint: Any) -> str | None:
+def _scalar(hint: object) -> str | None:
     """Return the datatype of a Python type or of a numpy scalar."""
     if isinstance(hint, type) and hint in SCALARS:
         return SCALARS[hint]
@@ -355,7 +346,7 @@ def _scalar(hint: Any) -> str | None:
     return None
 
 
-def _holds_text(hint: Any) -> bool:
+def _holds_text(hint: object) -> bool:
     return hint is str or any(map(_holds_text, get_args(hint)))
 
 
@@ -369,15 +360,15 @@ def _declared(name: str, declared: TensorType, form: str) -> _Type:
     return _Type(declared.datatype, shape, form)
 
 
-def _is_mapping(hint: Any) -> bool:
+def _is_mapping(hint: object) -> bool:
     return (get_origin(hint) or hint) in MAPPINGS
 
 
-def _shown(hint: Any) -> str:
+def _shown(hint: object) -> str:
     return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
 
 
-def _hints(function: Any, must_work: bool = False) -> dict[str, Any]:
+def _hints(function: Callable[..., object], must_work: bool = False) -> dict[str, object]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except Exception as error:  # Annotations are users' code and may raise anything.
@@ -387,32 +378,24 @@ def _hints(function: Any, must_work: bool = False) -> dict[str, Any]:
         return {}
 
 
-def _decoded(values: Any) -> Any:
+def _decoded(values: object) -> object:
     if isinstance(values, bytes):
         return values.decode()
     return [_decoded(each) for each in values] if isinstance(values, list) else values
 
 
-def _encoded(name: str, value: Any, num_dimensions: int) -> Array:
+def _encoded(name: str, value: object, num_dimensions: int) -> Array:
     """Return texts or bytes as an array of this many dimensions."""
-    shape: list[int] = []
-    level = value
-    for _ in range(num_dimensions):
-        if not isinstance(level, Sequence | np.ndarray) or isinstance(level, str | bytes):
-            got = type(level).__name__
-            raise BackendFailed(f"output '{name}': expected a list of texts, got {got}")
-        shape.append(len(level))
-        level = level[0] if len(level) else ()
-    flat = value
-    for _ in range(num_dimensions - 1):
-        flat = [each for part in flat for each in part]
-    items = list(flat) if num_dimensions else [value]
-    if wrong := [each for each in items if not isinstance(each, str | bytes)]:
-        got = type(wrong[0]).__name__
-        raise BackendFailed(f"output '{name}': expected texts, got {got}")
-    found = np.empty(len(items), dtype=np.object_)
-    found[:] = [each.encode() if isinstance(each, str) else each for each in items]
-    try:
-        return found.reshape(shape)
-    except ValueError:
-        raise BackendFailed(f"output '{name}': its lists have different lengths") from None
+    found = np.array(value, dtype=np.object_)
+    if found.size == 0:
+        found = found.reshape((*found.shape, *[0] * (num_dimensions - found.ndim)))
+    items = found.ravel()
+    wrong = [each for each in items if not isinstance(each, str | bytes)]
+    if wrong and found.ndim < num_dimensions and isinstance(wrong[0], Sequence):
+        raise BackendFailed(f"output '{name}': its lists have different lengths")
+    if wrong or found.ndim != num_dimensions:
+        expected = "a list of texts" if found.ndim < num_dimensions else "texts"
+        got = type(wrong[0] if wrong else value).__name__
+        raise BackendFailed(f"output '{name}': expected {expected}, got {got}")
+    items[:] = [each.encode() if isinstance(each, str) else each for each in items]
+    return items.reshape(found.shape)

@@ -10,7 +10,7 @@ Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_c
 models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off by default;
 needs shapes that are fixed or padded to buckets), and for `module.py` also `penstock.factory` (its
 name, or `module.py:name`), `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to
-it, float outputs back to the configured datatype; tf32: see `torch_precision`),
+it, float outputs back to the configured datatype; tf32: see `set_precision`),
 `penstock.memory_format` (channels_last, for convolutions) and `penstock.fuse` (convolutions: fuses
 each with the layers after it, see `torch_fusion`). On a GPU `penstock.cuda_graphs` (on, off)
 captures every shape at warm-up (`torch_cuda`). `penstock.pack` (tokens) runs the layers of a
@@ -22,14 +22,16 @@ from __future__ import annotations
 
 import inspect
 import io
+import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
 
 from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
 from penstock.backends.checks import (
@@ -43,7 +45,6 @@ from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_packing import PackedModel
-from penstock.backends.torch_precision import rounded, set_precision
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_transformers import load_network
 from penstock.backends.torch_weights import load_weights
@@ -54,11 +55,8 @@ from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
-MEMORY_FORMATS = ("", "channels_last")
-FUSIONS = ("", "convolutions")
 # Rank of a batch of images.
 IMAGE_RANK = 4
-COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
 OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
 # Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -73,6 +71,19 @@ DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+# Values of options; the empty one is the default.
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "penstock.compile": ("", "default", *WITH_GRAPHS),
+    "penstock.dtype": tuple(DTYPES),
+    "penstock.memory_format": ("", "channels_last"),
+    "penstock.fuse": ("", "convolutions"),
+    "penstock.cuda_graphs": ("", "on", "off"),
+    "penstock.pack": ("", torch_packing.TOKENS),
+}
+OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8")
+ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
+# Advice of Inductor to use TF32, which is a separate option here because it changes answers.
+ADVICE = "TensorFloat32 tensor cores"
 TORCH_TYPES: dict[str, torch.dtype] = {
     name: torch.bfloat16 if name == "BF16" else getattr(torch, datatype.numpy.name)
     for name, datatype in DATATYPES.items()
@@ -84,6 +95,7 @@ TORCH_TYPES: dict[str, torch.dtype] = {
 class Options:
     num_threads: int
     num_interop_threads: int
+    # Empty: not compiled.
     compile_mode: str
     # None: as in the module.
     dtype: torch.dtype | None
@@ -98,7 +110,7 @@ class Options:
 class LoadedModule:
     """A module and how to call it: its inputs by position, and by keyword."""
 
-    module: Any
+    module: Module
     positional: Sequence[str]
     keywords: Sequence[str]
     signature: Signature = Signature((), ())
@@ -110,7 +122,7 @@ class LoadedModule:
     # Set if its convolutions are fused; it owns the module.
     fusion: Fusion | None = None
 
-    def call(self, tensors: Mapping[str, Any]) -> Any:
+    def call(self, tensors: Mapping[str, torch.Tensor]) -> object:
         return self.module(
             *(tensors.get(name) for name in self.positional),
             **{name: tensors[name] for name in self.keywords if name in tensors},
@@ -137,6 +149,7 @@ class TorchRunner:
         is_batched = config.max_batch_size > 0 and config.batching.is_dynamic
         self._rungs = ladder(config.max_batch_size) if is_batched else []
         self._packing = loaded.packing
+        self._choosers = [each for each in (loaded.fusion, loaded.packing) if each is not None]
         self._num_tokens = 0
         if self._packing is not None:
             # Padding rows cost next to nothing there, and each rung has graphs of many token
@@ -146,10 +159,13 @@ class TorchRunner:
         self.pipeline: Pipeline | None = None
         device = open_device(config.device)
         if device is not None:
-            is_captured = options.has_cuda_graphs and _comes_again(config)
-            slots = config.num_instances
-            is_packed = self._packing is not None
-            self.pipeline = Pipeline(device, self._computed, slots, is_captured, is_packed)
+            self.pipeline = Pipeline(
+                device,
+                self._computed,
+                config.num_instances,
+                is_captured=options.has_cuda_graphs and _comes_again(config),
+                has_empty_rows=self._packing is not None,
+            )
         if options.compile_mode:
             self._compile()
 
@@ -169,15 +185,13 @@ class TorchRunner:
             "compile": self._options.compile_mode or "off",
         }
         if self._options.is_channels_last:
-            images = [weight for weight in self._weights if weight.ndim == IMAGE_RANK]
+            images = [weight for weight in weights if weight.ndim == IMAGE_RANK]
             is_done = all(w.is_contiguous(memory_format=torch.channels_last) for w in images)
             built["memory_format"] = "channels_last" if images and is_done else "contiguous"
         if self._loaded.is_compiled:
             built |= _package_facts(self._loaded.module)
-        if self._packing is not None:
-            built |= self._packing.facts()
-        if self._loaded.fusion is not None:
-            built |= self._loaded.fusion.built()
+        for chooser in self._choosers:
+            built |= chooser.facts()
         if self.pipeline is not None:
             built |= self.pipeline.facts()
         if self._device.type == "cuda":
@@ -225,9 +239,8 @@ class TorchRunner:
             self.pipeline.pin(memory)
 
     def settle(self) -> None:
-        for chooser in (self._loaded.fusion, self._packing):
-            if chooser is not None:
-                chooser.settle()
+        for chooser in self._choosers:
+            chooser.settle()
         if self.pipeline is not None:
             self.pipeline.settle()
             if self.pipeline.is_captured and self._device.type == "cuda":
@@ -242,14 +255,14 @@ class TorchRunner:
         self._loaded.close()
         # Free graphs and packed layers even if this object stays referenced.
         self._packing = self.pipeline = None
-        del self._run, self._loaded
+        del self._run, self._loaded, self._choosers
 
     def compiled(self) -> Mapping[str, bytes]:
         """Return the compiled kernels and tuning results, for this GPU and this torch."""
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
         files = {COMPILED: found[0]} if found is not None else {}
-        for chooser in (self._loaded.fusion, self._packing):
-            files |= {} if chooser is None else chooser.files()
+        for chooser in self._choosers:
+            files |= chooser.files()
         return files
 
     def rehearsals(self, batch: Batch) -> Iterator[Batch]:
@@ -323,7 +336,7 @@ class TorchRunner:
             tensor = tensor.to(memory_format=torch.channels_last)
         return tensor
 
-    def _checked(self, spec: TensorSpec, value: Any) -> torch.Tensor:
+    def _checked(self, spec: TensorSpec, value: object) -> torch.Tensor:
         where = f"output '{spec.name}'"
         if not isinstance(value, torch.Tensor):
             raise BackendFailed(f"{where}: expected a tensor, got {type(value).__name__}")
@@ -341,9 +354,12 @@ class TorchRunner:
         config = self._config
         self._compiled_before = _load_compiled(config)
         try:
+            options = torch._inductor.list_mode_options(self._options.compile_mode)
             compiled = torch.compile(
                 self._loaded.module,
-                options=_compiler_options(self._options.compile_mode),
+                # Our CUDA graphs are captured around the compiled code, and both kinds need fixed
+                # input addresses.
+                options={**options, "triton.cudagraphs": False},
                 dynamic=config.max_batch_size > 0 or config.padding is not None,
             )
             self._run = replace(self._loaded, module=compiled)
@@ -421,105 +437,99 @@ def _load_any(config: ModelConfig, options: Options) -> LoadedModule:
 
 def _options(config: ModelConfig) -> Options:
     """Return the options; raise ConfigError with all problems."""
-    settings = config.options
     problems = [
         f"{kind} '{spec.name}': torch has no BYTES; use backend 'python'"
         for kind, specs in (("input", config.inputs), ("output", config.outputs))
         for spec in specs
         if spec.datatype == "BYTES"
     ]
-    mode, dtype = settings.get("penstock.compile", ""), settings.get("penstock.dtype", "")
-    memory_format = settings.get("penstock.memory_format", "")
-    fusion = settings.get("penstock.fuse", "")
-    for key, text, known in (
-        ("compile", mode, COMPILE_MODES),
-        ("dtype", dtype, tuple(DTYPES)),
-        ("memory_format", memory_format, MEMORY_FORMATS),
-        ("fuse", fusion, FUSIONS),
-    ):
-        if text not in known:
-            expected = ", ".join(known[1:])
-            problems.append(f"parameters.penstock.{key}: '{text}' is not one of {expected}")
-    if mode and not _comes_again(config):
-        problems.append(
-            "parameters.penstock.compile: needs inputs of fixed shapes or buckets (penstock.pad), "
-            "or requests would wait for the compiler"
-        )
-    if dtype == TF32 and config.device == CPU:
-        problems.append("parameters.penstock.dtype: tf32 is of GPUs; the model runs on the CPU")
-    if mode and fusion:
-        problems.append(
-            "parameters.penstock.fuse: not together with penstock.compile, which has kernels of "
-            "its own for all layers"
-        )
-    factory = settings.get("penstock.factory", "")
-    if not config.artifact.endswith(".py"):
-        is_pretrained = config.artifact.endswith(PRETRAINED)
-        problems += [
-            f"parameters.{key}: only for module.py; a .pt2 keeps what was exported"
-            for key, text in (
-                ("penstock.factory", factory),
-                ("penstock.dtype", "" if is_pretrained else dtype),
-                ("penstock.memory_format", memory_format),
-                ("penstock.fuse", fusion),
-            )
-            if text
-        ]
+    settings = config.options
+    given = {key.removeprefix("penstock."): settings.get(key, "") for key in OPTIONS}
+    problems += [
+        f"parameters.{key}: '{settings[key]}' is not one of {', '.join(known[1:])}"
+        for key, known in VALUES.items()
+        if settings.get(key, "") not in known
+    ]
+    problems += [
+        f"parameters.penstock.{key}: {problem}"
+        for key, is_wrong, problem in _conflicts(config, given)
+        if is_wrong
+    ]
+    has_graphs = config.device != CPU and given["compile"] in WITH_GRAPHS
     options = Options(
         num_threads(settings, "intra_op_thread_count", share_of_cores(config), problems),
         num_threads(settings, "inter_op_thread_count", torch.get_num_interop_threads(), problems),
-        mode,
-        DTYPES.get(dtype),
-        _factory_name(factory, Path(config.artifact).name, problems),
-        memory_format == "channels_last",
-        _has_cuda_graphs(config, problems),
-        bool(fusion),
-        _is_packed(config, problems),
+        given["compile"],
+        DTYPES.get(given["dtype"]),
+        given["factory"].rpartition(":")[2] or "factory",
+        is_channels_last=bool(given["memory_format"]),
+        has_cuda_graphs=(given["cuda_graphs"] or ("on" if has_graphs else "off")) == "on",
+        is_fused=bool(given["fuse"]),
+        is_packed=bool(given["pack"]),
     )
     if problems:
         raise ConfigError(problems)
     return options
 
 
-def _has_cuda_graphs(config: ModelConfig, problems: list[str]) -> bool:
-    is_asked = config.device != "cpu" and config.options.get("penstock.compile") in WITH_GRAPHS
-    text = config.options.get("penstock.cuda_graphs", "on" if is_asked else "off")
-    if text not in ("on", "off"):
-        problems.append(f"parameters.penstock.cuda_graphs: '{text}' is not one of on, off")
-    if text == "on" and config.device == "cpu":
-        problems.append(
-            "parameters.penstock.cuda_graphs: needs a GPU; the model runs on the CPU "
-            "(instance_group kind)"
-        )
-    return text == "on"
+def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+    """Yield an option, whether its value is wrong for this model or beside the others, and why."""
+    mode, pack, fp8, factory = (given[key] for key in ("compile", "pack", "fp8", "factory"))
+    on_cpu = config.device == CPU
+    is_code = config.artifact.endswith(".py")
+    for key in ("factory", "dtype", "memory_format", "fuse"):
+        may_cast = key == "dtype" and config.artifact.endswith(PRETRAINED)
+        yield key, given[key] and not (is_code or may_cast), ONLY_CODE
+    yield (
+        "compile",
+        mode and not _comes_again(config),
+        (
+            "needs inputs of fixed shapes or buckets (penstock.pad), "
+            "or requests would wait for the compiler"
+        ),
+    )
+    yield "dtype", given["dtype"] == TF32 and on_cpu, "tf32 is of GPUs; the model runs on the CPU"
+    yield (
+        "fuse",
+        mode and given["fuse"],
+        ("not together with penstock.compile, which has kernels of its own for all layers"),
+    )
+    yield (
+        "cuda_graphs",
+        given["cuda_graphs"] == "on" and on_cpu,
+        ("needs a GPU; the model runs on the CPU (instance_group kind)"),
+    )
+    yield "pack", pack and not is_code, "only for module.py"
+    for key in ("compile", "fuse"):
+        yield "pack", pack and given[key], f"not together with penstock.{key}"
+    yield "fp8", fp8 and not pack, "only with penstock.pack"
+    yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
+    file, name = factory.rpartition(":")[0], Path(config.artifact).name
+    yield (
+        "factory",
+        file and file != name,
+        (f"'{factory}' is not in {name}; default_model_filename says which file is loaded"),
+    )
 
 
-def _is_packed(config: ModelConfig, problems: list[str]) -> bool:
-    text = config.options.get("penstock.pack", "")
-    fp8 = config.options.get("penstock.fp8", "")
-    if text not in ("", torch_packing.TOKENS):
-        problems.append(f"parameters.penstock.pack: '{text}' is not {torch_packing.TOKENS}")
-    if text and not config.artifact.endswith(".py"):
-        problems.append("parameters.penstock.pack: only for module.py")
-    if text and config.options.get("penstock.compile"):
-        problems.append("parameters.penstock.pack: not together with penstock.compile")
-    if text and config.options.get("penstock.fuse"):
-        problems.append("parameters.penstock.pack: not together with penstock.fuse")
-    if fp8 and not text:
-        problems.append("parameters.penstock.fp8: only with penstock.pack")
-    if fp8 and Path(fp8).name != fp8:
-        problems.append(f"parameters.penstock.fp8: '{fp8}' is not a file of the version's folder")
-    return bool(text)
+def set_precision(dtype: str) -> None:
+    """Set the precision of FP32 GEMMs and convolutions on GPUs by `penstock.dtype`: TF32, which has
+    ten bits of mantissa instead of 23 and is several times as fast on tensor cores, for both
+    (tf32), for neither (fp32), otherwise torch's default, for convolutions only. Always set: torch
+    has one setting for all models of a process."""
+    torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
+    torch.backends.cudnn.allow_tf32 = dtype != "fp32"
+    warnings.filterwarnings("ignore", ADVICE, UserWarning)
 
 
-def _factory_name(text: str, file: str, problems: list[str]) -> str:
-    given, _, name = text.rpartition(":")
-    if given and given != file:
-        problems.append(
-            f"parameters.penstock.factory: '{text}' is not in {file}; "
-            "default_model_filename says which file is loaded"
-        )
-    return name or "factory"
+def rounded() -> str:
+    """Return what uses TF32: `matrices`, `convolutions`, both, or `off`. A model's own code may
+    have changed it."""
+    settings = {
+        "matrices": torch.backends.cuda.matmul.fp32_precision,
+        "convolutions": torch.backends.cudnn.conv.fp32_precision,
+    }
+    return ",".join(name for name, found in settings.items() if found == "tf32") or "off"
 
 
 def _check_device(config: ModelConfig) -> None:
@@ -580,7 +590,7 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
         raise
 
 
-def _where_packed(module: Any, config: ModelConfig) -> str:
+def _where_packed(module: Module, config: ModelConfig) -> str:
     """Return the model's device if it has room for the original module and does not round FP32;
     else the CPU, where packing a large one takes seconds."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
@@ -595,13 +605,13 @@ def _packed(loaded: LoadedModule, config: ModelConfig) -> PackedModel:
     """Pack the original module, mostly in FP32, so that differences are not due to rounding."""
     names = [spec.name for spec in config.outputs]
 
-    def call(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    def call(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return by_name(loaded.call(tensors), names)
 
     return torch_packing.pack(loaded.module, call, config)
 
 
-def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> TraceInputs | None:
+def _sample(config: ModelConfig, module: Module, positional: Sequence[str]) -> TraceInputs | None:
     """Return inputs for the module before it is cast; None if shapes are unknown."""
     if not all(spec.is_fixed and not spec.is_optional for spec in config.inputs):
         return None
@@ -617,7 +627,7 @@ def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Trac
     return TraceInputs([], tensors, bool(rows))
 
 
-def _make(code: Code, config: ModelConfig, options: Options) -> Any:
+def _make(code: Code, config: ModelConfig, options: Options) -> Module:
     """Call the factory. It gets the `parameters` if it has a parameter `options`."""
     file, name = code.load(), options.factory
     factory = getattr(file, name, None)
@@ -626,13 +636,13 @@ def _make(code: Code, config: ModelConfig, options: Options) -> Any:
     with code.explained(f"{name}(): "):
         wants_options = "options" in inspect.signature(factory).parameters
         module = factory(options=dict(config.options)) if wants_options else factory()
-    if not isinstance(module, torch.nn.Module):
+    if not isinstance(module, Module):
         got = type(module).__name__
         raise code.problem(f"{name}(): expected a torch.nn.Module, got {got}")
     return module
 
 
-def _check_dtype(module: Any, options: Options) -> None:
+def _check_dtype(module: Module, options: Options) -> None:
     """Check that the module was cast; it may override `to`."""
     found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
     if options.dtype is not None and found - {options.dtype}:
@@ -642,7 +652,7 @@ def _check_dtype(module: Any, options: Options) -> None:
 
 
 def _call_order(
-    code: Code, module: Any, config: ModelConfig
+    code: Code, module: Module, config: ModelConfig
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Return inputs by position and by keyword: keywords if `forward` has all names as
     parameters."""
@@ -665,26 +675,36 @@ def _call_order(
     return ((), names) if is_named else (names, ())
 
 
-def _load_pt2(config: ModelConfig) -> LoadedModule:
-    path = Path(config.artifact)
-    label = f"{config.version}/{config.file or path.name}"
+def _label(config: ModelConfig) -> str:
+    return f"{config.version}/{config.file or Path(config.artifact).name}"
+
+
+@contextmanager
+def _labelled(label: str) -> Iterator[None]:
+    """Name the file in errors of reading it."""
     try:
-        program = pt2_file.read_program(path)
+        yield
     except ConfigError as error:
         raise ConfigError([f"{label}: {problem}" for problem in error.problems]) from None
+    except Exception as error:  # torch raises many types for a broken file.
+        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
+
+
+def _load_pt2(config: ModelConfig) -> LoadedModule:
+    path, label = Path(config.artifact), _label(config)
+    with _labelled(label):
+        program = pt2_file.read_program(path)
     signature = _named(program, config.outputs)
     check_signature(config, signature.inputs, signature.outputs)
     _check_limits(config, program.signature.max_batch)
     _check_pickles(path, label)
-    try:
+    with _labelled(label):
         exported = torch.export.load(path)
         if torch.device(config.device).type != "cpu":
             from torch.export.passes import move_to_device_pass
 
             exported = move_to_device_pass(exported, config.device)
         module = exported.module()
-    except Exception as error:  # torch raises many types for a broken file.
-        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
     names = [spec.name for spec in signature.inputs]
     positional, keywords = names[: program.num_positional], names[program.num_positional :]
     return LoadedModule(module, positional, keywords, signature)
@@ -693,18 +713,20 @@ def _load_pt2(config: ModelConfig) -> LoadedModule:
 def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     """Load an AOTInductor package. It does not check its inputs, so its call is compared with the
     configuration; datatypes and shapes are compared by running it."""
-    path = Path(config.artifact)
-    label = f"{config.version}/{config.file or path.name}"
+    label = _label(config)
     if options.compile_mode:
         raise ConfigError([f"parameters.penstock.compile: {label} is compiled already"])
     index = torch.device(config.device).index
-    try:
+    with _labelled(label):
         package = torch._inductor.aoti_load_package(
-            str(path), device_index=-1 if index is None else index
+            config.artifact, device_index=-1 if index is None else index
         )
-    except Exception as error:  # torch raises many types for a broken file.
-        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
-    _check_compiled_for(package, config, label)
+    # A package for another device would read GPU memory as host memory, or vice versa.
+    made_for = _package_facts(package).get("device", "")
+    if made_for not in ("", torch.device(config.device).type):
+        raise ConfigError(
+            [f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"]
+        )
     in_spec = torch.utils._pytree.treespec_loads(package.loader.get_call_spec()[0])
     args, kwargs = in_spec.children()
     names = [spec.name for spec in config.inputs]
@@ -721,18 +743,7 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     return LoadedModule(package, positional, keywords, is_compiled=True)
 
 
-def _check_compiled_for(package: Any, config: ModelConfig, label: str) -> None:
-    """Check the device type: a package for another would read GPU memory as host memory or vice
-    versa."""
-    made_for = _package_facts(package).get("device", "")
-    wanted = torch.device(config.device).type
-    if made_for and made_for != wanted:
-        raise ConfigError(
-            [f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"]
-        )
-
-
-def _package_facts(package: Any) -> dict[str, str]:
+def _package_facts(package: Module) -> dict[str, str]:
     found = package.get_metadata()
     device = found.get("AOTI_DEVICE_KEY", "")
     return {"device": device, "isa": found.get("AOTI_CPU_ISA", "")} if device else {}
@@ -768,14 +779,10 @@ def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
 def _check_pickles(path: Path, label: str) -> None:
     """Check what torch's own reader finds in the file. It reads sample inputs as tensors and, if
     that fails, as a pickle that may run any code."""
-    try:
+    with _labelled(label):
         reader = torch._C.PyTorchFileReader(str(path))
         pt2_file.check_members(reader.get_all_records(), reader.get_record)
         samples = reader.get_record(pt2_file.SAMPLE_INPUTS)
-    except ConfigError as error:
-        raise ConfigError([f"{label}: {problem}" for problem in error.problems]) from None
-    except Exception as error:  # torch raises many types for a broken file.
-        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
     try:
         torch.load(io.BytesIO(samples), map_location="cpu", weights_only=True)
     except Exception as error:  # Unpickling may raise anything.
@@ -787,7 +794,7 @@ def _check_pickles(path: Path, label: str) -> None:
         ) from None
 
 
-def by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
+def by_name(answer: object, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
     """Return a module's outputs by name. It returns a tensor, a sequence in the order of the
     configured outputs, a mapping, or an object with attributes."""
     if isinstance(answer, torch.Tensor):
@@ -802,20 +809,13 @@ def by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
         found = {name: getattr(answer, name) for name in names if hasattr(answer, name)}
     missing = [name for name in names if name not in found]
     if missing:
-        gave = f"{len(answer)} outputs" if isinstance(answer, tuple | list) else _describe(answer)
+        gave = type(answer).__name__
+        if isinstance(answer, tuple | list):
+            gave = f"{len(answer)} outputs"
+        elif isinstance(answer, Mapping):
+            gave = str(sorted(answer))
         raise BackendFailed(f"the model gave no output '{missing[0]}'; it gave {gave}")
     return found
-
-
-def _describe(answer: Any) -> str:
-    return str(sorted(answer)) if isinstance(answer, Mapping) else type(answer).__name__
-
-
-def _compiler_options(mode: str) -> dict[str, Any]:
-    """Return the compiler's options without its own CUDA graphs: ours are captured around the
-    compiled code, and both need fixed input addresses."""
-    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
-    return {**options, "triton.cudagraphs": False}
 
 
 def _load_compiled(config: ModelConfig) -> str:
@@ -838,5 +838,5 @@ def _num_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def _join(values: set[Any]) -> str:
+def _join(values: Iterable[object]) -> str:
     return ",".join(sorted(str(value).removeprefix("torch.") for value in values)) or "none"

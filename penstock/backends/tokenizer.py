@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from penstock.config import OFFSETS, ModelConfig
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.repository import pretrained
 from penstock.types import DATATYPES, Array, TensorSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 FILE = "tokenizer.json"
 # Most bytes of one text. A longer one holds far more tokens than any model takes.
@@ -80,7 +83,7 @@ class TextTokenizer:
     def close(self) -> None:
         """Nothing to do."""
 
-    def _row(self, encoded: Any) -> Row:
+    def _row(self, encoded: Encoding) -> Row:
         fields = {
             "input_ids": encoded.ids,
             "attention_mask": encoded.attention_mask,
@@ -126,10 +129,12 @@ def beginning(text: str, num_chars: int) -> str:
     return text
 
 
-def _open(folder: Path) -> Any:
+def _open(folder: Path) -> Tokenizer:
     try:
         if (folder / FILE).is_file():
-            return importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / FILE))
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(str(folder / FILE))
         auto = importlib.import_module("transformers").AutoTokenizer
         found = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ModuleNotFoundError as error:
@@ -141,7 +146,7 @@ def _open(folder: Path) -> Any:
         ) from error
     except Exception as error:  # Both libraries raise many types for files they cannot read.
         raise ConfigError([f"the tokenizer cannot be loaded: {first_line(error)}"]) from error
-    backend = getattr(found, "backend_tokenizer", None)
+    backend: Tokenizer | None = getattr(found, "backend_tokenizer", None)
     if backend is None:
         kind = type(found).__name__
         raise ConfigError([f"{kind} has no {FILE}; write one with save_pretrained()"])

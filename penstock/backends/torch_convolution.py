@@ -10,14 +10,14 @@ layer uses torch's operators.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +25,10 @@ from torch.nn import functional
 
 from penstock.backends import CHOICES, KERNELS
 from penstock.backends.checks import first_line
+from penstock.kernels import has_triton
+
+if TYPE_CHECKING:
+    from penstock.kernels.conv import Tile, Workspace
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pair = tuple[int, int]
@@ -41,38 +45,13 @@ SPARE_BYTES = 4 << 30
 MAX_COMPILERS = 16
 
 
-def kernels() -> Any:
-    """Return our kernels, or None without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from penstock.kernels import conv
-
-    return conv
-
-
-@dataclass(frozen=True, slots=True)
-class ConvGeometry:
-    """Geometry of a convolution; pairs are (height, width)."""
+class ConvGeometry(NamedTuple):
+    """Geometry of a convolution, in the order of torch's arguments; pairs are (height, width)."""
 
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
     groups: int = 1
-
-
-class Timer(Protocol):
-    def seconds(self, call: Callable[[], object]) -> float: ...
-    def done(self) -> None:
-        """Clean up after all cases are timed."""
-
-
-class ConvLayer(Protocol):
-    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
-        """Return a key of everything that its time depends on."""
-
-    def implementations(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> Mapping[str, Run]: ...
 
 
 class GpuTimer:
@@ -131,12 +110,12 @@ class GpuTimer:
 class Case:
     """A layer and the form of its arguments, without values."""
 
-    layer: ConvLayer
+    layer: Convolution | MaxPool
     forms: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
     dtype: torch.dtype
     device: torch.device
 
-    def drawn(self) -> list[torch.Tensor | None]:
+    def randomized(self) -> list[torch.Tensor | None]:
         """Return random arguments: GPUs are faster on zeros, and zeros hide wrong results."""
         return [None if each is None else each.normal_() for each in self.empty()]
 
@@ -160,24 +139,23 @@ class Remembered(msgspec.Struct):
 class Tuner:
     """Choice of implementation for each case: `find` returns it, `tune` times unknown cases."""
 
-    timer: Timer
+    timer: GpuTimer
     device: torch.device
     choices: dict[str, str] = field(default_factory=dict)
     # Why implementations were dropped, by case and name.
     problems: dict[str, str] = field(default_factory=dict)
     num_tuned: int = 0
     _used: set[str] = field(default_factory=set)
-    _workspace: Any = None
+    _workspace: Workspace | None = None
     _waiting: dict[str, Case] = field(default_factory=dict)
 
     def find(
-        self, layer: ConvLayer, x: torch.Tensor, residual: torch.Tensor | None
+        self, layer: Convolution | MaxPool, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[str, Run] | None:
         """Return the chosen implementation, or queue the case and return None."""
         key = layer.key(x, residual)
         name = self.choices.get(key)
-        run = layer.implementations(x, residual).get(name) if name is not None else None
-        if name is not None and run is not None:
+        if name is not None and (run := layer.implementations(x, residual).get(name)):
             self._used.add(key)
             return name, run
         forms = tuple(None if t is None else (t.shape, t.stride()) for t in (x, residual))
@@ -200,18 +178,21 @@ class Tuner:
         return {key: self.choices[key] for key in sorted(self._used)}
 
     @property
-    def workspace(self) -> Any:
+    def workspace(self) -> Workspace:
         if self._workspace is None:
-            self._workspace = kernels().Workspace(self.device)
+            from penstock.kernels import conv
+
+            self._workspace = conv.Workspace(self.device)
         return self._workspace
 
     def _compile(self, cases: Iterable[Case]) -> None:
         """Compile the kernels of all cases at once in several threads: the slowest part of
         tuning."""
-        own = kernels()
-        if own is None or self.device.type != "cuda":
+        if not has_triton() or self.device.type != "cuda":
             return
-        with own.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
+        from penstock.kernels import conv
+
+        with conv.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
             for case in cases:
                 x, residual = case.empty()
                 assert x is not None
@@ -224,7 +205,7 @@ class Tuner:
     def _fastest(self, key: str, case: Case) -> str:
         times = {}
         try:
-            x, residual = case.drawn()
+            x, residual = case.randomized()
             assert x is not None
             runs = case.layer.implementations(x, residual)
             wanted = runs[REFERENCE](x, residual)
@@ -233,18 +214,19 @@ class Tuner:
             return REFERENCE
         for name, run in runs.items():
             try:
-                off = _error(run(x, residual), wanted)
-                if not off <= TOLERANCE.get(x.dtype, 0.0):
-                    raise ArithmeticError(f"its results are off by {off:.2g}")
+                check_close(run(x, residual), wanted, TOLERANCE.get(x.dtype, 0.0))
                 times[name] = self.timer.seconds(partial(run, x, residual))
             except Exception as error:  # Implementations may not support the case.
                 self.problems[f"{key}: {name}"] = first_line(error)
         return min(times, key=lambda name: times[name]) if times else REFERENCE
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def check_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    """Raise ArithmeticError if the relative error (in norm) is beyond the tolerance."""
     found, wanted = found.float(), wanted.float()
-    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
+    off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
+    if not off <= tolerance:
+        raise ArithmeticError(f"its results are off by {off:.2g}")
 
 
 def _cudnn() -> str:
@@ -256,13 +238,16 @@ def _cudnn() -> str:
 
 
 def made_for(device: torch.device) -> dict[str, str]:
-    own = kernels()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    version = "none"
+    if has_triton():
+        import triton
+
+        version = triton.__version__
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": str(torch.__version__),
         "cudnn": _cudnn(),
-        "triton": own.triton.__version__ if own is not None else "none",
+        "triton": version,
     }
 
 
@@ -275,9 +260,15 @@ def remembered(content: bytes, device: torch.device) -> dict[str, str]:
     return found.choices if found.made_for == made_for(device) else {}
 
 
+def choices_file(choices: dict[str, str], device: torch.device) -> dict[str, bytes]:
+    """Return the file of choices for the version's folder, by name."""
+    found = Remembered(made_for(device), choices)
+    return {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
+
+
 def load_kernels(content: bytes) -> None:
     """Load kernels compiled before; invalid files are ignored and kernels compiled again."""
-    if kernels() is not None:
+    if has_triton():
         from penstock.kernels import stored
 
         with contextlib.suppress(msgspec.DecodeError, ValueError, OSError):
@@ -286,20 +277,18 @@ def load_kernels(content: bytes) -> None:
 
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
     """Return the files for the version's folder."""
-    found = Remembered(made_for(tuner.device), tuner.used())
-    files = {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
-    own = kernels()
-    if own is not None and tuner.device.type == "cuda":
-        from penstock.kernels import stored
+    files = choices_file(tuner.used(), tuner.device)
+    if has_triton() and tuner.device.type == "cuda":
+        from penstock.kernels import conv, stored
 
-        files[KERNELS] = stored.pack(own.FUNCTIONS)
+        files[KERNELS] = stored.pack(conv.FUNCTIONS)
     return files
 
 
 class Chosen:
     """Chosen implementations of one layer, by shape and datatype."""
 
-    def __init__(self, layer: ConvLayer, tuner: Tuner | None) -> None:
+    def __init__(self, layer: Convolution | MaxPool, tuner: Tuner | None) -> None:
         self._layer = layer
         self._tuner = tuner
         self._runs: dict[object, tuple[str, int, Run]] = {}
@@ -324,7 +313,7 @@ class Chosen:
         return [(batch, name) for name, batch, _ in self._runs.values()]
 
     @property
-    def workspace(self) -> Any:
+    def workspace(self) -> Workspace:
         assert self._tuner is not None
         return self._tuner.workspace
 
@@ -385,25 +374,13 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
             return found
         if self.weight.shape[2:] == (1, 1) and self.geometry == ConvGeometry():
             found["cublas"] = self._cublas
-        own = kernels()
-        if own is not None and self.geometry.dilation == (1, 1) and self._fits(x):
-            found |= self._own(own, x)
+        if has_triton() and self.geometry.dilation == (1, 1) and x.dtype in TOLERANCE:
+            found |= self._own(x)
         return found
 
-    def extra_repr(self) -> str:
-        size = " ".join(map(str, self.weight.shape))
-        return f"{size}, {self.geometry}, relu={self.has_relu}"
-
     def _out_shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        geometry = self.geometry
-        sizes = zip(
-            x.shape[2:],
-            self.weight.shape[2:],
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            strict=True,
-        )
+        stride, padding, dilation, _ = self.geometry
+        sizes = zip(x.shape[2:], self.weight.shape[2:], stride, padding, dilation, strict=True)
         lengths = (
             (length + 2 * pad - dilation * (size - 1) - 1) // stride + 1
             for length, size, stride, pad, dilation in sizes
@@ -411,20 +388,18 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return x.shape[0], self.weight.shape[0], *lengths
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        each = self.geometry
-        where = each.stride, each.padding, each.dilation, each.groups
-        y = functional.conv2d(x, self.weight, self.bias, *where)
+        y = functional.conv2d(x, self.weight, self.bias, *self.geometry)
         if residual is not None:
             y = y + residual
         return functional.relu(y) if self.has_relu else y
 
     def _cudnn(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        each = self.geometry
-        where = each.stride, each.padding, each.dilation, each.groups
         x = x.contiguous(memory_format=torch.channels_last)
         if residual is None:
-            return torch.cudnn_convolution_relu(x, self.weight, self.bias, *where)
-        return torch.cudnn_convolution_add_relu(x, self.weight, residual, 1.0, self.bias, *where)
+            return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.geometry)
+        return torch.cudnn_convolution_add_relu(
+            x, self.weight, residual, 1.0, self.bias, *self.geometry
+        )
 
     def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Run as a GEMM with bias and ReLU as epilogue; a residual takes another pass."""
@@ -443,49 +418,37 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         is_left = self.has_relu and (residual is not None or self.bias is None)
         return y.relu_() if is_left else y
 
-    def _fits(self, x: torch.Tensor) -> bool:
-        limit = kernels().MAX_ELEMENTS
-        num_out = 1
-        for length in self._out_shape(x):
-            num_out *= length
-        return x.dtype in TOLERANCE and x.numel() <= limit and num_out <= limit
+    def _own(self, x: torch.Tensor) -> dict[str, Run]:
+        """Return our own kernels; none for tensors that they cannot address."""
+        from penstock.kernels import conv
 
-    def _own(self, own: Any, x: torch.Tensor) -> dict[str, Run]:
         out, channels, *size = self.weight.shape
-        window = own.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
-        batch, _, high, wide = self._out_shape(x)
-        num_rows = batch * high * wide
+        out_shape = self._out_shape(x)
+        if max(x.numel(), math.prod(out_shape)) > conv.MAX_ELEMENTS:
+            return {}
+        window = conv.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
+
+        def by_kernel(tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+            after = conv.Epilogue(self.bias, _last(residual), self.has_relu)
+            weight = _last(self.weight)
+            return conv.convolve(_last(x), weight, window, after, tile, self.chosen.workspace)
+
+        def by_packing(tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+            if self._packed is None:
+                self._packed = conv.pack_weight(self.weight)
+            after = conv.Epilogue(self.bias, _last(residual), self.has_relu)
+            return conv.convolve_packed(x, self._packed, window, after, tile, self.chosen.workspace)
+
+        num_rows = math.prod(out_shape) // out
         found: dict[str, Run] = {}
-        num_taps, item_bytes = size[0] * size[1], x.dtype.itemsize
-        for tile in own.tiles_of(num_rows, out, channels, num_taps, item_bytes):
+        for tile in conv.tiles_of(num_rows, out, channels, math.prod(size), x.dtype.itemsize):
             num_tiles = -(-num_rows // tile.rows) * (out // tile.columns)
             if tile.split == 1 or self.chosen.workspace.has_room(tile, num_tiles):
-                found[f"triton {tile}"] = self._by_kernel(own, window, tile)
-        if channels <= own.PIXEL and size[1] <= 2 * own.PIXEL and out % 32 == 0:
-            tile = own.packed_tile(num_rows, out, size[1])
-            found[f"triton packed {tile}"] = self._by_packing(own, window, tile)
+                found[f"triton {tile}"] = partial(by_kernel, tile)
+        if channels <= conv.PIXEL and size[1] <= 2 * conv.PIXEL and out % 32 == 0:
+            tile = conv.packed_tile(num_rows, out, size[1])
+            found[f"triton packed {tile}"] = partial(by_packing, tile)
         return found
-
-    def _by_kernel(self, own: Any, window: Any, tile: Any) -> Run:
-        def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            after = own.Epilogue(self.bias, _last(residual), self.has_relu)
-            workspace = self.chosen.workspace
-            return own.convolve(_last(x), self._last_weight, window, after, tile, workspace)
-
-        return run
-
-    def _by_packing(self, own: Any, window: Any, tile: Any) -> Run:
-        def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            if self._packed is None:
-                self._packed = own.pack_weight(self.weight)
-            after = own.Epilogue(self.bias, _last(residual), self.has_relu)
-            return own.convolve_packed(x, self._packed, window, after, tile, self.chosen.workspace)
-
-        return run
-
-    @property
-    def _last_weight(self) -> torch.Tensor:
-        return _last(self.weight)
 
 
 class MaxPool(torch.nn.Module):  # type: ignore[misc]
@@ -508,14 +471,13 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
 
     def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
         found: dict[str, Run] = {REFERENCE: self._plain}
-        own = kernels()
-        if own is not None and x.dtype in TOLERANCE and x.numel() <= own.MAX_ELEMENTS:
-            window = own.ConvWindow(self.size, self.stride, self.padding)
-            found["triton"] = lambda x, _: own.max_pool(_last(x), window)
-        return found
+        if has_triton() and x.dtype in TOLERANCE:
+            from penstock.kernels import conv
 
-    def extra_repr(self) -> str:
-        return f"{self.size}, stride={self.stride}, padding={self.padding}"
+            if x.numel() <= conv.MAX_ELEMENTS:
+                window = conv.ConvWindow(self.size, self.stride, self.padding)
+                found["triton"] = lambda x, _: conv.max_pool(_last(x), window)
+        return found
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return functional.max_pool2d(x, self.size, self.stride, self.padding)
@@ -530,7 +492,7 @@ def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
     return found
 
 
-def _last(x: Any) -> Any:
+def _last(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 

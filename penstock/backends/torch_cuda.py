@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,46 +41,8 @@ CUDA_SUCCESS = 0
 PORTABLE = 1
 
 
-class Mark(Protocol):
-    """A point in a stream (CUDA event)."""
-
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return milliseconds."""
-
-
-class Replayable(Protocol):
-    def replay(self) -> None: ...
-
-
-class Device(Protocol):
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
-        """Enqueue work launched inside the context on this stream."""
-
-    def mark(self, lane: Lane) -> Mark: ...
-    def follow(self, lane: Lane, mark: Mark) -> None:
-        """Make the stream wait for the mark."""
-
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Allocate bytes on the device."""
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate pinned host memory."""
-
-    def pin(self, memory: memoryview) -> bool:
-        """Pin this memory; return False if that is refused."""
-
-    def is_lost(self) -> bool:
-        """Return whether an error has made the device unusable for this process."""
-
-    def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]: ...
-    def memory(self) -> Use: ...
-    def shrink(self) -> None:
-        """Return unused memory to the driver."""
-
-
 class Cuda:
-    """One GPU, used by the calling thread."""
+    """One GPU, used by the calling thread; tests have one that is not real."""
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
@@ -93,20 +55,20 @@ class Cuda:
             "out": torch.cuda.Stream(self._device, priority=-1),
         }
         # Graphs run one after the other, so they can share a memory pool.
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
+        """Enqueue work launched inside the context on this stream."""
         entered: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._streams[lane])
         return entered
 
-    def mark(self, lane: Lane) -> Mark:
+    def mark(self, lane: Lane) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._streams[lane])
-        mark: Mark = event
-        return mark
+        return event
 
-    def follow(self, lane: Lane, mark: Mark) -> None:
-        assert isinstance(mark, torch.cuda.Event)
+    def follow(self, lane: Lane, mark: torch.cuda.Event) -> None:
+        """Make the stream wait for the mark."""
         self._streams[lane].wait_event(mark)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -116,27 +78,26 @@ class Cuda:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: memoryview) -> bool:
+        """Pin this memory; return False if that is refused."""
         address = np.frombuffer(memory, np.uint8).ctypes.data
         status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, PORTABLE)
         if int(status) == CUDA_SUCCESS:
             return True
-        self._forget_refusal()
-        return False
-
-    def _forget_refusal(self) -> None:
-        """Clear the runtime's last error, which the next kernel launch would take for its own.
-        Reading it clears it, and torch does that after every launch."""
+        # Clear the runtime's last error, which the next kernel launch would take for its own.
+        # Reading it clears it, and torch does that after every launch.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
+        return False
 
     def is_lost(self) -> bool:
+        """Return whether an error has made the device unusable for this process."""
         try:
             torch.cuda.synchronize(self._device)
         except Exception:  # The type depends on torch's version.
             return True
         return False
 
-    def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]:
+    def capture(self, run: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """Capture without torch.cuda.graph, which first returns all cached memory: that takes
         longer than everything else here, for each of a hundred graphs."""
         graph = torch.cuda.CUDAGraph()
@@ -150,21 +111,19 @@ class Cuda:
         return graph, outputs
 
     def memory(self) -> Use:
-        device = self._device
-        allocated, reserved = (
-            read(device) for read in (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
-        )
-        free, _ = torch.cuda.mem_get_info(device)
-        return Use(allocated, reserved, free)
+        allocated = torch.cuda.memory_allocated(self._device)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return Use(allocated, torch.cuda.memory_reserved(self._device), free)
 
     def shrink(self) -> None:
+        """Return unused memory to the driver."""
         # Streams read each other's memory, and freeing waits only for the owner's stream.
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
 
 
-def open_device(name: str) -> Device | None:
+def open_device(name: str) -> Cuda | None:
     """Return the GPU; None for the CPU, which needs no pipeline."""
     return Cuda(name) if name.startswith("cuda") else None
 
@@ -204,7 +163,7 @@ class Slot:
 class Graph:
     """A captured graph; replays read `inputs` and write `outputs`, at fixed addresses."""
 
-    replayable: Replayable
+    replayable: torch.cuda.CUDAGraph
     inputs: Tensors
     outputs: Tensors
 
@@ -216,7 +175,7 @@ class Running:
 
     answers: Mapping[str, Array]
     # Start of the H2D copy, its end, start and end of computation, end of the D2H copy.
-    marks: tuple[Mark, Mark, Mark, Mark, Mark]
+    marks: tuple[torch.cuda.Event, ...]
     # Seconds of the H2D and D2H copies, once it has ended.
     prepare_s: float = 0.0
     finish_s: float = 0.0
@@ -233,7 +192,7 @@ class Running:
 class Pipeline:
     """Batches in flight on the device. `compute` maps input tensors to output tensors there."""
 
-    device: Device
+    device: Cuda
     compute: Compute
     num_slots: int
     is_captured: bool
@@ -417,20 +376,17 @@ class Pipeline:
         retry."""
         fixed = {name: each.clone() for name, each in inputs.items()}
         try:
-            return Graph(*self._recorded(fixed))
+            replayable, outputs = self.device.capture(lambda: self.compute(fixed))
         except Exception as error:
             if not self._is_no_memory(error):
                 raise
             self._shrink()
-        return Graph(*self._recorded(fixed))
-
-    def _recorded(self, fixed: Tensors) -> tuple[Replayable, Tensors, Tensors]:
-        replayable, outputs = self.device.capture(lambda: self.compute(fixed))
-        return replayable, fixed, outputs
+            replayable, outputs = self.device.capture(lambda: self.compute(fixed))
+        return Graph(replayable, fixed, outputs)
 
     def _is_no_memory(self, error: BaseException) -> bool:
         """Return whether memory ran out, also if a failed capture raised another error on top."""
-        use: Use | None = None
+        use = None
         # Fails on a lost device.
         with contextlib.suppress(Exception):
             use = self.device.memory()

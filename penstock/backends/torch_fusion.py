@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -43,13 +42,14 @@ FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator
 FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
 IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
 IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
+NO_MODULE = nn.Module()
 
 
 @dataclass(slots=True)
 class Fusion:
     """A fused module, and the tuner of its layers; `tuner` is None if nothing is timed."""
 
-    module: Any
+    module: fx.GraphModule
     tuner: Tuner | None
     # Whether new shapes are still timed.
     is_open: bool = True
@@ -79,7 +79,7 @@ class Fusion:
         )
         return [each for each in found if isinstance(each, Convolution)]
 
-    def built(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Report the number of layers and their implementations, for the smallest and largest
         batch."""
         layers = self.layers
@@ -121,7 +121,9 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
     return Tuner(GpuTimer(device), device, choices)
 
 
-def fuse(module: Any, tuner: Tuner | None = None, sample: TraceInputs | None = None) -> Fusion:
+def fuse(
+    module: nn.Module, tuner: Tuner | None = None, sample: TraceInputs | None = None
+) -> Fusion:
     """Fuse a module in evaluation mode, before it is cast: weights are folded in their own
     precision. Raise ConfigError if it cannot be traced."""
     traced = trace(module, sample)
@@ -136,27 +138,28 @@ def fuse(module: Any, tuner: Tuner | None = None, sample: TraceInputs | None = N
     return Fusion(traced.eval(), tuner)
 
 
-def _module(traced: Any, node: fx.Node) -> Any:
-    return traced.get_submodule(node.target) if node.op == "call_module" else None
+def _module(traced: fx.GraphModule, node: fx.Node) -> nn.Module:
+    """Return the module that a node calls; NO_MODULE if it calls none."""
+    return traced.get_submodule(node.target) if node.op == "call_module" else NO_MODULE
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain(module: nn.Module) -> bool:
     """Return whether the module has no hooks."""
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def _drop(traced: Any) -> None:
+def _drop(traced: fx.GraphModule) -> None:
     for node in list(traced.graph.nodes):
         module = _module(traced, node)
         is_call = node.op == "call_function" and node.target is functional.dropout
-        is_off = is_call and not _argument(node, "training", True)
+        is_off = is_call and not _argument(node, "training")
         if is_off or (isinstance(module, DROPPED) and _is_plain(module)):
             source = _argument(node, "input") if is_call else node.all_input_nodes[0]
             node.replace_all_uses_with(source)
             traced.graph.erase_node(node)
 
 
-def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
+def _argument(node: fx.Node, name: str, default: bool = True) -> fx.Node | bool:
     """Return an argument of a call to a Python function, by name."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     return bound.arguments.get(name, default)
@@ -167,15 +170,15 @@ class _Chain:
     """A convolution and the nodes fused with it, in order."""
 
     nodes: list[fx.Node]
-    conv: Any
-    norm: Any = None
+    conv: nn.Conv2d
+    norm: nn.BatchNorm2d | None = None
     residual: fx.Node | None = None
     has_relu: bool = False
 
 
 @dataclass(slots=True)
 class _Fuser:
-    traced: Any
+    traced: fx.GraphModule
     tuner: Tuner | None
     _order: dict[fx.Node, int] = field(default_factory=dict)
     # Weights by convolution and normalisation: a module called twice shares them.
@@ -191,7 +194,7 @@ class _Fuser:
             if type(module) is nn.Conv2d and _is_plain(module) and _geometry(module) is not None:
                 self._replace(self._chain(node, module), f"penstock_convolution_{number}")
 
-    def _chain(self, node: fx.Node, conv: Any) -> _Chain:
+    def _chain(self, node: fx.Node, conv: nn.Conv2d) -> _Chain:
         chain = _Chain([node], conv)
         following = self._only_user(chain)
         if following is not None and _is_norm(module := _module(self.traced, following)):
@@ -215,7 +218,7 @@ class _Fuser:
 
     def _is_relu(self, node: fx.Node) -> bool:
         module = _module(self.traced, node)
-        if module is not None:
+        if module is not NO_MODULE:
             return type(module) is nn.ReLU and _is_plain(module)
         known = RELU_FUNCTIONS if node.op == "call_function" else RELU_METHODS
         return node.op in ("call_function", "call_method") and node.target in known
@@ -244,7 +247,7 @@ class _Fuser:
         """Return the nodes whose memory this one writes to, besides its own result."""
         given = node.all_input_nodes
         module = _module(self.traced, node)
-        if module is not None:
+        if module is not NO_MODULE:
             return given if getattr(module, "inplace", False) else []
         if node.op == "call_method":
             is_so = node.target.endswith("_") and not node.target.endswith("__")
@@ -275,7 +278,7 @@ class _Fuser:
         if self._written(node):
             return False
         module = _module(self.traced, node)
-        if module is None:
+        if module is NO_MODULE:
             return node.op == "call_function" and node.target in FRESH_FUNCTIONS
         if isinstance(module, Convolution):
             return True
@@ -306,14 +309,14 @@ class _Fuser:
             del self._order[node]
 
 
-def _geometry(conv: Any) -> ConvGeometry | None:
+def _geometry(conv: nn.Conv2d) -> ConvGeometry | None:
     """Return the geometry; None for padding given by name or with values other than zero."""
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return None
     return ConvGeometry(conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
-def _is_norm(module: Any) -> bool:
+def _is_norm(module: nn.Module) -> bool:
     """Return whether it is a batch norm with running statistics; without, it uses the batch's."""
     return type(module) is nn.BatchNorm2d and _is_plain(module) and module.running_mean is not None
 
@@ -332,7 +335,9 @@ def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
     return other if is_pair else None
 
 
-def _folded(conv: Any, norm: Any) -> tuple[nn.Parameter, nn.Parameter | None]:
+def _folded(
+    conv: nn.Conv2d, norm: nn.BatchNorm2d | None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Fold the normalisation into the convolution's weights, channels-last."""
     weight, bias = conv.weight.double(), conv.bias
     if norm is not None:
@@ -351,7 +356,7 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach().clone(), requires_grad=False)
 
 
-def _move_biases(traced: Any) -> None:
+def _move_biases(traced: fx.GraphModule) -> None:
     """Move the bias of a convolution that is only added to another into that one: cuDNN would take
     another pass over the result for it."""
     for node in traced.graph.nodes:
@@ -368,7 +373,7 @@ def _move_biases(traced: Any) -> None:
             other.bias = None
 
 
-def _pools(traced: Any, tuner: Tuner | None) -> None:
+def _pools(traced: fx.GraphModule, tuner: Tuner | None) -> None:
     for number, node in enumerate(list(traced.graph.nodes)):
         module = _module(traced, node)
         if type(module) is not nn.MaxPool2d or not _is_plain(module):

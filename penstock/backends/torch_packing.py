@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +41,10 @@ from penstock.backends.packed_encoder import (
     lay_out,
     to_fp8,
 )
-from penstock.backends.torch_products import Unavailable, open_multiplier
+from penstock.backends.torch_products import open_multiplier
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.kernels.cublaslt import Unavailable
 from penstock.types import DATATYPES, Array
 
 OPTION, TOKENS = "penstock.pack", "tokens"
@@ -241,7 +241,7 @@ def mask_of(config: ModelConfig) -> str:
     return found[0].name
 
 
-def pack(module: Any, call: Call, config: ModelConfig) -> PackedModel:
+def pack(module: nn.Module, call: Call, config: ModelConfig) -> PackedModel:
     """Pack the module in place. Raise ConfigError with the reason if it cannot be packed, or if its
     answers differ from the padded model's."""
     mask = mask_of(config)
@@ -438,7 +438,7 @@ def read_ranges(path: Path) -> dict[str, float]:
     return {name: float(each) for name, each in found.items()}
 
 
-def _replaced(module: Any) -> PackedStack:
+def _replaced(module: nn.Module) -> PackedStack:
     """Replace the module's layers by a packed stack, and return it."""
     lists = [
         (owner, name, child)
@@ -466,7 +466,7 @@ def _replaced(module: Any) -> PackedStack:
 
 
 def _has_packed_embeddings(
-    module: Any, stack: PackedStack, difference: Callable[[], float]
+    module: nn.Module, stack: PackedStack, difference: Callable[[], float]
 ) -> bool:
     """Try to pack the embeddings too, if recognised; keep the model's own if answers change, for
     example because positions do not start at 0."""
@@ -494,16 +494,16 @@ def _has_packed_embeddings(
     return False
 
 
-def _is_embeddings(module: Any) -> bool:
+def _is_embeddings(module: nn.Module) -> bool:
     words, positions, norm, kinds = (getattr(module, name, None) for name in EMBEDDINGS)
-    tables: list[Any] = [words, positions, *([] if kinds is None else [kinds])]
+    tables: list[nn.Embedding] = [words, positions, *([] if kinds is None else [kinds])]
     if not all(isinstance(each, nn.Embedding) for each in tables):
         return False
     is_normed = isinstance(norm, nn.LayerNorm) and norm.weight is not None
     return is_normed and len({each.embedding_dim for each in tables}) == 1
 
 
-def _parts(layer: Any) -> list[Any]:
+def _parts(layer: nn.Module) -> list[nn.Module]:
     """Return six linear layers and two norms; empty if any is missing."""
     for names in NAMES:
         try:
@@ -518,7 +518,7 @@ def _parts(layer: Any) -> list[Any]:
     return []
 
 
-def _packed_layer(layer: Any, num_heads: int, activation: str) -> PackedLayer:
+def _packed_layer(layer: nn.Module, num_heads: int, activation: str) -> PackedLayer:
     query, key, value, out, inner, outer, first, last = _parts(layer)
     together = (query, key, value)
     qkv = PackedLinear(
@@ -534,7 +534,7 @@ def _packed_layer(layer: Any, num_heads: int, activation: str) -> PackedLayer:
 class _Trial:
     """One layer, run on random tokens in FP32: the original, and packed."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self._layer = copy.deepcopy(layer).float().eval()
         self._width = _parts(layer)[0].weight.shape[1]
         generator = torch.Generator().manual_seed(SEED)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from penstock.backends import CHOICES
@@ -23,9 +22,8 @@ from penstock.backends.checks import first_line
 from penstock.backends.torch_convolution import (
     REFERENCE,
     GpuTimer,
-    Remembered,
-    Timer,
-    made_for,
+    check_close,
+    choices_file,
     remembered,
 )
 from penstock.kernels import cublaslt
@@ -54,7 +52,7 @@ class Gemm:
     operands: Operands
     by_torch: Callable[[torch.Tensor], torch.Tensor]
 
-    def drawn(self) -> Gemm:
+    def randomized(self) -> Gemm:
         """Return it with a random x: GPUs are faster on uniform values, as in a warm-up. In e4m3
         one row has the largest values: results beyond the range must saturate, not become NaN."""
         x = self.operands.x
@@ -70,7 +68,7 @@ class Multiplier:
     """The algorithms of one runner. `told` are the choices of an earlier start."""
 
     products: cublaslt.Products
-    timer: Timer
+    timer: GpuTimer
     told: Mapping[str, str] = field(default_factory=dict)
     # Why algorithms were dropped, by form and number.
     problems: dict[str, str] = field(default_factory=dict)
@@ -131,9 +129,9 @@ class Multiplier:
         form = product.form
         self._chosen[form] = None
         try:
-            drawn = product.drawn()
-            number = self._recalled(drawn)
-            self._chosen[form] = self._fastest(drawn) if number is None else number
+            product = product.randomized()
+            number = self._recalled(product)
+            self._chosen[form] = self._fastest(product) if number is None else number
         except Exception as error:  # Mostly out of memory: the model itself may need less.
             self._untried.add(form)
             self.problems[str(form)] = first_line(error)
@@ -156,10 +154,7 @@ class Multiplier:
             for form, number in self._chosen.items()
             if form.num_rows not in unknown
         }
-        if not choices:
-            return {}
-        found = Remembered(made_for(self.products.device), dict(sorted(choices.items())))
-        return {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
+        return choices_file(dict(sorted(choices.items())), self.products.device) if choices else {}
 
     def facts(self) -> dict[str, str]:
         counts = Counter(_name(number).partition(" ")[0] for number in self._chosen.values())
@@ -185,10 +180,10 @@ class Multiplier:
         product = max(new, key=lambda each: each.form.num_operations)
         count = min(MAX_WARM_CALLS, int(WARM_OPERATIONS / product.form.num_operations))
         with contextlib.suppress(torch.OutOfMemoryError):
-            drawn = product.drawn()
+            x = product.randomized().operands.x
             # CPUs need no warm-up.
-            for _ in range(count if drawn.operands.x.is_cuda else 0):
-                drawn.by_torch(drawn.operands.x)
+            for _ in range(count if x.is_cuda else 0):
+                product.by_torch(x)
 
     def _recalled(self, product: Gemm) -> int | None:
         """Return the choice of an earlier start, if its results are right here too."""
@@ -212,32 +207,26 @@ class Multiplier:
         times: dict[int | None, float] = {
             None: self.timer.seconds(functools.partial(product.by_torch, x))
         }
-        for number in range(self._num_algorithms(product)):
-            form, operands = product.form, product.operands
+        form, operands = product.form, product.operands
+        try:
+            num_algorithms = self.products.num_algorithms(form, operands)
+        except Unavailable as error:  # The library is too old for this form.
+            self.problems[str(form)] = str(error)
+            num_algorithms = 0
+        for number in range(num_algorithms):
             call = functools.partial(self.products.multiply, form, operands, number)
             try:
                 self._check(product, number, wanted)
                 times[number] = self.timer.seconds(call)
             except Exception as error:  # An algorithm may not support the form.
-                self.problems[f"{product.form}: {_name(number)}"] = first_line(error)
+                self.problems[f"{form}: {_name(number)}"] = first_line(error)
         best = min(times, key=lambda number: times[number])
         is_enough = product.form.num_rows < MANY_ROWS or times[best] <= CLEARLY * times[None]
         return best if is_enough else None
 
-    def _num_algorithms(self, product: Gemm) -> int:
-        """Return the number of algorithms; 0 if the library is too old for this form."""
-        try:
-            return self.products.num_algorithms(product.form, product.operands)
-        except Unavailable as error:
-            self.problems[str(product.form)] = str(error)
-            return 0
-
     def _check(self, product: Gemm, number: int, wanted: torch.Tensor) -> None:
-        found = self.products.multiply(product.form, product.operands, number).float()
-        wanted = wanted.float()
-        off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
-        if not off <= TOLERANCE[product.form.out]:
-            raise ArithmeticError(f"its results are off by {off:.2g}")
+        found = self.products.multiply(product.form, product.operands, number)
+        check_close(found, wanted, TOLERANCE[product.form.out])
 
 
 def open_multiplier(device: torch.device, folder: Path) -> Multiplier:
@@ -251,6 +240,3 @@ def open_multiplier(device: torch.device, folder: Path) -> Multiplier:
 
 def _name(number: int | None) -> str:
     return REFERENCE if number is None else f"{PREFIX} {number}"
-
-
-__all__ = ["Gemm", "Multiplier", "Unavailable", "open_multiplier"]

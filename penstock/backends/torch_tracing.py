@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -37,8 +36,8 @@ class _Traced(fx.Proxy):  # type: ignore[misc]
     elsewhere."""
 
 
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def call(traced: _Traced, other: Any) -> Any:
+def _in_place(function: Callable[..., object]) -> Callable[[_Traced, object], fx.Proxy]:
+    def call(traced: _Traced, other: object) -> fx.Proxy:
         return traced.tracer.create_proxy("call_function", function, (traced, other), {})
 
     return call
@@ -53,7 +52,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]
         return _Traced(node, self)
 
 
-def trace(module: Any, sample: TraceInputs | None = None) -> Any:
+def trace(module: nn.Module, sample: TraceInputs | None = None) -> fx.GraphModule:
     """Return a GraphModule that shares the module's weights; raise ConfigError if tracing fails."""
     try:
         return fx.GraphModule(module, _Tracer().trace(module))
@@ -67,7 +66,7 @@ def trace(module: Any, sample: TraceInputs | None = None) -> Any:
         raise ConfigError([f"{problem}; nor exported: {first_line(error)}"]) from error
 
 
-def _exported(module: Any, sample: TraceInputs) -> Any:
+def _exported(module: nn.Module, sample: TraceInputs) -> fx.GraphModule:
     first = {0: torch.export.Dim.DYNAMIC} if sample.has_batch else None
     shapes = {name: first for name in sample.keywords} or tuple(first for _ in sample.positional)
     program = torch.export.export(
@@ -90,10 +89,10 @@ def _exported(module: Any, sample: TraceInputs) -> Any:
     return made
 
 
-def _lift(made: Any, node: fx.Node) -> None:
+def _lift(made: fx.GraphModule, node: fx.Node) -> None:
     """Convert one of torch's operators back to a module."""
     aten = torch.ops.aten
-    known: dict[Any, Callable[..., Any]] = {
+    known: dict[object, Callable[..., nn.Module]] = {
         aten.conv2d.default: _conv,
         aten.batch_norm.default: _norm,
         aten.relu.default: nn.ReLU,
@@ -117,7 +116,7 @@ def _lift(made: Any, node: fx.Node) -> None:
         made.graph.erase_node(node)
 
 
-def _value(made: Any, argument: Any) -> Any:
+def _value(made: fx.GraphModule, argument: object) -> object:
     """Return the tensor of a weight, or the argument itself."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         return operator.attrgetter(argument.target)(made)
@@ -131,7 +130,7 @@ def _conv(
     padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
-) -> Any:
+) -> nn.Conv2d:
     out, channels, *size = weight.shape
     pairs = [_pair(each) for each in (stride, padding, dilation)]
     conv = nn.Conv2d(channels * groups, out, tuple(size), *pairs, groups, bias is not None)
@@ -145,7 +144,13 @@ def _pair(lengths: Sequence[int]) -> tuple[int, int]:
     return lengths[0], lengths[-1]
 
 
-def _norm(weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Any:
+def _norm(
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    *others: float,
+) -> nn.BatchNorm2d:
     is_training, _, epsilon, *_ = others
     norm = nn.BatchNorm2d(len(mean), epsilon, affine=weight is not None)
     norm.weight = None if weight is None else _kept(weight)
@@ -156,5 +161,5 @@ def _norm(weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Any:
     return norm
 
 
-def _kept(tensor: torch.Tensor) -> Any:
+def _kept(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)

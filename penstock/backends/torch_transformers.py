@@ -7,12 +7,17 @@ nothing from the network is ever used. Called by the pytorch backend.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from penstock.backends.checks import first_line
 from penstock.errors import ConfigError
 from penstock.repository import pretrained
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 CLASSES = {
     "text classifier": "AutoModelForSequenceClassification",
@@ -23,13 +28,12 @@ CLASSES = {
 MAX_NAMES = 5
 
 
-def load_network(folder: Path) -> Any:
+def load_network(folder: Path) -> Module:
     """Return the network in FP32. ConfigError if weights are missing: they would be random."""
     found = pretrained.read(folder)
     if found is None:
         raise ConfigError([f"{folder.name}: a language model; expected {pretrained.ACCEPTED}"])
-    library = _transformers()
-    module, info = _from_pretrained(getattr(library, CLASSES[found.task]), folder)
+    module, info = _from_pretrained(CLASSES[found.task], folder)
     missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
     if found.task == "encoder" and missing and all("pooler" in name for name in missing):
         # Embeddings do not use the pooler, which is often saved without.
@@ -42,21 +46,25 @@ def load_network(folder: Path) -> Any:
     return module.float().eval()
 
 
-def _from_pretrained(kind: Any, folder: Path) -> tuple[Any, Any]:
+def _from_pretrained(kind: str, folder: Path) -> tuple[Module, Mapping[str, Sequence[object]]]:
+    library = _transformers()
     try:
-        return kind.from_pretrained(  # type: ignore[no-any-return]
+        found: tuple[Module, Mapping[str, Sequence[object]]] = getattr(
+            library, kind
+        ).from_pretrained(
             folder,
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
         )
+        return found
     except Exception as error:  # transformers raises many types for what it cannot read.
         text = f"{folder.name}: transformers cannot load it: {first_line(error)}"
         raise ConfigError([text]) from error
 
 
-def _transformers() -> Any:
+def _transformers() -> ModuleType:
     try:
         library = importlib.import_module("transformers")
     except ModuleNotFoundError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -34,7 +33,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def load_weights(module: Any, folder: Path, version: str) -> None:
+def load_weights(module: torch.nn.Module, folder: Path, version: str) -> None:
     """Load the weights; raise ConfigError with all mismatches."""
     expected: Weights = module.state_dict()
     if (folder / WHOLE).exists():

@@ -11,13 +11,19 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.types import DATATYPES, Array, Parameter
 
+if TYPE_CHECKING:
+    from typing_extensions import CapsuleType
+
 log = logging.getLogger("penstock.model_code")
+# A parsed config.pbtxt, or a tensor in it, as models read and write them.
+ParsedConfig = Mapping[str, Any]
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
@@ -90,10 +96,10 @@ class PbTensor:
         return f"<Tensor {self._name} {self._array.dtype} {list(self._array.shape)}>"
 
     @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> PbTensor:
+    def from_dlpack(name: str, tensor: object) -> PbTensor:
         """Create from a DLPack capsule, or from an object with `__dlpack__`, such as a torch
         tensor."""
-        source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
+        source: Any = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         try:
             return PbTensor(name, np.from_dlpack(source))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -101,10 +107,10 @@ class PbTensor:
                 f"tensor '{name}': expected a DLPack tensor on the CPU: {error}"
             ) from error
 
-    def to_dlpack(self) -> Any:
+    def to_dlpack(self) -> CapsuleType:
         return self.__dlpack__()
 
-    def __dlpack__(self, **wishes: Any) -> Any:
+    def __dlpack__(self, **wishes: object) -> CapsuleType:
         # Copy: receivers may write, and most DLPack versions cannot forbid it.
         array = self._array if self._array.flags.writeable else self._array.copy()
         return array.__dlpack__()
@@ -293,10 +299,10 @@ class AutoConfig:
     def as_dict(self) -> dict[str, Any]:
         return self._values
 
-    def add_input(self, properties: Mapping[str, Any]) -> None:
+    def add_input(self, properties: ParsedConfig) -> None:
         self._add("input", properties)
 
-    def add_output(self, properties: Mapping[str, Any]) -> None:
+    def add_output(self, properties: ParsedConfig) -> None:
         self._add("output", properties)
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
@@ -305,11 +311,11 @@ class AutoConfig:
     def set_dynamic_batching(self) -> None:
         """Does nothing: a model without a configuration is batched anyway."""
 
-    def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
+    def set_model_transaction_policy(self, policy: ParsedConfig) -> None:
         if policy.get("decoupled"):
             _refuse("decoupled models")
 
-    def _add(self, kind: str, properties: Mapping[str, Any]) -> None:
+    def _add(self, kind: str, properties: ParsedConfig) -> None:
         missing = [key for key in ("name", "data_type", "dims") if key not in properties]
         if missing:
             raise ValueError(f"{kind} has no {', '.join(missing)}")
@@ -334,16 +340,16 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
     return _by_name(inference_response.output_tensors(), name)
 
 
-def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
+def get_input_config_by_name(model_config: ParsedConfig, name: str) -> ParsedConfig | None:
     """Return the entry of an input in the parsed `model_config`, or None."""
     return next((item for item in model_config.get("input", ()) if item["name"] == name), None)
 
 
-def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
+def get_output_config_by_name(model_config: ParsedConfig, name: str) -> ParsedConfig | None:
     return next((item for item in model_config.get("output", ()) if item["name"] == name), None)
 
 
-def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
+def using_decoupled_model_transaction_policy(model_config: ParsedConfig) -> bool:
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
@@ -359,11 +365,11 @@ def triton_to_np_type(data_type: int) -> type[np.generic]:
     return _numpy_type(name, data_type)
 
 
-def np_to_triton_type(data_type: Any) -> int:
+def np_to_triton_type(data_type: npt.DTypeLike) -> int:
     return TYPE_NUMBERS[np_to_triton_dtype(data_type)]
 
 
-def np_to_triton_dtype(data_type: Any) -> str:
+def np_to_triton_dtype(data_type: npt.DTypeLike) -> str:
     """Convert a numpy type to its name on the wire: np.float32 to FP32."""
     dtype = np.dtype(data_type)
     if dtype.kind in "OSU":
@@ -389,10 +395,10 @@ def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
 class _Capsule:
     """Wrapper of a bare DLPack capsule, as numpy expects it."""
 
-    def __init__(self, capsule: Any) -> None:
+    def __init__(self, capsule: object) -> None:
         self._capsule = capsule
 
-    def __dlpack__(self, **wishes: Any) -> Any:
+    def __dlpack__(self, **wishes: object) -> object:
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -10,17 +10,16 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import msgspec
 
 from penstock.config import IMAGE, LLM, ModelConfig
 from penstock.types import DATATYPES, TensorSpec, num_elements
+from penstock.wire.json_errors import JsonObject
 from penstock.wire.server_state import ExampleCall, Form
 
 # Stands for the server's address, where it comes first; names may contain it too.
-Json: TypeAlias = dict[str, Any]
 URL = "{url}"
 # Name of the environment variable with the client's API key.
 KEY = "PENSTOCK_API_KEY"
@@ -63,7 +62,6 @@ def example_call(
 
 
 def curl_line(call: ExampleCall, url: str, options: Sequence[str] = ()) -> str:
-    """Return the command for a server at this address."""
     request = ExampleRequest(call.form, call.path, msgspec.json.decode(call.body), call.num_zeros)
     return request.curl(url, options)
 
@@ -79,7 +77,7 @@ class ExampleRequest:
 
     form: Form
     path: str
-    body: Json
+    body: JsonObject
     num_zeros: int = 0
     input: str = ""
 
@@ -156,7 +154,7 @@ class ExampleRequest:
         return f'{{\n    "inputs": [\n{inputs}    ],\n{more}}}'
 
 
-def _tensor(tensor: Json) -> str:
+def _tensor(tensor: JsonObject) -> str:
     """Return a tensor in Python; a repeated value once."""
     data = tensor.get("data", [])
     if len(data) < 2 or len(set(data)) > 1:
@@ -198,7 +196,7 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
     inputs, num_zeros = [], 0
     for spec in needed:
         shape = ([1] if has_batch else []) + _sizes(spec)
-        tensor: Json = {"name": spec.name, "shape": shape, "datatype": spec.datatype}
+        tensor: JsonObject = {"name": spec.name, "shape": shape, "datatype": spec.datatype}
         count = num_elements(shape)
         if count <= MAX_ELEMENTS and spec.datatype not in HALVES:
             tensor["data"] = [PIXEL if is_image(config) else _value(spec)] * count
@@ -208,7 +206,7 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
             tensor["parameters"] = {"binary_data_size": size}
             num_zeros += size
         inputs.append(tensor)
-    body: Json = {"inputs": inputs}
+    body: JsonObject = {"inputs": inputs}
     if any(spec.datatype in HALVES for spec in config.outputs):
         body["parameters"] = {"binary_data_output": True}
     is_text = len(needed) == 1 and is_text_input(needed[0])
@@ -220,12 +218,10 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
 
 
 def is_image(config: ModelConfig) -> bool:
-    """Whether the model takes one encoded image for each row."""
     return config.preprocess is not None and config.preprocess.function == IMAGE
 
 
 def is_text_input(spec: TensorSpec) -> bool:
-    """Whether the input is one text for each row."""
     return spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
 
 

@@ -6,19 +6,19 @@ Every row is one path; its request and answer are the types of its row.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 import penstock
-from penstock.protocols.openai_errors import is_openai
+from penstock.protocols.http_errors import is_openai
 from penstock.protocols.route_table import MISSING, ROUTES, Route
 from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
+from penstock.wire.json_errors import JsonObject
 
 JSON, BINARY, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
-Json: TypeAlias = dict[str, Any]
 # The schema of each type.
-Schemas: TypeAlias = dict[Any, Any]
+Schemas: TypeAlias = dict[object, JsonObject]
 INTRODUCTION = (
     "Routes of this server: the v2 inference protocol (KServe, Triton), OpenAI's API, "
     "administration and metrics."
@@ -50,22 +50,13 @@ STATUSES = {
 ALWAYS = (400, 403, 405)
 RUNS_MODELS = (404, 413, 415, 422, 429, 500, 501, 503, 504)
 OF_HANDLERS = {
-    "infer": RUNS_MODELS,
-    "generate": RUNS_MODELS,
-    "generate_stream": RUNS_MODELS,
-    "metadata": (404, 503),
-    "model_ready": (404, 503),
-    "config": (404, 503),
-    "statistics": (404, 503),
-    "explain": (404, 503),
+    **dict.fromkeys(("infer", "generate", "generate_stream"), RUNS_MODELS),
+    **dict.fromkeys(("metadata", "model_ready", "config", "statistics", "explain"), (404, 503)),
+    **dict.fromkeys(MISSING, (413, 501)),
     "ready": (503,),
     "index": (413,),
     "load": (404, 413, 501, 507),
     "unload": (413,),
-    "trace": (413, 501),
-    "logging": (413, 501),
-    "system_shared_memory": (413, 501),
-    "cuda_shared_memory": (413, 501),
 }
 KEY = "apiKey"
 BEARER = "bearer"
@@ -75,24 +66,18 @@ _V2, _OPENAI = "Error", "OpenAiError"
 
 
 @cache
-def describe(needs_key: bool) -> Json:
+def describe(needs_key: bool) -> JsonObject:
     """Return the document; `needs_key`: routes that are not open need an API key."""
     schemas = [schema for route in ROUTES for schema in (route.body, route.answer) if schema]
     types = list(dict.fromkeys([*schemas, ErrorAnswer, OpenAiErrorAnswer]))
     found, components = msgspec.json.schema_components(types, ref_template=REF)
     by_type = dict(zip(types, found, strict=True))
-    paths: dict[str, Json] = {}
-    for route in ROUTES:
-        paths[path_of(route)] = _path_item(route, by_type, needs_key)
-    document: Json = {
+    version = penstock.__version__
+    document: JsonObject = {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Penstock",
-            "version": penstock.__version__,
-            "description": INTRODUCTION,
-        },
+        "info": {"title": "Penstock", "version": version, "description": INTRODUCTION},
         "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
-        "paths": paths,
+        "paths": {path_of(route): _path_item(route, by_type, needs_key) for route in ROUTES},
         "components": {"schemas": components, "responses": _error_responses(by_type)},
     }
     if needs_key:
@@ -109,7 +94,6 @@ def describe_json(needs_key: bool) -> bytes:
 
 
 def path_of(route: Route) -> str:
-    """Return the path of a row as OpenAPI writes it."""
     return route.path.replace(":path}", "}")
 
 
@@ -124,30 +108,22 @@ def tag_of(route: Route) -> str:
     return "inference" if has_model else "server"
 
 
-def _path_item(route: Route, by_type: Schemas, needs_key: bool) -> Json:
-    item: Json = {
+def _path_item(route: Route, by_type: Schemas, needs_key: bool) -> JsonObject:
+    item: JsonObject = {
         method.lower(): _operation(route, method, by_type, needs_key)
         for method in route.methods
         if method != "HEAD"
     }
-    names = [
-        part.strip("{}").removesuffix(":path") for part in route.path.split("/") if "{" in part
-    ]
-    if names:
+    schema = {"type": "string", "minLength": 1}
+    if names := [_word(part) for part in route.path.split("/") if "{" in part]:
         item["parameters"] = [
-            {
-                "name": name,
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string", "minLength": 1},
-            }
-            for name in names
+            {"name": name, "in": "path", "required": True, "schema": schema} for name in names
         ]
     return item
 
 
-def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> Json:
-    operation: Json = {
+def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> JsonObject:
+    operation: JsonObject = {
         "operationId": _operation_id(route, method),
         "summary": route.summary,
         "tags": [tag_of(route)],
@@ -157,7 +133,7 @@ def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> 
     if needs_key and route.scope != "open":
         operation["security"] = [{BEARER: []}, {KEY: []}]
     if route.body is not None:
-        content: Json = {JSON: {"schema": by_type[route.body]}}
+        content: JsonObject = {JSON: {"schema": by_type[route.body]}}
         if route.handler == "infer":
             content[BINARY] = {}
         is_optional = route.handler in ("index", "load", "unload")
@@ -166,15 +142,19 @@ def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> 
 
 
 def _operation_id(route: Route, method: str) -> str:
-    words = [part.strip("{}").removesuffix(":path") for part in route.path.split("/")]
+    words = map(_word, route.path.split("/"))
     name = "_".join(word.replace(".", "_") for word in words if word) or "start"
     # "/v2" and "/v2/" are two rows.
     end = "_root" if route.path.endswith("/") and len(route.path) > 1 else ""
     return f"{method.lower()}_{name}{end}"
 
 
-def _responses(route: Route, by_type: Schemas) -> Json:
-    responses: Json = {}
+def _word(segment: str) -> str:
+    return segment.strip("{}").removesuffix(":path")
+
+
+def _responses(route: Route, by_type: Schemas) -> JsonObject:
+    responses: JsonObject = {}
     if route.handler not in MISSING:
         responses["200"] = {"description": "The answer"}
         if content := _content(route, by_type):
@@ -185,23 +165,19 @@ def _responses(route: Route, by_type: Schemas) -> Json:
     return responses
 
 
-def _error_responses(by_type: Schemas) -> Json:
-    """Return the errors of both protocols by name."""
+def _error_responses(by_type: Schemas) -> JsonObject:
     error = by_type[ErrorAnswer]
     # Bytes that are not an HTTP message are refused before the path is known.
     either = {"anyOf": [by_type[OpenAiErrorAnswer], error]}
     return {
-        f"{form}{status}": {
-            "description": text,
-            "content": {JSON: {"schema": schema}},
-        }
+        f"{form}{status}": {"description": text, "content": {JSON: {"schema": schema}}}
         for form, schema in ((_V2, error), (_OPENAI, either))
         for status, text in STATUSES.items()
     }
 
 
-def _content(route: Route, by_type: Schemas) -> Json:
-    content: Json = {}
+def _content(route: Route, by_type: Schemas) -> JsonObject:
+    content: JsonObject = {}
     if route.answer is not None:
         content[JSON] = {"schema": by_type[route.answer]}
     if route.media:

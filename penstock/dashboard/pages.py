@@ -44,8 +44,6 @@ PRIVATE = b"Cache-Control: no-store\r\n"
 
 
 class Pages:
-    """The pages of one server."""
-
     def __init__(self, management: ManagementApi, gate: Gate) -> None:
         self._management = management
         self._gate = gate
@@ -56,7 +54,6 @@ class Pages:
         self._files = {path: folder.joinpath(name).read_bytes() for path, name in FILES.items()}
 
     def handlers(self) -> Mapping[str, RouteHandler]:
-        """Return the handlers by their names in the route table."""
         return {
             "start_page": self.start_page,
             "asset": self.asset,

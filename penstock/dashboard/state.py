@@ -12,7 +12,7 @@ import penstock
 from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
 from penstock.types import TensorSpec
-from penstock.wire.documented import TensorDescription
+from penstock.wire.documented import describe_tensors
 from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
 
 if TYPE_CHECKING:
@@ -48,11 +48,15 @@ class StateReader:
     def read(self, scopes: Sequence[str]) -> ServerState:
         """Return what a caller with these scopes may see."""
         catalog = self._catalog
-        self._make_calls()
-        models = [
-            model_state(model, self._calls[_key(catalog, model)][1], FIGURES in scopes)
-            for model in catalog
-        ]
+        known, self._calls = self._calls, {}
+        models = []
+        for model in catalog:
+            key = _key(catalog, model)
+            kept = known.get(key)
+            if kept is None or kept[0] is not model.config:
+                kept = (model.config, call_of(catalog, model, self._needs_key))
+            self._calls[key] = kept
+            models.append(model_state(model, kept[1], FIGURES in scopes))
         for failure in catalog.failures:
             models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
         models.sort(key=lambda model: (model.name, -int(model.version or 0)))
@@ -64,15 +68,6 @@ class StateReader:
             list(scopes),
             models,
         )
-
-    def _make_calls(self) -> None:
-        known, self._calls = self._calls, {}
-        for model in self._catalog:
-            key = _key(self._catalog, model)
-            kept = known.get(key)
-            if kept is None or kept[0] is not model.config:
-                kept = (model.config, call_of(self._catalog, model, self._needs_key))
-            self._calls[key] = kept
 
 
 def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelState:
@@ -89,8 +84,8 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
         list(config.devices),
         config.num_instances,
         num_ready(model),
-        _tensors(config.inputs, has_batch),
-        _tensors(config.outputs, has_batch),
+        describe_tensors(config.inputs, has_batch),
+        describe_tensors(config.outputs, has_batch),
         {spec.name: list(spec.labels) for spec in config.outputs if _has_few_labels(spec)},
         call,
         _load(model) if has_figures else None,
@@ -98,7 +93,6 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
 
 
 def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> ExampleCall:
-    """Return an example call of a loaded model."""
     key = _key(catalog, model)
     return example_call(model.config, key.has_chat, needs_key, key.is_latest)
 
@@ -109,7 +103,6 @@ def num_ready(model: Served) -> int:
 
 
 def batching(model: Served) -> str:
-    """Return how requests are batched, in a few words."""
     config, mode = model.config, model.mode
     if mode == "continuous":
         return mode
@@ -129,15 +122,6 @@ def _has_chat(model: Served) -> bool:
 
 def _has_few_labels(spec: TensorSpec) -> bool:
     return 0 < len(spec.labels) <= MAX_LABELS
-
-
-def _tensors(specs: Sequence[TensorSpec], has_batch: bool) -> list[TensorDescription]:
-    return [
-        TensorDescription(
-            spec.name, spec.datatype, [-1, *spec.shape] if has_batch else list(spec.shape)
-        )
-        for spec in specs
-    ]
 
 
 def _load(model: Served) -> ModelLoad:

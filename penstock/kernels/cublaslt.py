@@ -12,7 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -117,7 +117,7 @@ class Products:
     """GEMMs of one device. Only for one stream at a time, as they share a workspace. `calls` is the
     library."""
 
-    def __init__(self, calls: Any, device: torch.device | str) -> None:
+    def __init__(self, calls: ctypes.CDLL, device: torch.device | str) -> None:
         self._calls = calls
         self.device = torch.device(device)
         self.version = int(calls.cublasLtGetVersion())
@@ -244,7 +244,12 @@ class Products:
         _check(name, getattr(self._calls, name)(ctypes.byref(made), *arguments))
         return made
 
-    def _set(self, description: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    def _set(
+        self,
+        description: ctypes.c_void_p,
+        attribute: int,
+        value: ctypes._SimpleCData[int] | ctypes.c_void_p,
+    ) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         status = self._calls.cublasLtMatmulDescSetAttribute(
             description, attribute, ctypes.byref(value), size

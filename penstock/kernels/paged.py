@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +14,7 @@ class Paged:
     """Keys and values of a layer, [slots, heads, size] each, and the block table, with a row for
     each sequence."""
 
-    keys: Any
-    values: Any
-    table: Any
+    keys: Tensor
+    values: Tensor
+    table: Tensor
     block_size: int

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from triton import JITFunction
 from triton.runtime.cache import get_cache_manager
 
 # Files to keep of a kernel: its metadata, and its code for the GPU.
@@ -18,7 +18,7 @@ KEPT = (".json", ".cubin")
 Stored = dict[str, dict[str, bytes]]
 
 
-def pack(functions: Iterable[Any]) -> bytes:
+def pack(functions: Iterable[JITFunction]) -> bytes:
     """Return everything compiled from these functions in this process."""
     found: Stored = {}
     for function in functions:

@@ -70,7 +70,6 @@ class KvBucket:
             self.rows = [None] * len(self.rows)
 
     def grow(self, num_rows: int) -> None:
-        """Grow to `num_rows` rows."""
         more = num_rows - len(self.rows)
         layers, _, *sizes = self.keys.shape
         empty = self.keys.new_zeros(layers, more, *sizes)
@@ -228,7 +227,6 @@ class BatchedAttention:
 
 
 def row_length(num_tokens: int) -> int:
-    """Return the row length for a sequence of `num_tokens` tokens."""
     length = SHORTEST
     while length < num_tokens:
         # 128, 192, 256, 384, ...

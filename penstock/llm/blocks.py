@@ -13,7 +13,6 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 # Array type of the tokens that a key hashes; wide enough for any vocabulary.
 TOKEN_TYPE = "I"
@@ -30,14 +29,6 @@ def next_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 
 
-@dataclass(slots=True)
-class Counts:
-    """Prompt tokens that were looked up in the cache, and those that were found there."""
-
-    num_asked: int = 0
-    num_found: int = 0
-
-
 class BlockPool:
     """Invariant: a block is held by `num_holders` sequences, or it is free; a block with a key is
     found by its key, whether held or free."""
@@ -45,7 +36,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.counts = Counts()
+        # Prompt tokens that were looked up in the cache, and those that were found there.
+        self.num_asked = self.num_found = 0
         self._num_holders = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
@@ -113,11 +105,6 @@ class BlockPool:
         if key not in self._by_key:
             self._keys[block] = key
             self._by_key[key] = block
-
-    def clear(self) -> None:
-        """Drop all cached content."""
-        for block in list(self._by_key.values()):
-            self._forget(block)
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]

@@ -67,7 +67,6 @@ def spans_of(step: BatchStep, block_size: int) -> list[Span]:
 
 
 def slots_of(blocks: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
-    """Return the slots of a sequence's first `num_tokens` tokens."""
     some = torch.tensor(blocks[: -(-num_tokens // block_size)], dtype=torch.int64)
     return (some[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
 

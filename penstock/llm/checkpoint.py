@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,8 +41,6 @@ class Checkpoint:
     shape: DecoderShape
     weight: Callable[[str], Tensor]
     close: Callable[[], None]
-    # Everything else in the files, such as the tokenizer and the chat template.
-    metadata: Mapping[str, Any]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -61,16 +58,16 @@ def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
     values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
     generator = torch.Generator(device).manual_seed(SEED)
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
 
     def weight(name: str) -> Tensor:
         size = _size_of(name, shape)
         if len(size) == 1:
             made = torch.zeros if name.endswith("bias") else torch.ones
-            return made(size, **options)
-        return torch.empty(size, **options).normal_(0.0, SPREAD, generator=generator)
+            return made(size, dtype=dtype, device=device)
+        empty = torch.empty(size, dtype=dtype, device=device)
+        return empty.normal_(0.0, SPREAD, generator=generator)
 
-    return Checkpoint(shape, weight, lambda: None, values)
+    return Checkpoint(shape, weight, lambda: None)
 
 
 def _size_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
@@ -89,27 +86,19 @@ def _open_folder(folder: Path) -> Checkpoint:
     values = read_object(folder / CONFIG)
     shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
     files = _files(folder)
-    stack = ExitStack()
-    try:
+    with ExitStack() as stack:
         opened = {name: stack.enter_context(_opened(folder / name)) for name in set(files.values())}
-        places = files or {}
-        if not files:
-            (whole,) = opened.values()
-            places = dict.fromkeys(whole.keys(), WHOLE)
-        _check(shape, {name: opened[file] for name, file in places.items()})
-    except BaseException:
-        stack.close()
-        raise
+        _check(shape, {name: opened[file] for name, file in files.items()})
+        close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:
-        found: Tensor = opened[places[name]].get_tensor(name)
+        found: Tensor = opened[files[name]].get_tensor(name)
         return found
 
-    return Checkpoint(shape, weight, stack.close, values)
+    return Checkpoint(shape, weight, close)
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the file of each weight."""
     if (folder / WHOLE).is_file():
         with _opened(folder / WHOLE) as file:
             return dict.fromkeys(file.keys(), WHOLE)
@@ -125,14 +114,14 @@ def _files(folder: Path) -> dict[str, str]:
     return dict(found)
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"{path.name}: cannot be read as safetensors: {error}"]) from None
 
 
-def _check(shape: DecoderShape, files: Mapping[str, Any]) -> None:
+def _check(shape: DecoderShape, files: Mapping[str, safe_open]) -> None:
     """Check that every weight is there and has the right shape."""
     wanted = {name: _size_of(name, shape) for name in decoder.names(shape)}
     missing = sorted(wanted.keys() - files.keys())
@@ -140,7 +129,7 @@ def _check(shape: DecoderShape, files: Mapping[str, Any]) -> None:
     others = sorted(name for name in files.keys() - wanted.keys() if not name.endswith(LEFT_OUT))
     problems += [f"'{name}' is a weight that this model has not" for name in others]
     for name in sorted(wanted.keys() & files.keys()):
-        found = tuple(files[name].get_slice(name).get_shape())
+        found = tuple(files[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
         if found != wanted[name]:
             problems.append(f"'{name}' has shape {list(found)}; expected {list(wanted[name])}")
     if problems:
@@ -148,7 +137,7 @@ def _check(shape: DecoderShape, files: Mapping[str, Any]) -> None:
         raise ConfigError([*problems[:MAX_NAMES], *more])
 
 
-def _architecture(values: Mapping[str, Any], label: str) -> str:
+def _architecture(values: Mapping[str, object], label: str) -> str:
     found = values.get("architectures")
     if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], str):
         raise ConfigError([f"{label}: architectures is {found!r}; expected a list of one name"])
@@ -185,4 +174,4 @@ def _open_gguf(path: Path) -> Checkpoint:
         values = family.from_gguf(name, file.tensor(places[name]), shape)
         return torch.from_numpy(values.copy())
 
-    return Checkpoint(shape, weight, file.close, file.metadata)
+    return Checkpoint(shape, weight, file.close)

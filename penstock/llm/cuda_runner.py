@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.checks import first_line
-from penstock.backends.torch_cuda import Device, Mark, Replayable
+from penstock.backends.torch_cuda import Cuda
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
@@ -48,6 +48,7 @@ LEAST_TOKENS = 64
 MOST_SEEN = 1 << 18
 # Sampling columns of the batch table; see `operations`.
 NUM_PARAMETERS = NUM_COLUMNS - KEY
+NO_LINES: Array = np.empty((0, 4), np.int64)
 
 
 def buckets(most: int) -> list[int]:
@@ -67,15 +68,15 @@ class Staged:
     batch_table: Tensor
     extras: Tensor
     sampled_tokens: Tensor
-    mark: Mark | None = None
+    mark: torch.cuda.Event | None = None
 
 
 @dataclass(slots=True)
 class LaunchedStep:
     """A launched step. Tokens and logprobs are those of its sampled chunks, in order."""
 
-    begin: Mark
-    end: Mark
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
     sampled_tokens: Tensor
     # Index into `sampled_tokens` for each sampled chunk.
     places: list[int]
@@ -105,7 +106,7 @@ class LaunchedStep:
     @property
     def device_s(self) -> float:
         """Seconds that the device took, once the step is done."""
-        return self.begin.elapsed_time(self.end) / 1e3
+        return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class StepLayout:
     is_graph: bool
     # The last row of each chunk.
     ends: Array
-    lines: list[Array]
+    # Work items of prompt attention (see `kernels.paged_attention`).
+    lines: Array
     changes: Changes
 
 
@@ -130,7 +132,7 @@ class CudaRunner:
         self,
         decoder: Decoder,
         cache: Cache,
-        device: Device,
+        device: Cuda,
         limits: StepLimits,
         *,
         has_graphs: bool,
@@ -156,7 +158,7 @@ class CudaRunner:
         self._parameters = np.zeros((self._num_rows + 1, NUM_PARAMETERS), np.int32)
         self._staged = [self._stage() for _ in range(NUM_AHEAD + 2)]
         self._turn = 0
-        self._graphs: dict[int, Replayable] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._buckets = buckets(most)
         # Why steps of a given size run without a graph.
         self.problems: dict[int, str] = {}
@@ -197,10 +199,7 @@ class CudaRunner:
             params = chunks[place].sequence.params
             self._parameters[held[place].row] = parameters_of(params)
         rows = np.array([each.row for each in held], np.int32)
-        has_prompt_logprobs = _wants_prompts(chunks)
-        layout = self._lay_out(
-            chunks, rows, staged, changes, has_prompt_logprobs=has_prompt_logprobs
-        )
+        layout = self._lay_out(chunks, rows, staged, changes)
         # Back to the order of the step.
         where = np.argsort(order)
         sampled = [n for n, chunk in enumerate(step.chunks) if chunk.is_sampled]
@@ -227,13 +226,7 @@ class CudaRunner:
     # Inputs of a step.
 
     def _lay_out(
-        self,
-        chunks: Many[Chunk],
-        rows: Array,
-        staged: Staged,
-        changes: Changes,
-        *,
-        has_prompt_logprobs: bool,
+        self, chunks: Many[Chunk], rows: Array, staged: Staged, changes: Changes
     ) -> StepLayout:
         """Write the batch table of a step. Graphs cannot return prompt logprobs."""
         counts = np.array([chunk.count for chunk in chunks])
@@ -257,8 +250,8 @@ class CudaRunner:
         batch_table[last, KEY] += moved.view(np.int32)
         num_ones = int((counts == 1).sum())
         num_seen = int((batch_table[num_ones:, POSITION] + 1).sum())
-        is_graph = not has_prompt_logprobs and self._fits_a_graph(num_tokens, num_ones, num_seen)
-        lines = [] if is_graph else self._lines(chunks, rows, ends, num_ones)
+        is_graph = self._fits_a_graph(num_tokens, num_ones, num_seen) and not _wants_prompts(chunks)
+        lines = NO_LINES if is_graph else self._lines(chunks, rows, ends, num_ones)
         return StepLayout(num_tokens, num_ones, is_graph, last, lines, changes)
 
     def _fits_a_graph(self, num_tokens: int, num_ones: int, num_seen: int) -> bool:
@@ -266,11 +259,11 @@ class CudaRunner:
             return True
         return num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
 
-    def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> list[Array]:
+    def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> Array:
         """Return the work items of prompt attention: those that see most first, as they take
         longest."""
         size = operations.tokens_of_line(self._decoder.shape.group)
-        found: list[Array] = []
+        found: list[Array] = [NO_LINES]
         for place in range(num_ones, len(chunks)):
             chunk, end = chunks[place], int(ends[place])
             at = np.arange(0, chunk.count, size)
@@ -278,10 +271,8 @@ class CudaRunner:
             line[:, 0], line[:, 2] = rows[place], end
             line[:, 1], line[:, 3] = end - chunk.count + at, chunk.start + at
             found.append(line)
-        if not found:
-            return []
         lines = np.concatenate(found)
-        return [lines[np.argsort(-lines[:, 3], kind="stable")]]
+        return lines[np.argsort(-lines[:, 3], kind="stable")]
 
     def _send(self, staged: Staged, layout: StepLayout) -> None:
         num = layout.num_tokens
@@ -343,8 +334,8 @@ class CudaRunner:
         self.num_eager += 1
         batch_table = self._batch_table[: layout.num_tokens]
         flat = np.array(places, np.int64)
-        extras = self._sent(staged, [*layout.lines, flat], 2 * len(layout.changes.entries))
-        num_lines = sum(len(each) for each in layout.lines)
+        extras = self._sent(staged, [layout.lines, flat], 2 * len(layout.changes.entries))
+        num_lines = len(layout.lines)
         lines = extras[: 4 * num_lines].view(num_lines, 4).int()
         ones = layout.num_ones
         splits = operations.num_splits(self._bucket(ones), self._decoder.shape.num_kv_heads)
@@ -416,14 +407,12 @@ class CudaRunner:
         return next((size for size in self._buckets if size >= num), num)
 
     def _padding_rows(self, num: int) -> Array:
-        """Return `num` padding rows of the batch table."""
         rows = np.zeros((num, NUM_COLUMNS), np.int32)
         rows[:, POSITION], rows[:, ROW], rows[:, TARGET] = -1, self._num_rows, self._num_rows
         return rows
 
 
 def _wants_prompts(chunks: Many[Chunk]) -> bool:
-    """Return whether a request wants the logprobs of its prompt."""
     return any(
         chunk.sequence.params.num_prompt_logprobs is not None and num_followed(chunk) > 0
         for chunk in chunks

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -83,9 +84,7 @@ def _size(entry: TensorEntry) -> int:
 def _fits(path: Path) -> bool:
     with GgufFile(path) as file:
         needed = 4 * SPARE * sum(map(_size, file.tensors.values()))
-    with open("/proc/meminfo") as lines:
-        (free,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return needed < int(free) << 10
+    return bool(needed < psutil.virtual_memory().available)
 
 
 def _logprobs(decoder: Decoder) -> Tensor:

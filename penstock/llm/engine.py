@@ -28,6 +28,8 @@ from penstock.sampling_params import SamplingParams
 
 Clock = Callable[[], float]
 PROBE_EVERY = 50
+# Limit of sequences per request.
+MAX_CHOICES = 16
 # Weight of the newest sequence in the moving average of output lengths.
 NEWEST = 0.1
 
@@ -56,13 +58,6 @@ class StepInFlight:
     began: float
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    # Limit of the queue; further requests are refused.
-    max_waiting: int = 1024
-    max_sequences_of_request: int = 16
-
-
 @dataclass(slots=True)
 class Engine:
     """Invariant: a request is in `_sequences` until all its sequences have ended."""
@@ -71,7 +66,8 @@ class Engine:
     runner: EngineRunner
     pace: StepTimeModel
     clock: Clock
-    limits: QueueLimits = field(default_factory=QueueLimits)
+    # Limit of the queue; further requests are refused.
+    max_waiting: int = 1024
     # Steps launched ahead, before the previous one is committed; above 0 only for an asynchronous
     # runner.
     num_ahead: int = 0
@@ -98,7 +94,9 @@ class Engine:
         late."""
         params = request.params
         if params.max_tokens is None:
-            params = replace(params, max_tokens=self._num_fitting(request))
+            # As many as fit the context after the prompt.
+            left = self.scheduler.limits.max_length - len(request.tokens)
+            params = replace(params, max_tokens=left)
         self._check(request, params.max_tokens or 0)
         arrived = self.clock()
         leader: Sequence | None = None
@@ -117,10 +115,6 @@ class Engine:
             leader = leader or sequence
             made.append(sequence)
             self.scheduler.add(sequence)
-
-    def _num_fitting(self, request: GenerateRequest) -> int:
-        """Return how many tokens fit the context after the prompt."""
-        return self.scheduler.limits.max_length - len(request.tokens)
 
     def give_up(self, request: int, reason: Reason = "abort") -> None:
         """Abort a request; its blocks are free for the next step."""
@@ -201,15 +195,12 @@ class Engine:
         if max_tokens < 1:
             raise InvalidRequest(f"{max_tokens} tokens are asked for; expected at least 1")
         if not self.scheduler.fits(num_prompt, max_tokens):
-            limits = self.scheduler.limits
             raise InvalidRequest(
                 f"the prompt has {num_prompt} tokens and {max_tokens} are asked for; expected at "
-                f"most {limits.max_length} together"
+                f"most {self.scheduler.limits.max_length} together"
             )
-        if request.params.n > self.limits.max_sequences_of_request:
-            raise InvalidRequest(
-                f"n is {request.params.n}; expected at most {self.limits.max_sequences_of_request}"
-            )
+        if request.params.n > MAX_CHOICES:
+            raise InvalidRequest(f"n is {request.params.n}; expected at most {MAX_CHOICES}")
         refusal = self._refusal(request)
         if refusal is not None:
             if request.leader is None:
@@ -217,7 +208,7 @@ class Engine:
             raise refusal
 
     def _refusal(self, request: GenerateRequest) -> PenstockError | None:
-        if len(self.scheduler.waiting) >= self.limits.max_waiting:
+        if len(self.scheduler.waiting) >= self.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
         if request.leader is not None:
             # The leader was added just before and may have ended since.
@@ -230,13 +221,11 @@ class Engine:
         if (refusal := self._refusal_alone(request, promised_s)) is not None or not before:
             return refusal
         lefts = [each.num_left for each in before if not each.num_generated]
+        own, work = len(request.tokens) + request.num_following, self._work()
         if self.scheduler.shares_prompts:
             # Prompts share each step evenly, so others get at most as much as this one meanwhile.
-            own = len(request.tokens) + request.num_following
             lefts = [min(each, own) for each in lefts]
-        left = sum(lefts)
-        work = self._work()
-        first_s = self.pace.first_token_s(left, len(request.tokens) + request.num_following, work)
+        first_s = self.pace.first_token_s(sum(lefts), own, work)
         first_s += self._steps_to_a_place() * self.pace.step_s(work)
         if first_s <= promised_s:
             return None
@@ -264,7 +253,6 @@ class Engine:
         )
 
     def _num_cached(self, request: GenerateRequest) -> int:
-        """Return how many tokens of its prompt are in the cache."""
         if request.params.num_prompt_logprobs is not None:
             return 0
         size = self.scheduler.pool.block_size

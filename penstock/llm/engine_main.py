@@ -21,7 +21,7 @@ from penstock.config import CPU
 from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
 from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import Engine, QueueLimits
+from penstock.llm.engine import Engine
 from penstock.llm.messages import GenerateRequest, TokenEvent, pack_tokens
 from penstock.llm.pace import StepTimeModel, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
@@ -181,8 +181,8 @@ def _report(engine: Engine, events: list[TokenEvent], step_s: float) -> messages
         scheduler.num_preemptions,
         step_s,
         num_computed=scheduler.num_computed,
-        num_asked=scheduler.pool.counts.num_asked,
-        num_cached=scheduler.pool.counts.num_found,
+        num_asked=scheduler.pool.num_asked,
+        num_cached=scheduler.pool.num_found,
         waits_s=scheduler.take_waits(),
     )
 
@@ -216,10 +216,9 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     blocks = BlockPool(num_blocks, settings.block_size)
     scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
     pace = StepTimeModel(Targets(settings.ttft_s, settings.tpot_s))
-    waiting = QueueLimits(max_waiting=settings.max_waiting)
     opened = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
-    engine = Engine(scheduler, opened.runner, pace, clock, waiting, opened.num_ahead)
+    engine = Engine(scheduler, opened.runner, pace, clock, settings.max_waiting, opened.num_ahead)
     if settings.ttft_s is not None:
         learn_pace(engine)
     built = {
@@ -247,7 +246,7 @@ def learn_pace(engine: Engine) -> None:
         while not engine.is_idle:
             engine.step()
     engine.pace.targets = targets
-    engine.scheduler.num_computed = pool.counts.num_asked = pool.counts.num_found = 0
+    engine.scheduler.num_computed = pool.num_asked = pool.num_found = 0
     engine.scheduler.take_waits()
 
 

@@ -15,18 +15,15 @@ from typing import Literal, Protocol
 from penstock.errors import BackendFailed, ConfigError, InvalidRequest, NotReady
 from penstock.llm import messages
 from penstock.llm.text_metrics import Death, TextMetrics
-from penstock.processes.channel import Sender
+from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import backoff_s, deaths_in_a_row
-from penstock.serving.supervisor import Life, StartLife, await_death
+from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.llm")
 EngineState = Literal["LOADING", "READY", "UNAVAILABLE"]
 STOP_S = 5.0
 SOCKET_OVERHEAD = 1024
-# Loading fails after this many deaths in a row.
-MAX_LOAD_DEATHS = 3
 # An engine is hung if it is silent for `hang_s` or `SLOWER` times its slowest step, whichever is
 # longer; before the first step, for `FIRST_STEP` times `hang_s`.
 SLOWER, FIRST_STEP = 20, 10
@@ -70,9 +67,7 @@ class EngineSupervisor:
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[None] | None = None
         self._aborted: list[int] = []
-        self._life: Life | None = None
-        self._sender: Sender | None = None
-        self._buffer = bytearray(MAX_FRAME_BYTES)
+        self._child: ChildProcess | None = None
         self._most_bytes = MAX_FRAME_BYTES
         self._num_deaths = 0
         self._ready_at = 0.0
@@ -84,7 +79,6 @@ class EngineSupervisor:
         self._heard = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._is_hung = False
-        self._dead = asyncio.Event()
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. ConfigError if it cannot be loaded."""
@@ -103,14 +97,13 @@ class EngineSupervisor:
                 timer.cancel()
         text = f"model '{self.name}' is unloaded; the answer is cut off"
         self._listener.engine_ended(NotReady(text))
-        if self._life is None:
-            return
-        self.send(messages.StopEngine())
-        await await_death(self._life, self._dead, STOP_S)
+        if self._child is not None:
+            self.send(messages.StopEngine())
+            await self._child.wait(STOP_S)
 
     @property
     def pid(self) -> int:
-        return 0 if self._life is None else self._life.pid
+        return 0 if self._child is None else self._child.life.pid
 
     def not_ready(self) -> NotReady:
         """Return why it cannot answer, with a retry time that assumes the next engine loads as long
@@ -137,16 +130,16 @@ class EngineSupervisor:
     def send_request(self, data: bytes) -> None:
         """Send an encoded request, and watch the engine until the listener is idle again. The
         listener counts the request as open afterwards."""
-        assert self._sender is not None, "its state is READY"
-        self._sender.send(data)
+        assert self._child is not None, "its state is READY"
+        self._child.send(data)
         if self._listener.is_idle:
             self._heard = self._loop.time()
         if self._watch is None:
             self._watch = self._loop.call_later(self._longest_silence_s, self._look_after)
 
     def send(self, message: messages.ToEngine) -> None:
-        if self._sender is not None:
-            self._sender.send(messages.encode(message))
+        if self._child is not None:
+            self._child.send(messages.encode(message))
 
     def abort(self, request: int) -> None:
         """Abort a request. Those of one iteration of the event loop share a message."""
@@ -171,45 +164,29 @@ class EngineSupervisor:
     def _look_after(self) -> None:
         """Kill an engine that was silent for too long while requests are open."""
         self._watch = None
-        if self._listener.is_idle or self._life is None:
+        if self._listener.is_idle or self._child is None:
             return
         left_s = self._heard + self._longest_silence_s - self._loop.time()
         if left_s > 0:
             self._watch = self._loop.call_later(left_s, self._look_after)
             return
         self._is_hung = True
-        self._life.kill()
+        self._child.life.kill()
 
     def _launch(self) -> None:
         try:
-            life = self._start_life(self._loop, self._died)
+            self._child = ChildProcess(self._loop, self._start_life, self._receive, self._died)
         except OSError as error:
             self._ended(f"could not be started ({error})")
             return
-        self._life = life
-        self._dead.clear()
         # The largest datagram: the kernel needs part of its send buffer for itself.
-        room = life.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - SOCKET_OVERHEAD
-        self._most_bytes = min(room, MAX_FRAME_BYTES)
-        self._sender = Sender(self._loop, life.sock)
-        self._loop.add_reader(life.sock.fileno(), self._receive)
+        room = self._child.life.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self._most_bytes = min(room - SOCKET_OVERHEAD, MAX_FRAME_BYTES)
         self.send(messages.LoadEngine(messages.VERSION, self._settings))
 
-    def _receive(self) -> None:
-        """Handle all pending messages."""
-        while self._life is not None:
-            try:
-                size = self._life.sock.recv_into(self._buffer)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                size = 0
-            if size == 0:
-                self._loop.remove_reader(self._life.sock.fileno())
-                self._life.socket_closed()
-                return
-            self._heard = self._loop.time()
-            self._handle(messages.decode_from_engine(memoryview(self._buffer)[:size]))
+    def _receive(self, data: memoryview) -> None:
+        self._heard = self._loop.time()
+        self._handle(messages.decode_from_engine(data))
 
     def _handle(self, message: messages.FromEngine) -> None:
         if isinstance(message, messages.StepReport):
@@ -235,22 +212,11 @@ class EngineSupervisor:
             self._loaded.set_result(None)
 
     def _died(self, reason: str) -> None:
-        life, sender = self._life, self._sender
-        assert life is not None and sender is not None
+        self._child = None
         cause: Death = "crash"
         if self._is_hung:
             reason = f"said nothing for {self._longest_silence_s:.3g} s and was killed"
             cause, self._is_hung = "hang", False
-        # Messages that it sent before its death still count.
-        try:
-            self._receive()
-        except Exception:  # A new engine is started in any case.
-            log.exception("%s: the last words of the engine cannot be read", self.name)
-        self._loop.remove_reader(life.sock.fileno())
-        sender.close()
-        life.sock.close()
-        self._life = self._sender = None
-        self._dead.set()
         if not self._is_stopping:
             self._ended(reason, cause)
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Token counts of a finished request."""
-
     num_prompt: int
     num_generated: int
     # Prompt tokens found in the prefix cache.

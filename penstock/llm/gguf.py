@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,23 +108,18 @@ class GgufFile:
         for _ in range(num_values):
             key = reader.text("a key")
             metadata[key] = reader.value(reader.number("<I"), key)
-        heads = [reader.head() for _ in range(num_tensors)]
+        entries = [reader.entry() for _ in range(num_tensors)]
         alignment = metadata.get(ALIGNMENT, DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise reader.problem(f"{ALIGNMENT}: {alignment!r}; expected a positive number")
         start = -(-reader.at // alignment) * alignment
-        tensors = {head.name: reader.locate(head, start) for head in heads}
-        if len(tensors) != len(heads):
+        tensors = {each.name: replace(each, offset=start + each.offset) for each in entries}
+        if len(tensors) != len(entries):
             raise reader.problem("two tensors have the same name")
+        for each in tensors.values():
+            if each.offset + each.num_bytes > len(self._data):
+                raise reader.problem(f"tensor '{each.name}' ends behind the file: it was cut off")
         return metadata, tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorHead:
-    name: str
-    dimensions: list[int]
-    kind: int
-    offset: int
 
 
 class _GgufReader:
@@ -137,8 +132,12 @@ class _GgufReader:
         return ConfigError([f"{self._label}: {text}"])
 
     def number(self, form: str) -> int:
-        found: int = self._unpacked(form)
-        return found
+        try:
+            found: tuple[int] = struct.unpack_from(form, self._data, self.at)
+        except struct.error:
+            raise self.problem(f"it ends at byte {len(self._data)}, in its head") from None
+        self.at += struct.calcsize(form)
+        return found[0]
 
     def count(self, of: str) -> int:
         """Read a count, and check that the file can hold as many entries."""
@@ -159,8 +158,7 @@ class _GgufReader:
 
     def value(self, kind: int, key: str, depth: int = 0) -> Value:
         if kind in SCALARS:
-            found: Value = self._unpacked(SCALARS[kind])
-            return found
+            return self.number(SCALARS[kind])
         if kind == STRING:
             return self.text(key)
         if kind != LIST or depth == MAX_DEPTH:
@@ -172,36 +170,22 @@ class _GgufReader:
             raise self.problem(f"{key}: a list of {count} ends behind the file")
         return [self.value(inner, key, depth + 1) for _ in range(count)]
 
-    def head(self) -> _TensorHead:
+    def entry(self) -> TensorEntry:
+        """Read the entry of a tensor, whose offset begins where the entries end."""
         name = self.text("a tensor's name")
         num_dimensions = self.number("<I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self.problem(f"tensor '{name}': {num_dimensions} dimensions; expected 1 to 4")
         dimensions = [self.number("<Q") for _ in range(num_dimensions)]
-        return _TensorHead(name, dimensions, self.number("<I"), self.number("<Q"))
-
-    def locate(self, head: _TensorHead, start: int) -> TensorEntry:
-        where = f"tensor '{head.name}'"
-        form = FORMATS.get(head.kind)
+        kind, offset = self.number("<I"), self.number("<Q")
+        form = FORMATS.get(kind)
         if form is None:
             known = ", ".join(each.name for each in FORMATS.values())
-            raise self.problem(f"{where}: format {head.kind} is not read here; expected {known}")
-        row = head.dimensions[0]
-        if row % form.num_values:
-            raise self.problem(f"{where}: rows of {row} are not in {form.name}'s blocks")
-        entry = TensorEntry(head.name, tuple(reversed(head.dimensions)), form, start + head.offset)
-        if entry.offset + entry.num_bytes > len(self._data):
-            raise self.problem(f"{where} ends behind the file: it was cut off")
-        return entry
-
-    def _unpacked(self, form: str) -> int:
-        try:
-            (found,) = struct.unpack_from(form, self._data, self.at)
-        except struct.error:
-            raise self.problem(f"it ends at byte {len(self._data)}, in its head") from None
-        self.at += struct.calcsize(form)
-        value: int = found
-        return value
+            raise self.problem(f"tensor '{name}': format {kind} is not read here; expected {known}")
+        if dimensions[0] % form.num_values:
+            rows = f"rows of {dimensions[0]} are not in {form.name}'s blocks"
+            raise self.problem(f"tensor '{name}': {rows}")
+        return TensorEntry(name, tuple(reversed(dimensions)), form, offset)
 
     def _numbers(self, form: str, count: int, key: str) -> list[Value]:
         size = struct.calcsize(form) * count

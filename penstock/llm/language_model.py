@@ -10,21 +10,15 @@ import importlib.util
 import itertools
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from msgspec.structs import replace
 
 from penstock.config import LLM, ModelConfig
-from penstock.errors import (
-    ConfigError,
-    InvalidRequest,
-    PenstockError,
-    TooLarge,
-    Unsupported,
-)
-from penstock.llm.engine import QueueLimits
+from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge, Unsupported
+from penstock.llm.engine import MAX_CHOICES
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.messages import GenerateRequest, Ready, pack_tokens
@@ -32,11 +26,11 @@ from penstock.llm.open_generations import OpenGenerations
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
 from penstock.llm.settings import settings_of
 from penstock.llm.token_bytes import Vocabulary
+from penstock.processes.child import StartLife
 from penstock.sampling_params import SamplingParams
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
-from penstock.serving.supervisor import StartLife
 from penstock.types import Request
 
 One = TypeVar("One")
@@ -47,8 +41,6 @@ TENSORS = (
 )
 # Packages that the engine and the renderer import.
 PACKAGES = ("torch", "tokenizers")
-# Limit of sequences per request.
-MAX_CHOICES = QueueLimits().max_sequences_of_request
 # The code of errors about prompts that do not fit the context, as in OpenAI's API.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Prompts: texts, or lists of tokens.
@@ -157,7 +149,9 @@ class LanguageModel:
 
     def explain(self) -> Explanation:
         (place,) = self.instances
-        settings = self._settings
+        settings, ready = self._settings, self._engine.ready
+        doing: Literal["idle", "busy"] = "idle" if self._open.is_idle else "busy"
+        state = doing if self.is_ready else "not ready"
         return Explanation(
             model=self.config.name,
             version=self.config.version,
@@ -167,11 +161,10 @@ class LanguageModel:
             policy={
                 "max_num_seqs": str(settings.max_sequences),
                 "max_num_batched_tokens": str(settings.max_tokens),
-                "dtype": self._dtype,
+                # The engine may have chosen another one than the configured.
+                "dtype": settings.dtype if ready is None else ready.built["dtype"],
             },
-            instances=[
-                InstanceState(0, self._doing, place.pid, place.device, place.gpu_memory_bytes)
-            ],
+            instances=[InstanceState(0, state, place.pid, place.device, place.gpu_memory_bytes)],
             waiting=[],
             recent=[],
             num_shapes=0,
@@ -182,18 +175,6 @@ class LanguageModel:
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
             notes=list(self.config.warnings),
         )
-
-    @property
-    def _dtype(self) -> str:
-        """The dtype that the engine uses, which may differ from the configured one."""
-        ready = self._engine.ready
-        return self._settings.dtype if ready is None else ready.built["dtype"]
-
-    @property
-    def _doing(self) -> Literal["idle", "busy", "not ready"]:
-        if not self.is_ready:
-            return "not ready"
-        return "idle" if self._open.is_idle else "busy"
 
     # Requests.
 
@@ -237,7 +218,7 @@ class LanguageModel:
         self._renderer.encode(texts, is_whole, mixed)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], asker: Asker
+        self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object], asker: Asker
     ) -> None:
         """Apply the chat template, tokenize the result and pass the tokens to the asker."""
         self._renderer.encode_chat(messages, options, self.max_chars, asker)
@@ -306,9 +287,7 @@ class Mixed:
         self.asker.failed(error)
 
 
-async def _both(
-    one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]
-) -> tuple[One, Other]:
+async def _both(one: Awaitable[One], other: Awaitable[Other]) -> tuple[One, Other]:
     """Return both results. On the first error, cancel the other and raise it."""
     first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:

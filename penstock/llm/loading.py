@@ -40,7 +40,6 @@ ADA = (8, 9)
 
 
 def open_decoder(settings: EngineSettings) -> Decoder:
-    """Return the decoder, with its weights on its device."""
     is_fp8 = settings.dtype == FP8
     on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
     dtype = _dtype_beside(settings.dtype)

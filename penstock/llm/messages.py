@@ -77,8 +77,6 @@ class GenerateRequest(Frame, tag="gen"):
 
 
 class GiveUp(Frame, tag="up"):
-    """Abort these requests."""
-
     requests: tuple[int, ...]
 
 
@@ -132,8 +130,6 @@ class TokenEvent(Frame):
 
 
 class StepReport(Frame, tag="new"):
-    """Results of a step, and the engine's state after it."""
-
     # Possibly empty.
     events: list[TokenEvent]
     num_running: int
@@ -194,20 +190,10 @@ def _encode_array(tokens: object) -> bytes:
     return tokens.tobytes()
 
 
-def _decode_array(kind: object, data: bytes) -> Tokens:
-    return unpack_tokens(data)
-
-
-_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(
+    ToEngine, dec_hook=lambda kind, data: unpack_tokens(data)
+)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-
-
-def decode_to_engine(data: bytes | memoryview) -> ToEngine:
-    found: ToEngine = _to_engine.decode(data)
-    return found
-
-
-def decode_from_engine(data: bytes | memoryview) -> FromEngine:
-    found: FromEngine = _from_engine.decode(data)
-    return found
+decode_to_engine = _to_engine.decode
+decode_from_engine = _from_engine.decode

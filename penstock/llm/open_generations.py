@@ -25,9 +25,9 @@ from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import TextMetrics
 from penstock.llm.token_bytes import Vocabulary
+from penstock.processes.child import StartLife
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.supervisor import StartLife
 from penstock.types import CANCELLED
 
 log = logging.getLogger("penstock.llm")
@@ -70,7 +70,6 @@ class OpenGenerations:
         return not self._open
 
     async def drain(self) -> None:
-        """Wait until no request is open."""
         await self._idle.wait()
 
     # Requests.
@@ -261,7 +260,6 @@ def _rest(output: SequenceOutput) -> str:
 
 
 def _check_tokens(tokens: Collection[int], field: str, vocabulary: int) -> None:
-    """Raise InvalidRequest for a token outside the vocabulary."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         strange = next(each for each in tokens if not 0 <= each < vocabulary)
         text = f"token {strange}; expected 0 to {vocabulary - 1}"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.backends.packed_encoder import has_triton, room_for_scales, uses_kernels
+from penstock.backends.packed_encoder import room_for_scales, uses_kernels
+from penstock.kernels import has_triton
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
 from penstock.llm.models.decoder import rms_norm, rope
@@ -81,7 +82,6 @@ def add_norm(
 
 
 def taken(x: Tensor, linear: AnyLinear) -> Tensor | Small:
-    """Convert to the input format of the linear layer."""
     if not isinstance(linear, Fp8Linear):
         return x
     if not uses_kernels(x):
@@ -113,22 +113,11 @@ def rope_to_cache(
     epsilon: float,
 ) -> None:
     """Apply RoPE to queries in place; write rotated keys and values to the KV cache."""
-    if not uses_kernels(qkv):
-        _plain_rope_to_cache(qkv, paged, places, rope_table, norms, epsilon)
+    if uses_kernels(qkv):
+        from penstock.kernels import decoding
+
+        decoding.turn(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
         return
-    from penstock.kernels import decoding
-
-    decoding.turn(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
-
-
-def _plain_rope_to_cache(
-    qkv: Tensor,
-    paged: Paged,
-    places: Places,
-    rope_table: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-) -> None:
     num_kv_heads, size = paged.keys.shape[1:]
     heads = qkv.unflatten(1, (-1, size))
     queries, keys, values = heads.split(
@@ -136,10 +125,9 @@ def _plain_rope_to_cache(
     )
     is_there = places.positions >= 0
     positions = places.positions.clamp(min=0).long()
+    asked, kept = queries, keys
     if norms is not None:
         asked, kept = rms_norm(queries, norms[0], epsilon), rms_norm(keys, norms[1], epsilon)
-    else:
-        asked, kept = queries, keys
     queries.copy_(rope(asked, rope_table[positions]))
     slots = slots_of(paged, places.rows, positions)[is_there]
     paged.keys[slots] = rope(kept, rope_table[positions])[is_there]
@@ -147,7 +135,6 @@ def _plain_rope_to_cache(
 
 
 def slots_of(paged: Paged, rows: Tensor, positions: Tensor) -> Tensor:
-    """Return the KV cache slots of tokens."""
     blocks = paged.table[rows.long(), positions // paged.block_size].long()
     return blocks * paged.block_size + positions % paged.block_size
 
@@ -199,25 +186,17 @@ def sample_rows(logits: Tensor, batch_table: Tensor, sampled: Tensor, last: Tens
     """Sample a token for each row of logits into `sampled`, and into `last` at the row's target."""
     floats = batch_table.view(torch.float32)
     temperatures = floats[:, TEMPERATURE]
-    if not uses_kernels(logits):
-        tokens = _plain_sample(logits.float(), batch_table)
-        sampled.copy_(tokens)
-        last[batch_table[:, TARGET].long()] = tokens
+    cuts = batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P]
+    keys, targets = batch_table[:, KEY], batch_table[:, TARGET]
+    if uses_kernels(logits):
+        from penstock.kernels import drawing
+
+        lowest = drawing.cut(logits, temperatures, *cuts)
+        drawing.draw(logits, lowest, temperatures, keys, sampled, last, targets)
         return
-    from penstock.kernels import drawing
-
-    lowest = drawing.cut(
-        logits, temperatures, batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P]
-    )
-    drawing.draw(
-        logits, lowest, temperatures, batch_table[:, KEY], sampled, last, batch_table[:, TARGET]
-    )
-
-
-def _plain_sample(logits: Tensor, batch_table: Tensor) -> Tensor:
-    floats = batch_table.view(torch.float32)
-    temperatures = floats[:, TEMPERATURE, None]
-    warm = logits / torch.where(temperatures > 0, temperatures, 1.0)
-    kept = sampling.without(warm, batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
-    noise = sampling.noise(batch_table[:, KEY].long() & sampling.MASK, logits.shape[1])
-    return torch.where(temperatures > 0, kept + noise, warm).argmax(1).int()
+    is_warm = temperatures[:, None] > 0
+    warm = logits.float() / torch.where(is_warm, temperatures[:, None], 1.0)
+    noise = sampling.noise(keys.long() & sampling.MASK, logits.shape[1])
+    tokens = torch.where(is_warm, sampling.without(warm, *cuts) + noise, warm).argmax(1).int()
+    sampled.copy_(tokens)
+    last[targets.long()] = tokens

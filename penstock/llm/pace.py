@@ -26,8 +26,6 @@ RIDGE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Size of a step."""
-
     num_prompt_tokens: int
     num_generating: int
     # Total over the decoding sequences.

@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -33,10 +32,9 @@ from penstock.errors import (
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import unpack_tokens
 from penstock.llm.token_bytes import Vocabulary
-from penstock.processes.channel import Sender
+from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import backoff_s
-from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife, await_death
+from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s
 
 log = logging.getLogger("penstock.llm")
 RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_main")
@@ -135,8 +133,7 @@ class Renderer:
         self._queues: dict[Lane, deque[RenderJob]] = {lane: deque() for lane in SLOTS}
         self._suspects: deque[RenderJob] = deque()
         self._sent: dict[int, RenderJob] = {}
-        self._life: Life | None = None
-        self._sender: Sender | None = None
+        self._child: ChildProcess | None = None
         self._joiner = messages.Joiner()
         self._is_ready = False
         self._is_stopping = False
@@ -147,8 +144,6 @@ class Renderer:
         # Limits the load of a process, then delays the next start after a death.
         self._timer: asyncio.TimerHandle | None = None
         self._loaded: asyncio.Future[Vocabulary] | None = None
-        self._dead = asyncio.Event()
-        self._dead.set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -172,14 +167,13 @@ class Renderer:
         if self._loaded is not None:
             self._loaded.cancel()
         self._fail_all(NotReady(f"model '{self.name}' is unloaded"))
-        if self._life is None:
-            return
-        self._send(messages.StopText())
-        await await_death(self._life, self._dead, STOP_S)
+        if self._child is not None:
+            self._send(messages.StopText())
+            await self._child.wait(STOP_S)
 
     @property
     def pid(self) -> int:
-        return 0 if self._life is None else self._life.pid
+        return 0 if self._child is None else self._child.life.pid
 
     # Jobs.
 
@@ -256,16 +250,15 @@ class Renderer:
             self._pump()
 
     def _end_overdue(self, job: RenderJob) -> None:
-        # The event loop may be late: the answer may have arrived.
-        self._receive()
+        if self._child is not None:
+            self._child.read()  # The event loop may be late: the answer may have arrived.
         if job.message.job not in self._sent:
             return
         text = "%s: %s took longer than %.3g s; ending the renderer process"
         limit_s = self._limits.of(job.size)
         log.error(text, self.name, job.what, limit_s, extra={"model": self.name})
         self._overdue = job
-        if self._life is not None:
-            self._life.kill()
+        self._kill()
 
     def _finish(self, number: int, outcome: list[list[int]] | PenstockError) -> None:
         job = self._sent.pop(number, None)
@@ -301,14 +294,10 @@ class Renderer:
         self._problems = ()
         self._joiner = messages.Joiner()
         try:
-            life = self._start_life(self._loop, self._died)
+            self._child = ChildProcess(self._loop, self._start_life, self._receive, self._died)
         except OSError as error:
             self._ended(f"cannot be started ({error})")
             return
-        self._life = life
-        self._dead.clear()
-        self._sender = Sender(self._loop, life.sock)
-        self._loop.add_reader(life.sock.fileno(), self._receive)
         self._timer = self._loop.call_later(self._limits.load_s, self._end_load)
         source, memory_bytes = self._source, self._limits.memory_bytes
         self._send(
@@ -323,29 +312,21 @@ class Renderer:
 
     def _end_load(self) -> None:
         self._problems = (f"tokenizer: loading took longer than {self._limits.load_s:g} s",)
-        if self._life is not None:
-            self._life.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            self._child.life.kill()
 
     def _send(self, message: messages.ToRenderer) -> None:
-        if self._sender is not None:
+        if self._child is not None:
             for datagram in messages.encode(message):
-                self._sender.send(datagram)
+                self._child.send(datagram)
 
-    def _receive(self) -> None:
-        while self._life is not None:
-            try:
-                datagram = self._life.sock.recv(messages.PART_BYTES + 1)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                datagram = b""
-            if not datagram:
-                self._loop.remove_reader(self._life.sock.fileno())
-                self._life.socket_closed()
-                return
-            data = self._joiner.add(datagram)
-            if data is not None:
-                self._handle(messages.decode_from_renderer(data))
+    def _receive(self, datagram: memoryview) -> None:
+        data = self._joiner.add(bytes(datagram))
+        if data is not None:
+            self._handle(messages.decode_from_renderer(data))
 
     def _handle(self, message: messages.FromRenderer) -> None:
         match message:
@@ -356,8 +337,7 @@ class Renderer:
                 self._finish(message.job, kinds[message.kind](message.reason))
             case messages.TextFailed():
                 self._problems = message.problems
-                if self._life is not None:
-                    self._life.kill()
+                self._kill()
             case messages.TextReady():
                 self._become_ready(message.vocabulary)
 
@@ -370,18 +350,9 @@ class Renderer:
         self._pump()
 
     def _died(self, reason: str) -> None:
-        life, sender = self._life, self._sender
-        assert life is not None and sender is not None
-        # Take answers that were sent before the process ended.
-        with suppress(Exception):
-            self._receive()
+        self._child = None
         if self._timer is not None:
             self._timer.cancel()
-        self._loop.remove_reader(life.sock.fileno())
-        sender.close()
-        life.sock.close()
-        self._life = self._sender = None
-        self._dead.set()
         if not self._is_stopping:
             self._ended(reason)
 

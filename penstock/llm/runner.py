@@ -65,18 +65,16 @@ class CpuRunner:
 
     def run(self, step: BatchStep) -> SampledStep:
         """Run a step whose tokens are all known."""
-        with torch.inference_mode():
-            return self._run(step)
-
-    def _run(self, step: BatchStep) -> SampledStep:
-        tokens = torch.tensor(
-            [t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]]
-        )
+        tokens = [
+            t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]
+        ]
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
-        hidden = self._decoder.hidden(tokens, positions, self._buckets.attention(step))
         wanted = [chunk.sequence.params.num_logprobs for chunk in step.chunks if chunk.is_sampled]
-        prompts = prompt_logprobs(step, hidden, self._decoder.logits)
-        return SampledStep(self._sample(step, hidden), wanted, prompts)
+        with torch.inference_mode():
+            attention = self._buckets.attention(step)
+            hidden = self._decoder.hidden(torch.tensor(tokens), positions, attention)
+            prompts = prompt_logprobs(step, hidden, self._decoder.logits)
+            return SampledStep(self._sample(step, hidden), wanted, prompts)
 
     def _sample(self, step: BatchStep, hidden: Tensor) -> Sampled:
         places, rows, end = [], [], 0

@@ -26,8 +26,6 @@ STEPS = 0x9E3779B1, 0x7FEB352D
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """Sampling input of one sequence."""
-
     params: SamplingParams
     # Number of tokens that it has.
     position: int
@@ -52,7 +50,7 @@ class Sampled:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Sample a token for each row of `logits` [rows, vocabulary], which is left unchanged."""
     logits = logits.float()
-    logprobs = wanted_logprobs(logits, rows)
+    wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
     changed = process_logits(logits, rows)
     places = [place for place, row in enumerate(rows) if not row.params.is_greedy]
     if places:
@@ -62,26 +60,20 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         changed = changed.clone() if changed is logits else changed
         changed[index] = add_noise(changed[index], sampled_rows)
     tokens = changed.argmax(1)
-    if logprobs is None:
+    if not wanted:
         return Sampled(tokens)
-    all_logprobs, num = logprobs
-    top = all_logprobs.topk(num, 1) if num else None
+    # Before any logits processor.
+    logprobs = logits.log_softmax(1)
+    top = logprobs.topk(max(wanted), 1) if any(wanted) else None
     return Sampled(
         tokens,
-        all_logprobs.gather(1, tokens[:, None])[:, 0],
+        logprobs.gather(1, tokens[:, None])[:, 0],
         None if top is None else top.indices,
         None if top is None else top.values,
     )
 
 
-def wanted_logprobs(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, int] | None:
-    """Return the logprobs before any logits processor, and the number of top places wanted."""
-    wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
-    return (logits.log_softmax(1), max(wanted)) if wanted else None
-
-
 def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply penalties, bias and banned tokens."""
     found = logits
     for place, row in enumerate(rows):
         params = row.params

@@ -25,8 +25,6 @@ MIN_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of one step."""
-
     # Sequences that run at a time; more for throughput, fewer for time per token.
     max_sequences: int
     # Token budget; more for prefill throughput, fewer for time per token.
@@ -66,10 +64,6 @@ class BatchStep:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(chunk.is_sampled for chunk in self.chunks)
 
 
 class Scheduler:
@@ -114,11 +108,10 @@ class Scheduler:
     def plan(self, max_tokens: int | None = None) -> BatchStep:
         """Return the next step, of at most `max_tokens` tokens if that is below the limit; empty if
         nothing can run before another step is committed."""
-        step = BatchStep()
-        most = self.limits.max_tokens if max_tokens is None else max_tokens
-        num_before = self.num_preemptions
+        step, num_before = BatchStep(), self.num_preemptions
+        limit = self.limits.max_tokens
+        most = limit if max_tokens is None else min(max_tokens, limit)
         self._plan_tokens(step)
-        most = min(most, self.limits.max_tokens)
         shares = self._shares(most - step.num_tokens)
         self._plan_prompts(step, most, shares)
         if self.num_preemptions == num_before:
@@ -218,8 +211,8 @@ class Scheduler:
         if not sequence.is_admitted:
             sequence.is_admitted, sequence.num_found = True, num_found
             if sequence.is_cached:
-                pool.counts.num_asked += known
-                pool.counts.num_found += num_found
+                pool.num_asked += known
+                pool.num_found += num_found
         self.waiting.remove(sequence)
         sequence.state = "running"
         insort(self.running, sequence, key=RANK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import CPU, ModelConfig
@@ -21,35 +20,29 @@ ON_GPUS, ON_CPUS = ("fp8",), ("int8", "int4")
 LONGEST = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    default: float
-    least: float
-    most: float
-
-
-NUMBERS: Mapping[str, Number] = {
+# Default, least and largest value.
+NUMBERS: Mapping[str, tuple[float, float, float]] = {
     # Larger blocks make block tables shorter, smaller ones share more of prompts.
-    "block_size": Number(16, 1, 256),
+    "block_size": (16, 1, 256),
     # 0: 1 GiB on a CPU, the free memory on a GPU. More for longer and more concurrent sequences.
-    "kv_cache_bytes": Number(0, 0, 1 << 50),
+    "kv_cache_bytes": (0, 0, 1 << 50),
     # Tokens of a sequence, prompt included. Lower it if memory cannot hold the model's length.
-    "max_model_len": Number(LONGEST, 2, LONGEST),
+    "max_model_len": (LONGEST, 2, LONGEST),
     # Tokens of a step: more for prefill throughput, fewer for time per token.
-    "max_num_batched_tokens": Number(0, 1, 1 << 24),
+    "max_num_batched_tokens": (0, 1, 1 << 24),
     # Sequences that run at a time: more for throughput, fewer for time per token.
-    "max_num_seqs": Number(0, 1, 1 << 16),
+    "max_num_seqs": (0, 1, 1 << 16),
     # Queue limit; further requests are refused.
-    "max_waiting": Number(1024, 1, 1 << 20),
+    "max_waiting": (1024, 1, 1 << 20),
     # Threads of the engine; fewer if other processes need cores.
-    "threads": Number(0, 1, 1024),
+    "threads": (0, 1, 1024),
     # Seconds that the chat template and tokenizer may take for a request, and 20 us more for each
     # character. Raise it for slow templates or machines.
-    "text_timeout_s": Number(5, 0.1, 3600),
+    "text_timeout_s": (5, 0.1, 3600),
     # Latency targets: time to first token, and time per output token. They limit prefill chunks and
     # drive admission control.
-    "ttft_ms": Number(0, 0.001, 1e9),
-    "tpot_ms": Number(0, 0.001, 1e9),
+    "ttft_ms": (0, 0.001, 1e9),
+    "tpot_ms": (0, 0.001, 1e9),
 }
 FLAGS = ("random_weights", "parse_special_tokens", "follow_links")
 TEXTS = ("dtype", *FLAGS)
@@ -131,19 +124,17 @@ def _flag(config: ModelConfig, name: str, problems: list[str]) -> bool:
 
 
 def _number(config: ModelConfig, name: str, problems: list[str]) -> float:
-    known, key = NUMBERS[name], f"{PREFIX}{name}"
+    (default, least, most), key = NUMBERS[name], f"{PREFIX}{name}"
     given = config.options.get(key)
     if given is None:
-        return known.default
+        return default
     try:
         value = float(given)
     except ValueError:
         value = math.nan
     is_time = name.endswith(("_ms", "_s"))
-    if not known.least <= value <= known.most or not (is_time or value.is_integer()):
+    if not least <= value <= most or not (is_time or value.is_integer()):
         what = "a number" if is_time else "a whole number"
-        problems.append(
-            f"parameters.{key}: '{given}'; expected {what} from {known.least:g} to {known.most:g}"
-        )
-        return known.default
+        problems.append(f"parameters.{key}: '{given}'; expected {what} from {least:g} to {most:g}")
+        return default
     return value

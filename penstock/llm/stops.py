@@ -12,11 +12,9 @@ from collections.abc import Sequence
 class StopTexts:
     """Stop strings of one sequence. Passes on all text in order, up to the stop string."""
 
-    def __init__(self, texts: Sequence[str], *, is_kept: bool = False) -> None:
-        """`is_kept`: the stop string itself is passed on too."""
+    def __init__(self, texts: Sequence[str]) -> None:
         assert all(texts), "nothing ends with the empty text"
         self._texts = texts
-        self._is_kept = is_kept
         self._held = ""
         # The stop string that was found.
         self.found: str | None = None
@@ -31,7 +29,7 @@ class StopTexts:
         if (hit := self._first(text)) is not None:
             place, self.found = hit
             self._held = ""
-            return text[: place + len(self.found)] if self._is_kept else text[:place]
+            return text[:place]
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

@@ -12,22 +12,14 @@ import datetime
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from penstock.errors import (
     BackendFailed,
@@ -40,21 +32,11 @@ from penstock.errors import (
 from penstock.llm.control_tokens import ControlTokens
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
-from penstock.llm.token_bytes import (
-    Detokenizer,
-    Vocabulary,
-    letters_of_bytes,
-    pack,
-    read_vocabulary,
-)
+from penstock.llm.token_bytes import Vocabulary, letters_of_bytes, pack, read_vocabulary
 
 log = logging.getLogger("penstock.text")
-TOKENIZER, SETTINGS, GENERATION = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-)
-TEMPLATE = "chat_template.jinja"
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 # Patterns of GGUF's pre-tokenizers, which split a text before BPE merges.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,7 +51,7 @@ CONTROL = 3
 # GGUF token type of user-defined tokens, which are never split.
 OF_USERS = 4
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 # Length limit of the error messages that a template raises.
 MAX_REASON_CHARS = 500
 # For random weights: messages one per line.
@@ -85,28 +67,22 @@ class TemplateRefused(TemplateError):
     """Raised by a template that does not take the messages."""
 
 
+@dataclass(eq=False)
 class Text:
     """The tokenizer and chat template of one model. Safe for several threads."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: str = "",
-        stop_tokens: frozenset[int] = frozenset(),
-        names: Mapping[str, str] | None = None,
-        *,
-        parses_special: bool = False,
-    ) -> None:
-        """`names` are those of special tokens, as templates know them (`bos_token` and so on);
-        `parses_special`: special tokens within messages are special, not text."""
+    tokenizer: Tokenizer
+    template: str = ""
+    stop_tokens: frozenset[int] = frozenset()
+    # Special tokens by the names that templates use (`bos_token` and so on).
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Special tokens within messages are special, not text.
+    parses_special: bool = False
+
+    def __post_init__(self) -> None:
         # Files may ask for truncation or padding, which serving never wants.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self.parses_special = parses_special
-        self.template = template
-        self.names = dict(names or {})
-        self.stop_tokens = stop_tokens
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
 
     @property
     def has_template(self) -> bool:
@@ -115,22 +91,17 @@ class Text:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         return replace(
-            read_vocabulary(self._tokenizer),
+            read_vocabulary(self.tokenizer),
             stop_tokens=self.stop_tokens,
             names=self.names,
             template=self.template,
         )
 
-    @property
-    def num_tokens(self) -> int:
-        size: int = self._tokenizer.get_vocab_size()
-        return size
-
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         """Return the tokens of a text; `is_whole`: with the special tokens that the model wants
         around it. Releases the GIL."""
         # The only call of the library that releases the GIL.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
         tokens: list[int] = found.ids
         return tokens
 
@@ -146,20 +117,11 @@ class Text:
         if self.parses_special:
             return self.encode(self.chat(messages, options, max_chars), is_whole=False)
         control = self._control
-        marked = [cast("Mapping[str, Any]", control.escape(message)) for message in messages]
+        marked = [cast("Mapping[str, object]", control.escape(message)) for message in messages]
         marked_options = cast("Mapping[str, object]", control.escape(options or {}))
         text = self.chat(marked, marked_options, max_chars)
         found = control.encode(text)
         return self.encode(text, is_whole=False) if found is None else found
-
-    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
-        return self.vocabulary.decode(tokens, keeps_special=keeps_special)
-
-    def token(self, token: int) -> str:
-        return self.vocabulary.token(token)
-
-    def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        return self.vocabulary.stream(prompt)
 
     def chat(
         self,
@@ -200,10 +162,10 @@ class Text:
 
     @cached_property
     def _control(self) -> ControlTokens:
-        return ControlTokens(self._tokenizer)
+        return ControlTokens(self.tokenizer)
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -253,20 +215,10 @@ def read_text(path: str, *, is_made_up: bool = False, parses_special: bool = Fal
     elif where.suffix != ".gguf":
         text = of_folder(where)
     else:
-        text = _read_gguf(where)
+        with GgufFile(where) as file:
+            text = of_gguf(file.metadata)
     text.parses_special = parses_special
     return text
-
-
-def _read_gguf(path: Path) -> Text:
-    try:
-        file = GgufFile(path)
-    except OSError as error:
-        raise ConfigError([f"{path.name}: cannot be read: {error.strerror}"]) from None
-    try:
-        return of_gguf(file.metadata)
-    finally:
-        file.close()
 
 
 def _read_made_up(config: Path) -> Text:
@@ -375,7 +327,7 @@ def of_gguf(metadata: Mapping[str, Any]) -> Text:
     return Text(tokenizer, template, frozenset(each for each in stops if each is not None), names)
 
 
-def _cuts(name: str) -> list[Any]:
+def _cuts(name: str) -> list[pre_tokenizers.PreTokenizer]:
     if name in CUTS:
         split = pre_tokenizers.Split(Regex(CUTS[name]), "isolated")
         return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

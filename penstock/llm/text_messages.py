@@ -81,8 +81,10 @@ class NotEncoded(Frame, tag="no"):
 
 ToRenderer = LoadText | EncodeTexts | EncodeChat | StopText
 FromRenderer = TextReady | TextFailed | Encoded | NotEncoded
-_to_renderer = msgspec.msgpack.Decoder(ToRenderer)
-_from_renderer = msgspec.msgpack.Decoder(FromRenderer)
+_to_renderer: msgspec.msgpack.Decoder[ToRenderer] = msgspec.msgpack.Decoder(ToRenderer)
+_from_renderer: msgspec.msgpack.Decoder[FromRenderer] = msgspec.msgpack.Decoder(FromRenderer)
+decode_to_renderer = _to_renderer.decode
+decode_from_renderer = _from_renderer.decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -107,13 +109,3 @@ class Joiner:
             return None
         data, self._parts = b"".join(self._parts), []
         return data
-
-
-def decode_to_renderer(data: bytes) -> ToRenderer:
-    found: ToRenderer = _to_renderer.decode(data)
-    return found
-
-
-def decode_from_renderer(data: bytes) -> FromRenderer:
-    found: FromRenderer = _from_renderer.decode(data)
-    return found

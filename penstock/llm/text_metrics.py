@@ -7,16 +7,16 @@ passed on to the model's own metrics. docs/observability.md lists all of them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
-from penstock.serving.metrics import ModelMetrics, ScrapeLines, histogram_lines, label_text
+from penstock.llm.messages import StepReport
+from penstock.serving.metrics import Histogram, ModelMetrics, ScrapeLines
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
-    from penstock.llm.messages import Ready, StepReport
+    from penstock.llm.messages import Ready
 
 PREFIX = "penstock:"
 # Why an engine ended: it crashed, or it was killed after being silent for too long.
@@ -49,35 +49,49 @@ def token_bounds(max_length: int) -> tuple[float, ...]:
     return tuple(found)
 
 
-class Distribution:
-    """Histogram: counts per bucket, and the sum of values."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
-class EngineTotals:
-    """Last totals that an engine reported; a new engine starts at 0."""
-
-    __slots__ = ("num_asked", "num_cached", "num_computed", "num_preemptions")
-
-    def __init__(self) -> None:
-        self.num_preemptions = 0
-        self.num_computed = 0
-        self.num_asked = 0
-        self.num_cached = 0
+# Totals of an engine that has not reported yet.
+NOTHING = StepReport([], 0, 0, 0, 0, 0.0)
+# Numbers of a scrape: name, kind, help and attribute.
+NUMBERS = (
+    ("num_requests_running", "gauge", "Texts that steps compute", "num_running"),
+    ("num_requests_waiting", "gauge", "Texts that wait for it", "num_waiting"),
+    (
+        "kv_cache_usage_perc",
+        "gauge",
+        "Share of the blocks for keys and values in use (0 to 1)",
+        "cache_use",
+    ),
+    ("prompt_tokens_total", "counter", "Tokens of prompts", "num_prompt_tokens"),
+    ("generation_tokens_total", "counter", "Tokens generated", "num_generated_tokens"),
+    (
+        "prefix_cache_queries_total",
+        "counter",
+        "Tokens of prompts that were looked for in the cache",
+        "num_asked",
+    ),
+    ("prefix_cache_hits_total", "counter", "Tokens that were found there", "num_cached"),
+    (
+        "num_preemptions_total",
+        "counter",
+        "Texts that gave their blocks up to others",
+        "num_preemptions",
+    ),
+)
+# Histograms of a scrape: name, help and attribute.
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Seconds to the first token", "first_token_s"),
+    ("inter_token_latency_seconds", "Seconds from one token to the next", "next_token_s"),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean seconds of a request's tokens after the first",
+        "mean_token_s",
+    ),
+    ("e2e_request_latency_seconds", "Seconds of a request", "request_s"),
+    ("request_queue_time_seconds", "Seconds until a request is begun", "queue_s"),
+    ("request_prompt_tokens", "Tokens of a prompt", "prompt_tokens"),
+    ("request_generation_tokens", "Tokens generated for a request", "generated_tokens"),
+    ("iteration_tokens_total", "Tokens that a step computes", "step_tokens"),
+)
 
 
 class TextMetrics:
@@ -96,27 +110,27 @@ class TextMetrics:
         self.num_cached = 0
         self.num_preemptions = 0
         self.num_ended = dict.fromkeys(REASONS, 0)
-        self.first_token_s = Distribution(FIRST_TOKEN_S)
-        self.next_token_s = Distribution(NEXT_TOKEN_S)
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.next_token_s = Histogram(NEXT_TOKEN_S)
         # Mean time per output token of a request, without the first.
-        self.mean_token_s = Distribution(NEXT_TOKEN_S)
-        self.request_s = Distribution(REQUEST_S)
-        self.queue_s = Distribution(REQUEST_S)
-        self.prompt_tokens = Distribution(())
-        self.generated_tokens = Distribution(())
-        self.step_tokens = Distribution(STEP_TOKENS)
-        self._reported = EngineTotals()
+        self.mean_token_s = Histogram(NEXT_TOKEN_S)
+        self.request_s = Histogram(REQUEST_S)
+        self.queue_s = Histogram(REQUEST_S)
+        self.prompt_tokens = Histogram(())
+        self.generated_tokens = Histogram(())
+        self.step_tokens = Histogram(STEP_TOKENS)
+        self._reported = NOTHING
         self._num_blocks = 0
 
     # The engine.
 
     def loaded(self, ready: Ready) -> None:
         """Reset the totals for a new engine."""
-        self._reported = EngineTotals()
+        self._reported = NOTHING
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
         if bounds != self.prompt_tokens.bounds:
-            self.prompt_tokens, self.generated_tokens = Distribution(bounds), Distribution(bounds)
+            self.prompt_tokens, self.generated_tokens = Histogram(bounds), Histogram(bounds)
 
     def step(self, report: StepReport) -> None:
         last = self._reported
@@ -129,8 +143,7 @@ class TextMetrics:
             self.step_tokens.add(report.num_computed - last.num_computed)
         for wait_s in report.waits_s:
             self.queue_s.add(wait_s)
-        last.num_preemptions, last.num_computed = report.num_preemptions, report.num_computed
-        last.num_asked, last.num_cached = report.num_asked, report.num_cached
+        self._reported = report
 
     def idle(self) -> None:
         """Zero the gauges: no client waits, and the engine aborts what it still has."""
@@ -187,85 +200,20 @@ class TextMetrics:
     # Scrape.
 
     def families(self) -> Sequence[ScrapeLines]:
-        return [*self._gauges(), *self._counters(), *self._distributions()]
-
-    @property
-    def _labels(self) -> dict[str, str]:
         model = self._model
-        return {"model_name": model.name, "version": model.version, **model.tags}
-
-    def _gauges(self) -> list[ScrapeLines]:
+        labels = {"model_name": model.name, "version": model.version, **model.tags}
+        ended = [({**labels, "finished_reason": why}, n) for why, n in self.num_ended.items()]
+        name, text = f"{PREFIX}request_success_total", "Requests that ended, by why"
         return [
-            self._one(
-                "num_requests_running", "Texts that steps compute", "gauge", self.num_running
+            *(
+                ScrapeLines.of(
+                    PREFIX + name, text, kind, [(labels, round(getattr(self, field), 6))]
+                )
+                for name, kind, text, field in NUMBERS
             ),
-            self._one("num_requests_waiting", "Texts that wait for it", "gauge", self.num_waiting),
-            self._one(
-                "kv_cache_usage_perc",
-                "Share of the blocks for keys and values in use (0 to 1)",
-                "gauge",
-                round(self.cache_use, 6),
+            ScrapeLines.of(name, text, "counter", ended),
+            *(
+                ScrapeLines.of_histograms(PREFIX + name, text, [(labels, getattr(self, field))])
+                for name, text, field in HISTOGRAMS
             ),
         ]
-
-    def _counters(self) -> list[ScrapeLines]:
-        found = [
-            self._one(name, text, "counter", value)
-            for name, text, value in (
-                ("prompt_tokens_total", "Tokens of prompts", self.num_prompt_tokens),
-                ("generation_tokens_total", "Tokens generated", self.num_generated_tokens),
-                (
-                    "prefix_cache_queries_total",
-                    "Tokens of prompts that were looked for in the cache",
-                    self.num_asked,
-                ),
-                ("prefix_cache_hits_total", "Tokens that were found there", self.num_cached),
-                (
-                    "num_preemptions_total",
-                    "Texts that gave their blocks up to others",
-                    self.num_preemptions,
-                ),
-            )
-        ]
-        name = f"{PREFIX}request_success_total"
-        lines = [
-            f"{name}{label_text(**self._labels, finished_reason=reason)} {count}"
-            for reason, count in self.num_ended.items()
-        ]
-        return [*found, ScrapeLines(name, "Requests that ended, by why", "counter", lines)]
-
-    def _distributions(self) -> list[ScrapeLines]:
-        return [
-            ScrapeLines(
-                name := PREFIX + short,
-                text,
-                "histogram",
-                histogram_lines(name, self._labels, found.bounds, found.counts, repr(found.total)),
-            )
-            for short, text, found in (
-                ("time_to_first_token_seconds", "Seconds to the first token", self.first_token_s),
-                (
-                    "inter_token_latency_seconds",
-                    "Seconds from one token to the next",
-                    self.next_token_s,
-                ),
-                (
-                    "request_time_per_output_token_seconds",
-                    "Mean seconds of a request's tokens after the first",
-                    self.mean_token_s,
-                ),
-                ("e2e_request_latency_seconds", "Seconds of a request", self.request_s),
-                ("request_queue_time_seconds", "Seconds until a request is begun", self.queue_s),
-                ("request_prompt_tokens", "Tokens of a prompt", self.prompt_tokens),
-                (
-                    "request_generation_tokens",
-                    "Tokens generated for a request",
-                    self.generated_tokens,
-                ),
-                ("iteration_tokens_total", "Tokens that a step computes", self.step_tokens),
-            )
-        ]
-
-    def _one(self, short: str, text: str, kind: str, value: float) -> ScrapeLines:
-        name = PREFIX + short
-        return ScrapeLines(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])

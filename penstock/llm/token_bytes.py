@@ -88,7 +88,6 @@ class Vocabulary:
         return self.piece(token).decode("utf-8", "replace")
 
     def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """Return a stream for the text after a prompt."""
         return Detokenizer(self, prompt)
 
     def last_bytes(self, tokens: Sequence[int]) -> bytes:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 VARIABLE = "OMP_WAIT_POLICY"
 SPIN, SLEEP = "ACTIVE", "PASSIVE"
 SAMPLE_S = 0.25
 # Load of others that is ignored: any machine has that much in the background.
 SPARE_CORES = 0.25
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,50 +60,36 @@ def apply(
 def measure_load() -> CpuLoad:
     """Measure the load, without the server's own processes: they load now, and idle later."""
     cores, own = os.sched_getaffinity(0), server_processes(os.getppid())
-    began, all_before, own_before = time.monotonic(), busy_s(cores), process_s(own)
+    began, before = time.monotonic(), busy_s(cores) - process_s(own)
     time.sleep(SAMPLE_S)
     took_s = time.monotonic() - began
-    others = busy_s(cores) - all_before - (process_s(own) - own_before)
+    others = busy_s(cores) - process_s(own) - before
     return CpuLoad(len(cores), max(0.0, others / took_s), read_quota())
 
 
-def busy_s(cores: Iterable[int], path: Path = Path("/proc/stat")) -> float:
+def busy_s(cores: Collection[int]) -> float:
     """Return the seconds that these cores have been busy."""
-    names = {f"cpu{core}" for core in cores}
-    ticks = 0
-    for line in path.read_text().splitlines():
-        name, *fields = line.split()
-        if name in names:
-            user, nice, system, _, _, irq, softirq, *_ = map(int, fields)
-            ticks += user + nice + system + irq + softirq
-    return ticks / TICKS
+    times = [each for core, each in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
+    seconds = [each.user + each.nice + each.system + each.irq + each.softirq for each in times]
+    return float(sum(seconds))
 
 
-def server_processes(core: int, root: Path = Path("/proc")) -> list[Path]:
+def server_processes(core: int) -> list[psutil.Process]:
     """Return the core process and its children."""
-    found = [root / str(core)]
-    for entry in root.iterdir():
-        fields = _fields(entry) if entry.name.isdigit() else []
-        if fields and int(fields[1]) == core:
-            found.append(entry)
-    return found
+    with suppress(psutil.Error):
+        process = psutil.Process(core)
+        return [process, *process.children()]
+    return []
 
 
-def process_s(processes: Iterable[Path]) -> float:
+def process_s(processes: Iterable[psutil.Process]) -> float:
     """Return the CPU seconds of these processes; those that are gone count as 0."""
-    ticks = 0
+    seconds = 0.0
     for each in processes:
-        fields = _fields(each)
-        ticks += int(fields[11]) + int(fields[12]) if fields else 0
-    return ticks / TICKS
-
-
-def _fields(process: Path) -> list[str]:
-    """Return the fields of /proc/PID/stat after the process name, which may contain anything."""
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+        with suppress(psutil.Error):
+            times = each.cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
 def read_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

@@ -26,6 +26,7 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
+from penstock.benchmark.stats import student_t
 from penstock.optimizer.binomial import lower_limit, upper_limit
 from penstock.optimizer.budget import ERRORS, Budget
 from penstock.optimizer.numerics import Numerics
@@ -110,13 +111,28 @@ def judge(
         is_binary = _are_binary(original, candidate)
     problem = _problem(original, candidate, budget, is_binary)
     if problem:
-        return _not_judged(original, candidate, budget, (alpha, part), problem)
+        return Judgement(
+            metric=budget.metric,
+            original=_mean(original),
+            candidate=_mean(candidate),
+            loss=ANY_LOSS,
+            loss_bound=ANY_LOSS,
+            limit=budget.limit,
+            num_examples=int(original.size),
+            num_better=0,
+            num_worse=0,
+            method=NOT_JUDGED,
+            alpha=alpha,
+            is_passed=False,
+            part=part,
+            text=f"{budget.metric}: {NOT_JUDGED}: {problem}",
+        )
     before, after = (np.asarray(scores, np.float64) for scores in (original, candidate))
     # From here on a positive loss is bad, whether high or low scores are better.
     losses = after - before if budget.is_lower_better else before - after
     scale = abs(float(before.mean())) if budget.is_relative else 1.0
-    judged = _binomial if is_binary else _bootstrap
-    loss_bound, num_needed = judged(losses, before, after, budget, alpha)
+    bound = _binomial if is_binary else _bootstrap
+    loss_bound, num_needed = bound(losses, before, after, budget, alpha)
     loss = float(losses.mean()) / scale
     is_passed = loss_bound <= budget.limit
     judgement = Judgement(
@@ -129,7 +145,7 @@ def judge(
         num_examples=len(losses),
         num_better=int((losses < 0).sum()),
         num_worse=int((losses > 0).sum()),
-        method=BINOMIAL if judged is _binomial else BOOTSTRAP,
+        method=BINOMIAL if is_binary else BOOTSTRAP,
         alpha=alpha,
         is_passed=is_passed,
         num_needed=None if is_passed or loss >= budget.limit else num_needed,
@@ -142,17 +158,8 @@ def judge(
 
 def with_outputs(judgement: Judgement, checks: list[OutputCheck]) -> Judgement:
     """Add the checks of outputs that the score does not read; all of them must pass."""
-    problems = [each.problem for each in checks if each.problem]
-    text = judgement.text
-    if problems:
-        text = f"{'; '.join(problems)} ({text})"
-    return msgspec.structs.replace(
-        judgement,
-        outputs=checks,
-        is_passed=judgement.is_passed and not problems,
-        num_needed=None if problems else judgement.num_needed,
-        text=text,
-    )
+    judgement = msgspec.structs.replace(judgement, outputs=checks)
+    return _rejected(judgement, [each.problem for each in checks if each.problem])
 
 
 def with_equality(judgement: Judgement, numerics: Numerics) -> Judgement:
@@ -160,13 +167,18 @@ def with_equality(judgement: Judgement, numerics: Numerics) -> Judgement:
     block it. If the observed loss is below the limit and only the bound fails, for too few
     examples, equal answers are enough to pass."""
     judgement = msgspec.structs.replace(judgement, num_compared=numerics.num_examples)
-    if numerics.problems:
-        text = f"{'; '.join(numerics.problems)} ({judgement.text})"
-        return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
-    if judgement.is_passed or not judgement.loss < judgement.limit:
-        return judgement
+    if numerics.problems or judgement.is_passed or not judgement.loss < judgement.limit:
+        return _rejected(judgement, numerics.problems)
     text = f"{EQUAL_ANSWERS} on all {judgement.num_examples:,} examples ({judgement.text})"
     return msgspec.structs.replace(judgement, is_passed=True, method=EQUAL_ANSWERS, text=text)
+
+
+def _rejected(judgement: Judgement, problems: list[str]) -> Judgement:
+    """Return the judgement with these problems, each of which forbids to pass."""
+    if not problems:
+        return judgement
+    text = f"{'; '.join(problems)} ({judgement.text})"
+    return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
 
 
 def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool) -> str:
@@ -183,34 +195,12 @@ def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool)
             return f"the scores of the {whose} are no numbers"
         num_bad = int((~np.isfinite(scores.astype(np.float64))).sum())
         if num_bad:
-            listed = f"{num_bad:,} of {len(scores):,}"
-            return f"{listed} scores of the {whose} are not finite"
+            return f"{num_bad:,} of {len(scores):,} scores of the {whose} are not finite"
     if budget.is_relative and not np.any(original.astype(np.float64).mean()):
         return "the original's mean score is 0, of which nothing is a share"
     if len(original) < MIN_BOOTSTRAP and not is_binary:
         return f"expected at least {MIN_BOOTSTRAP} examples, got {len(original)}"
     return ""
-
-
-def _not_judged(
-    original: Array, candidate: Array, budget: Budget, asked: tuple[float, str], problem: str
-) -> Judgement:
-    return Judgement(
-        metric=budget.metric,
-        original=_mean(original),
-        candidate=_mean(candidate),
-        loss=ANY_LOSS,
-        loss_bound=ANY_LOSS,
-        limit=budget.limit,
-        num_examples=int(original.size),
-        num_better=0,
-        num_worse=0,
-        method=NOT_JUDGED,
-        alpha=asked[0],
-        is_passed=False,
-        part=asked[1],
-        text=f"{budget.metric}: {NOT_JUDGED}: {problem}",
-    )
 
 
 def _mean(scores: Array) -> float:
@@ -322,28 +312,14 @@ def _resampled_means(values: Array, alpha: float) -> Array:
     num_resamples = int(min(MAX_RESAMPLES, max(MIN_RESAMPLES, math.ceil(50 / alpha))))
     random = np.random.default_rng(SEED)
     rows = max(1, CHUNK // len(values))
-    parts = [
-        values[
-            random.integers(0, len(values), (min(rows, num_resamples - start), len(values)))
-        ].mean(axis=1)
-        for start in range(0, num_resamples, rows)
-    ]
-    return np.concatenate(parts)
+    sizes = [min(rows, num_resamples - start) for start in range(0, num_resamples, rows)]
+    drawn = (random.integers(0, len(values), (size, len(values))) for size in sizes)
+    return np.concatenate([values[indices].mean(axis=1) for indices in drawn])
 
 
 def _student_bound(values: Array, alpha: float) -> float:
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return float(values.mean()) + student_quantile(1 - alpha, len(values) - 1) * error
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t by Cornish and Fisher's series. With 9 degrees of freedom or
-    more, up to 99.9 %, it is off by less than one in a hundred."""
-    z = NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+    return float(values.mean()) + student_t(len(values) - 1, 1 - 2 * alpha) * error
 
 
 def _rounded(number: float) -> int:
@@ -356,24 +332,18 @@ def _text(judgement: Judgement, budget: Budget, is_share: bool) -> str:
     def shown(score: float) -> str:
         return f"{score * 100:.4g} %" if is_share else f"{score:.4g}"
 
-    in_percent = is_share or budget.is_relative
-    factor = 100 if in_percent else 1
+    factor = 100 if is_share or budget.is_relative else 1
     unit = " % relative" if budget.is_relative else " points" if is_share else ""
     loss, bound, limit = (
         f"{value * factor:.3g}" for value in (judgement.loss, judgement.loss_bound, judgement.limit)
     )
     sure = f"{(1 - judgement.alpha) * 100:.4g} %"
+    failed = "lost too much" if judgement.loss >= judgement.limit else "not shown"
     text = (
         f"{judgement.metric} {shown(judgement.original)} -> {shown(judgement.candidate)}: "
-        f"loss {loss}{unit}, at most {bound} ({sure}), limit {limit}: {_verdict(judgement)}"
+        f"loss {loss}{unit}, at most {bound} ({sure}), limit {limit}: "
+        f"{'passed' if judgement.is_passed else failed}"
     )
-    if judgement.num_needed is not None:
-        has = f"{judgement.num_examples:,}"
-        text += f"; needs about {judgement.num_needed:,} examples, has {has}"
-    return text
-
-
-def _verdict(judgement: Judgement) -> str:
-    if judgement.is_passed:
-        return "passed"
-    return "lost too much" if judgement.loss >= judgement.limit else "not shown"
+    if judgement.num_needed is None:
+        return text
+    return f"{text}; needs about {judgement.num_needed:,} examples, has {judgement.num_examples:,}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,6 +55,11 @@ class Audit(msgspec.Struct):
     warnings: list[str] = []
     facts: dict[str, float] = {}
 
+    def add(self, other: Audit) -> None:
+        self.problems += other.problems
+        self.warnings += other.warnings
+        self.facts |= other.facts
+
 
 def audit_examples(
     examples: Examples, predictions: Array | None, *, is_separate: bool
@@ -63,20 +68,15 @@ def audit_examples(
     part, in the form of the labels (`Scorer.predict`); None without labels."""
     split, labels = examples.split, examples.labels
     evaluation = (*split.choice, *split.held_out)
-    calibration = audit_calibration(
-        [examples.rows[index] for index in split.calibration],
-        [examples.rows[index] for index in evaluation],
-        is_separate=is_separate,
-    )
-    _check_judged_copies([examples.rows[index] for index in evaluation], calibration)
+    judged = [examples.rows[index] for index in evaluation]
+    rows = [examples.rows[index] for index in split.calibration]
+    calibration = audit_calibration(rows, judged, is_separate=is_separate)
+    _check_judged_copies(judged, calibration)
     if predictions is None or labels is None:
         return calibration, Audit()
     if labels.dtype.kind == "i":
         known = labels[list(split.calibration)]
-        coverage = audit_classes(known[known >= 0], labels[list(evaluation)])
-        calibration.problems += coverage.problems
-        calibration.warnings += coverage.warnings
-        calibration.facts |= coverage.facts
+        calibration.add(audit_classes(known[known >= 0], labels[list(evaluation)]))
     return calibration, audit_labels(predictions, labels[list(split.choice)])
 
 
@@ -92,7 +92,14 @@ def audit_calibration(
             f"of what is normal, and INT8 clips it; {BRING}"
         )
         return audit
-    calibration = _finite(calibration, audit)
+    finite = _finite_rows(calibration)
+    if len(finite) < len(calibration):
+        # No error, as tree models take NaN for a missing value.
+        audit.warnings.append(
+            f"{len(calibration) - len(finite):,} of {len(calibration):,} calibration rows have "
+            "values that are not finite: static INT8 cannot be calibrated with them"
+        )
+    calibration = finite
     if len(calibration) < MIN_ROWS:
         return audit
     _check_copies(calibration, audit)
@@ -144,10 +151,9 @@ def audit_labels(predictions: Array, labels: Array) -> Audit:
     if not (predictions == np.floor(predictions)).all():
         # Fractions are not class numbers, whatever the labels look like.
         return _audit_values(predictions, labels)
-    right = float((predictions == labels).mean())
-    guessed = _expected_by_chance(predictions, labels)
-    num_right = int((predictions == labels).sum())
-    likely = at_least(num_right, len(labels), guessed)
+    is_right = predictions == labels
+    right, guessed = float(is_right.mean()), _expected_by_chance(predictions, labels)
+    likely = at_least(int(is_right.sum()), len(labels), guessed)
     audit = Audit(facts={"right": right, "by chance": guessed})
     if len(set(labels.tolist())) > 1 and likely > CHANCE_ALPHA:
         audit.problems.append(
@@ -172,13 +178,8 @@ def clipped_share(
 
 def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
     """Return the largest distance of two distributions, and its p-value."""
-    ordered, others = np.sort(one), np.sort(other)
-    both = np.concatenate([ordered, others])
-    shares = np.searchsorted(ordered, both, "right") / len(ordered)
-    distance = float(
-        np.abs(shares - np.searchsorted(others, both, "right") / len(others)).max(initial=0.0)
-    )
-    size = math.sqrt(len(ordered) * len(others) / (len(ordered) + len(others)))
+    distance = _distance(one, other)
+    size = math.sqrt(len(one) * len(other) / (len(one) + len(other)))
     # Stephens' correction for small samples.
     scaled = (size + 0.12 + 0.11 / size) * distance
     if scaled < 0.2:
@@ -187,16 +188,16 @@ def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
     return distance, min(max(math.fsum(terms), 0.0), 1.0)
 
 
-def _finite(rows: Sequence[Row], audit: Audit) -> Sequence[Row]:
-    """Return the rows without NaN and infinity, and warn of others. Those are no error, as tree
-    models take NaN for a missing value, but they cannot be calibrated with."""
-    finite = _finite_rows(rows)
-    if len(finite) < len(rows):
-        audit.warnings.append(
-            f"{len(rows) - len(finite):,} of {len(rows):,} calibration rows have values that are "
-            "not finite: static INT8 cannot be calibrated with them"
-        )
-    return finite
+def _distance(one: Array, other: Array, tolerance: float = 0.0) -> float:
+    """Return the largest distance of two distributions when each may be shifted by the
+    tolerance."""
+    leads = []
+    for lower, upper in ((one, other), (other, one)):
+        places = np.sort(lower)
+        own = np.arange(1, len(places) + 1) / len(places)
+        theirs = np.searchsorted(np.sort(upper), places + tolerance, "right") / len(upper)
+        leads.append(float((own - theirs).max()))
+    return max(leads)
 
 
 def _finite_rows(rows: Sequence[Row]) -> list[Row]:
@@ -208,8 +209,8 @@ def _finite_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
-    num_distinct = len({_fingerprint(row) for row in rows})
-    share = 1 - num_distinct / len(rows)
+    share = _share_of_copies(rows)
+    num_distinct = round((1 - share) * len(rows))
     audit.facts["copies"] = share
     if num_distinct < MIN_ROWS or share > MAX_COPIES:
         audit.problems.append(
@@ -223,8 +224,7 @@ def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
 def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
     """Warn of many duplicates: bounds assume that every example is a new one. That still holds for
     duplicates that users send as often."""
-    share = 1 - len({_fingerprint(row) for row in rows}) / max(1, len(rows))
-    audit.facts["judged copies"] = share
+    share = audit.facts["judged copies"] = _share_of_copies(rows)
     if share > MANY_COPIES:
         audit.warnings.append(
             f"{share * 100:.0f} % of the rows that candidates are judged on are copies of others: "
@@ -232,23 +232,28 @@ def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
         )
 
 
+def _share_of_copies(rows: Sequence[Row]) -> float:
+    return 1 - len({_fingerprint(row) for row in rows}) / max(1, len(rows))
+
+
 def _check_constant(rows: Sequence[Row], audit: Audit) -> None:
     """Report inputs whose elements are all equal in most rows. Inputs with one number per row may
     be settings and are left out."""
     names = [name for name in _names(rows, "f") if rows[0][name].size > 1]
-    constant = [name for name in names if _share_constant(rows, name) > MAX_COPIES]
-    for name in constant:
+    shares = {name: _share_constant(rows, name) for name in names}
+    constant = {name: share for name, share in shares.items() if share > MAX_COPIES}
+    for name, share in constant.items():
         text = (
-            f"input '{name}': in {_share_constant(rows, name) * 100:.0f} % of the calibration rows "
-            "all elements are the same"
+            f"input '{name}': in {share * 100:.0f} % of the calibration rows all elements are the "
+            "same"
         )
-        if len(constant) == len(names):
-            audit.problems.append(
-                f"{text}: such rows excite nothing in the model, and its ranges come out far too "
-                f"narrow; {BRING}"
-            )
-        else:
+        if len(constant) < len(names):
             audit.warnings.append(text)
+            continue
+        audit.problems.append(
+            f"{text}: such rows excite nothing in the model, and its ranges come out far too "
+            f"narrow; {BRING}"
+        )
 
 
 def _share_constant(rows: Sequence[Row], name: str) -> float:
@@ -293,7 +298,7 @@ def _range(arrays: Sequence[Array]) -> tuple[float, float]:
     return float(min(lows)), float(max(highs))
 
 
-class _Feature(msgspec.Struct):
+class _Feature(NamedTuple):
     """One number per row of both sets, and the difference that does not matter."""
 
     one: Array
@@ -308,7 +313,7 @@ def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit:
     level = FALSE_ALARMS / max(len(features), 1)
     results = {label: kolmogorov_smirnov(each.one, each.other) for label, each in features.items()}
     differing = {
-        label: _tolerant_distance(features[label])
+        label: _distance(*features[label])
         for label, (_, likely) in results.items()
         if likely < level
     }
@@ -329,24 +334,6 @@ def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit:
         )
     else:
         audit.warnings.append(text)
-
-
-def _tolerant_distance(feature: _Feature) -> float:
-    """Return the largest distance of two distributions when each may be shifted by the
-    tolerance."""
-    return max(
-        _lead(feature.one, feature.other, feature.tolerance),
-        _lead(feature.other, feature.one, feature.tolerance),
-    )
-
-
-def _lead(lower: Array, upper: Array, tolerance: float) -> float:
-    """Return how much more of `lower` than of `upper` lies below any value, after a shift by the
-    tolerance."""
-    places = np.sort(lower)
-    own = np.arange(1, len(places) + 1) / len(places)
-    theirs = np.searchsorted(np.sort(upper), places + tolerance, "right") / len(upper)
-    return float((own - theirs).max())
 
 
 def _features(one: Sequence[Row], other: Sequence[Row]) -> dict[str, _Feature]:
@@ -397,14 +384,8 @@ def _row_features(array: Array) -> list[float]:
         return [0.0] * len(FEATURES)
     values = array.astype(np.float64)
     steps = np.abs(np.diff(values, axis=-1)) if values.ndim and values.shape[-1] > 1 else values * 0
-    return [
-        float(values.mean()),
-        float(values.std()),
-        float(values.max()),
-        float(values.min()),
-        float(values.size),
-        float(steps.mean()),
-    ]
+    found = values.mean(), values.std(), values.max(), values.min(), values.size, steps.mean()
+    return [float(each) for each in found]
 
 
 def _thinned(array: Array) -> Array:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from penstock.optimizer import onnx_model
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.simulate import fitted
 from penstock.types import Array
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 Method = Literal["minmax", "entropy", "percentile"]
 METHODS: tuple[Method, ...] = ("minmax", "entropy", "percentile")
@@ -134,36 +138,24 @@ def _divergence(counts: Array, num_kept: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class InputRange:
-    """Observed values of one model input; for BYTES, their lengths."""
-
-    low: float
-    high: float
-    mean: float
-    std: float
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     tensors: Mapping[str, ValueHistogram]
-    inputs: Mapping[str, InputRange]
+    # Minimum, maximum, mean and standard deviation of each input; for BYTES, of their lengths.
+    inputs: Mapping[str, Mapping[str, float]]
     num_examples: int
     digest: str
 
     def ranges(self, method: Method) -> dict[str, Range]:
         return {name: histogram.range(method) for name, histogram in self.tensors.items()}
 
-    def record(self, method: Method) -> dict[str, Any]:
+    def record(self, method: Method) -> dict[str, object]:
         """Return the content of calibration.json, the file beside the model."""
         return {
             "format": FORMAT,
             "method": method,
             "num_examples": self.num_examples,
             "digest": self.digest,
-            "inputs": {
-                name: {"min": each.low, "max": each.high, "mean": each.mean, "std": each.std}
-                for name, each in self.inputs.items()
-            },
+            "inputs": self.inputs,
             "tensors": {name: list(each) for name, each in self.ranges(method).items()},
         }
 
@@ -174,7 +166,7 @@ def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) 
 
 
 def calibrate(
-    model: Any,
+    model: ModelProto,
     names: Sequence[str],
     config: ModelConfig,
     rows: Sequence[Row],
@@ -213,44 +205,49 @@ def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Arra
                 yield dict(some[0])
 
 
+def feeds(
+    model: ModelProto, config: ModelConfig, rows: Sequence[Row]
+) -> Iterator[dict[str, Array]]:
+    """Yield the same, only with the inputs that the graph still has."""
+    taken = {value.name for value in onnx_model.true_inputs(model.graph)}
+    for batch in batches(config, rows):
+        yield {name: array for name, array in batch.items() if name in taken}
+
+
 def _observe(
-    model: Any,
+    model: ModelProto,
     names: Sequence[str],
     config: ModelConfig,
     rows: Sequence[Row],
     check_time: Callable[[], None],
 ) -> dict[str, ValueHistogram]:
     loaded = onnx_model.session(onnx_model.with_outputs(model, names))
-    taken = {value.name for value in onnx_model.true_inputs(model.graph)}
     tensors = {name: ValueHistogram() for name in names}
-    inside = [name for name in names if name not in taken]
-    for batch in batches(config, rows):
+    for batch in feeds(model, config, rows):
         check_time()
-        feeds = {name: array for name, array in batch.items() if name in taken}
-        seen = {**onnx_model.run(loaded, feeds), **feeds}
-        for name in (*inside, *(name for name in names if name in taken)):
+        seen = {**onnx_model.run(loaded, batch), **batch}
+        for name, histogram in tensors.items():
             try:
-                tensors[name].add(seen[name])
+                histogram.add(seen[name])
             except ConfigError as error:
                 raise ConfigError([f"calibration: tensor '{name}': {error}"]) from None
     return tensors
 
 
-def _input_ranges(rows: Sequence[Row]) -> dict[str, InputRange]:
+def _input_ranges(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     found = {}
     for name in rows[0]:
-        sums = np.zeros(3)
-        low, high = np.inf, -np.inf
-        for row in rows:
-            values = _numbers(row[name])
-            if values.size:
-                low, high = min(low, float(values.min())), max(high, float(values.max()))
-                sums += (values.size, values.sum(), np.square(values).sum())
-        count = max(sums[0], 1.0)
-        mean = sums[1] / count
-        std = float(np.sqrt(max(sums[2] / count - mean**2, 0.0)))
-        if sums[0]:
-            found[name] = InputRange(low, high, float(mean), std)
+        parts = [values for row in rows if (values := _numbers(row[name])).size]
+        if parts:
+            count = sum(values.size for values in parts)
+            mean = float(sum(values.sum() for values in parts) / count)
+            square = float(sum(np.square(values).sum() for values in parts) / count)
+            found[name] = {
+                "min": float(min(values.min() for values in parts)),
+                "max": float(max(values.max() for values in parts)),
+                "mean": mean,
+                "std": math.sqrt(max(square - mean**2, 0.0)),
+            }
     return found
 
 
@@ -260,7 +257,7 @@ def _numbers(array: Array) -> Array:
     return array.astype(np.float64)
 
 
-def _digest(model: Any, names: Sequence[str], rows: Sequence[Row]) -> str:
+def _digest(model: ModelProto, names: Sequence[str], rows: Sequence[Row]) -> str:
     import onnxruntime
 
     digest = hashlib.sha256(model.SerializeToString(deterministic=True))

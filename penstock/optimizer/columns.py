@@ -50,17 +50,6 @@ class ColumnScales:
         return scales
 
 
-def column_differences(before: Array, after: Array) -> Array:
-    """Return one number per column of two arrays [rows, ...] of the same shape: the largest
-    absolute difference divided by the scale of its value in `before` (`column_scales`).
-
-    A value that is not finite equals only itself (NaN equals NaN); any other pair with it counts
-    as infinity, and so does a difference in a column of scale 0.
-    """
-    one, other = as_table(before), as_table(after)
-    return scaled_differences(one, other, column_scales(one))
-
-
 def column_scales(table: Array, own_floor: float = FLOOR) -> ColumnScales:
     """Return the scales of the columns of a table. A spread is the range of the column's finite
     values without its tails (the whole range where that is 0, its largest magnitude where that is
@@ -97,11 +86,18 @@ def _sorted_ranges(table: Array) -> tuple[Array, Array, Array]:
     return ordered[middle], ordered[last] - ordered[first], np.ptp(table, axis=0)
 
 
+def are_same(before: Array, after: Array) -> Array:
+    """Return which values are equal; NaN equals NaN."""
+    same: Array = (before == after) | (np.isnan(before) & np.isnan(after))
+    return same
+
+
 def scaled_differences(before: Array, after: Array, scales: ColumnScales) -> Array:
     """Return the largest difference of each column of two tables, each divided by the scale of its
-    value in `before`."""
+    value in `before`. A value that is not finite equals only itself (NaN equals NaN); any other
+    pair with it counts as infinity, and so does a difference in a column of scale 0."""
     both_finite = np.isfinite(before) & np.isfinite(after)
-    is_same = (before == after) | (np.isnan(before) & np.isnan(after))
+    is_same = are_same(before, after)
     gaps = np.abs(np.where(both_finite, before, 0.0) - np.where(both_finite, after, 0.0))
     gaps = np.where(both_finite | is_same, gaps, np.inf)
     sizes = scales.of(before)

@@ -130,12 +130,9 @@ class DataChecks:
         run, predict = self.run, self.gate.scorer.predict
         said = None if predict is None else predict(self.source.original_answers(CHOICE))
         is_separate = bool(run.plan.calibration)
-        parts = audit.audit_examples(run.samples, said, is_separate=is_separate)
-        return audit.Audit(
-            [text for part in parts for text in part.problems],
-            [text for part in parts for text in part.warnings],
-            {name: value for part in parts for name, value in part.facts.items()},
-        )
+        found, labels = audit.audit_examples(run.samples, said, is_separate=is_separate)
+        found.add(labels)
+        return found
 
     def clipped(self, build: Build) -> dict[str, float]:
         """Return, for each input, the share of held-out values outside of the calibrated range;

@@ -71,12 +71,9 @@ def with_costs(
     layers: Sequence[tuple[str, str, float]], seconds: Mapping[str, float] | None = None
 ) -> list[WeightedLayer]:
     """Make layers from (name, operator, FLOP), with costs in seconds where known."""
-    if seconds:
-        return [
-            WeightedLayer(name, operator, seconds.get(name, 0.0)) for name, operator, _ in layers
-        ]
     total = sum(flops for _, _, flops in layers) or 1.0
-    return [WeightedLayer(name, operator, flops / total) for name, operator, flops in layers]
+    costs = seconds or {name: flops / total for name, _, flops in layers}
+    return [WeightedLayer(name, operator, costs.get(name, 0.0)) for name, operator, _ in layers]
 
 
 def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
@@ -88,19 +85,15 @@ def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
     if 1 < len(named) < len(layers):
         return [Group(name, tuple(members)) for name, members in named.items()]
     size = max(1, round(len(layers) ** 0.5))
+    runs = [layers[start : start + size] for start in range(0, len(layers), size)]
     return [
-        Group(_run_name(run), tuple(run))
-        for run in (layers[start : start + size] for start in range(0, len(layers), size))
+        Group(" … ".join(dict.fromkeys((run[0].name, run[-1].name))), tuple(run)) for run in runs
     ]
 
 
 def _block_name(name: str) -> str:
     match = re.match(r"(.*?[a-zA-Z_]+s?[./_]\d+)[./]", name)
     return match[1] if match else name.rpartition("/")[0] or name
-
-
-def _run_name(run: Sequence[WeightedLayer]) -> str:
-    return run[0].name if len(run) == 1 else f"{run[0].name} … {run[-1].name}"
 
 
 def output_error(original: Answers, candidate: Answers) -> float:
@@ -178,60 +171,36 @@ def _finite(error: float) -> float:
     return min(error, 1e12)
 
 
-class Fallback:
-    """Search for the layers to keep in float, with a bounded number of gate evaluations."""
-
-    def __init__(self, ranked: Sequence[Effect], passes: Passes, max_calls: int) -> None:
-        self._ranked = ranked
-        self._passes = passes
-        self._left = max_calls
-        self._known: dict[frozenset[str], bool] = {}
-
-    def find(self) -> list[Effect] | None:
-        """Return the groups to keep in float; None if no allowed try passes."""
-        length = self._first_that_passes()
-        if length is None:
-            return None
-        return self._without_the_needless(list(self._ranked[:length]))
-
-    def _ask(self, kept: Sequence[Effect]) -> bool:
-        names = tuple(name for effect in kept for name in effect.group.names)
-        key = frozenset(names)
-        if key not in self._known:
-            if self._left == 0:
-                return False
-            self._left -= 1
-            self._known[key] = self._passes(names)
-        return self._known[key]
-
-    def _first_that_passes(self) -> int | None:
-        """Try the first 1, 2, 4, ... of the ranking until it passes, then bisect."""
-        low, high = 0, 1
-        while not self._ask(self._ranked[:high]):
-            if high >= len(self._ranked) or self._left == 0:
-                return None
-            low, high = high, min(2 * high, len(self._ranked))
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._ask(self._ranked[:middle]):
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def _without_the_needless(self, kept: list[Effect]) -> list[Effect]:
-        """Quantise groups again, the least useful first, while the gate still passes."""
-        for effect in reversed(list(kept)):
-            fewer = [each for each in kept if each is not effect]
-            if fewer and self._ask(fewer):
-                kept = fewer
-        return kept
-
-
 def find_fallback(
     ranked: Sequence[Effect], passes: Passes, max_calls: int = DEFAULT_MAX_CALLS
 ) -> list[Effect] | None:
-    return Fallback(ranked, passes, max_calls).find() if ranked else None
+    """Return the groups to keep in float; None if no allowed try passes. At most `max_calls`
+    choices are judged."""
+    known: dict[frozenset[str], bool] = {}
+
+    def ask(kept: Sequence[Effect]) -> bool:
+        names = tuple(name for effect in kept for name in effect.group.names)
+        key = frozenset(names)
+        if key not in known and len(known) < max_calls:
+            known[key] = passes(names)
+        return known.get(key, False)
+
+    # Try the first 1, 2, 4, ... of the ranking until it passes, then bisect.
+    low, high = 0, min(1, len(ranked))
+    while not high or not ask(ranked[:high]):
+        if high >= len(ranked) or len(known) >= max_calls:
+            return None
+        low, high = high, min(2 * high, len(ranked))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if ask(ranked[:middle]) else (middle, high)
+    # Quantise groups again, the least useful first, while the gate still passes.
+    kept = list(ranked[:high])
+    for effect in reversed(ranked[:high]):
+        fewer = [each for each in kept if each is not effect]
+        if fewer and ask(fewer):
+            kept = fewer
+    return kept
 
 
 def described(kept: Sequence[Effect], ranked: Sequence[Effect]) -> list[FallbackLayer]:

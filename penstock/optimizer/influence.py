@@ -102,6 +102,7 @@ def inspect(
 ) -> Facts:
     """Run `trials.inspect` and add the check of real rows; in the same process unless the model has
     postprocessing, which the check leaves out."""
+    model = replace(build, config=build.config.without_postprocess)
     with TrialProcess(build.config, ends_at=ends_at) as child:
         child.load()
         facts = trials.inspected(child, build)
@@ -109,7 +110,6 @@ def inspect(
         if build.config.postprocess is None:
             add_check(facts, check_rows(child, build, rows, is_rounded=is_rounded))
             return facts
-    model = replace(build, config=build.config.without_postprocess)
     with TrialProcess(model.config, ends_at=ends_at) as child:
         child.load()
         add_check(facts, check_rows(child, model, rows, is_rounded=is_rounded))
@@ -139,20 +139,17 @@ class _Check:
     def __init__(
         self, child: TrialProcess, build: Build, rows: Sequence[Row], *, is_rounded: bool
     ) -> None:
-        self._child = child
-        self._build = build
-        self._data = rows
+        self._child, self._build, self._data = child, build, rows
         # Indices into the data, used in messages.
         self._examples = choose_rows(rows, MAX_EXAMPLES)
         chosen = [rows[index] for index in self._examples]
         self._rows = list(fitted(chosen, build.config))
         self._is_rounded = is_rounded
         self._ends_at = time.perf_counter() + MAX_CHECK_S
-        self._comparison = RowComparison(build.config, [], is_rounded=is_rounded)
 
     def run(self) -> RowCheck:
         config = self._build.config
-        whole = ServedRows(self._rows, [0] * len(self._rows), ())
+        whole = _unpadded(self._rows)
         self._reduce(whole)
         alone = [self._run(whole, [index])[0] for index in self._indices]
         self._comparison = RowComparison(config, alone, is_rounded=self._is_rounded)
@@ -190,9 +187,8 @@ class _Check:
     def _survey_batch(self, examples: Sequence[int]) -> RowCheck | None:
         config = self._build.config
         rows = list(fitted([self._data[index] for index in examples], config))
-        whole = ServedRows(rows, [0] * len(rows), ())
         served = as_served(self._child, config, rows)
-        alone = [self._run(whole, [index])[0] for index in range(len(rows))]
+        alone = [self._run(_unpadded(rows), [index])[0] for index in range(len(rows))]
         for group in shape_groups(config, served.rows, len(rows)):
             for index, answer in zip(group, self._run(served, group), strict=True):
                 moved = self._comparison.difference(alone[index], answer)
@@ -223,22 +219,23 @@ class _Check:
     def _run(self, served: ServedRows, indices: Sequence[int]) -> list[dict[str, Array]]:
         return compute(self._child, self._build, served, indices)
 
+    def _moved(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
+        """Describe how the answer to one row of a batch moved; empty if it did not."""
+        answer = self._run(served, batch)[batch.index(index)]
+        moved = self._comparison.moved(index, answer)
+        return "" if moved is None else moved.text(self._examples[index])
+
     def _repeat_problem(self, whole: ServedRows) -> str:
         """Repeat each row in reverse order: a stateful model has another state by now."""
         for index in reversed(self._indices):
-            moved = self._comparison.moved(index, self._run(whole, [index])[0])
-            if moved is not None:
-                return f"{moved.text(self._examples[index])} when it was asked again"
+            if text := self._moved(whole, [index], index):
+                return f"{text} when it was asked again"
         return ""
 
     def _padding_problem(self) -> str:
         served = as_served(self._child, self._build.config, self._rows)
         for index in self._indices:
-            if not served.lengths[index]:
-                continue
-            moved = self._comparison.moved(index, self._run(served, [index])[0])
-            if moved is not None:
-                text = moved.text(self._examples[index])
+            if served.lengths[index] and (text := self._moved(served, [index], index)):
                 full = max(max(np.shape(each), default=0) for each in served.rows[index].values())
                 return (
                     f"padding changes answers: {text} with {served.lengths[index]} elements "
@@ -285,6 +282,10 @@ class _Check:
                 text = moved.text(self._examples[index])
                 found.append((moved.share, f"{text} next to example {self._examples[other]}"))
         return max(found, default=(0.0, ""))[1]
+
+
+def _unpadded(rows: Sequence[Row]) -> ServedRows:
+    return ServedRows(rows, [0] * len(rows), ())
 
 
 def batches(group: Sequence[int], max_rows: int) -> Iterator[list[int]]:

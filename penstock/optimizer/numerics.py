@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from penstock.optimizer.columns import FLOOR, as_tables, column_scales, scaled_differences
+from penstock.optimizer.columns import (
+    FLOOR,
+    are_same,
+    as_tables,
+    column_scales,
+    scaled_differences,
+)
 from penstock.types import Array
 
 Answers = Sequence[Mapping[str, Array]]
@@ -76,7 +82,12 @@ def compare(
     problems = [each.problem for each in differences.values() if each.problem]
     is_finite = not problems
     if tolerance is not None:
-        problems += _beyond(differences, tolerance)
+        problems += [
+            f"output '{name}': column {each.column} differs by {each.relative:.2g} of its range "
+            f"({each.scale:.3g}), allowed are {tolerance:.2g}"
+            for name, each in differences.items()
+            if not each.problem and each.relative > tolerance
+        ]
         problems += _unequal(original, candidate)
     classes = score_outputs(original)
     return Numerics(
@@ -109,24 +120,21 @@ def score_outputs(answers: Answers) -> list[str]:
 def agreements(original: Answers, candidate: Answers, names: Sequence[str]) -> Array:
     """Return, for each example, 1 if the best class of all these outputs is the same in both, else
     0."""
-    return np.array(
-        [
-            all(np.argmax(one[name]) == np.argmax(other[name]) for name in names)
-            for one, other in zip(original, candidate, strict=True)
-        ],
-        np.float64,
-    )
+    same = [
+        all(np.argmax(one[name]) == np.argmax(other[name]) for name in names)
+        for one, other in zip(original, candidate, strict=True)
+    ]
+    return np.array(same, np.float64)
 
 
 def cosines(original: Answers, candidate: Answers) -> Array:
     """Return the cosine of each example, over all floats that are finite in the original; NaN if
     the candidate's are not, 0 if their numbers differ."""
-    return np.array(
-        [_cosine(one, other) for one, other in zip(original, candidate, strict=True)], np.float64
-    )
+    pairs = zip(original, candidate, strict=True)
+    return np.array([cosine(_floats(one), _floats(other)) for one, other in pairs], np.float64)
 
 
-class _Difference(msgspec.Struct):
+class _Difference(NamedTuple):
     """Difference of one output; `relative` is that of the worst column, whose range is `scale`."""
 
     absolute: float
@@ -177,7 +185,7 @@ def _difference(
     original: Answers,
     candidate: Answers,
     own_floor: float,
-    tolerance: float | None = None,
+    tolerance: float | None,
 ) -> _Difference:
     pairs = [
         (one[name], other[name])
@@ -193,7 +201,7 @@ def _difference(
     # Values that are not finite in the original, such as a masked -inf, must stay the same.
     is_known = np.isfinite(before)
     num_bad = int(
-        (is_known & ~np.isfinite(after)).sum() + (~is_known & ~_same(before, after)).sum()
+        (is_known & ~np.isfinite(after)).sum() + (~is_known & ~are_same(before, after)).sum()
     )
     if num_bad:
         problem = f"output '{name}': {num_bad:,} values are not finite where the original's are"
@@ -202,7 +210,7 @@ def _difference(
         return _Difference(0.0, 0.0)
     scales = column_scales(before, own_floor)
     if tolerance:
-        exact = _whole_columns(before, np.asarray(pairs[0][0]).dtype)
+        exact = _whole_columns(before, np.asarray(pairs[0][0]))
         most = np.where(exact, 0.99 * WHOLE / tolerance, np.inf)
         scales = replace(scales, spreads=np.minimum(scales.spreads, most), most=most)
     shares = scaled_differences(before, after, scales)
@@ -214,28 +222,14 @@ def _difference(
     )
 
 
-def _whole_columns(table: Array, dtype: np.dtype[Any]) -> Array:
-    """Return which columns hold integers that their datatype represents exactly: ids, counts,
-    labels. Above that size every float is whole."""
+def _whole_columns(table: Array, like: Array) -> Array:
+    """Return which columns hold integers that the datatype of `like` represents exactly: ids,
+    counts, labels. Above that size every float is whole."""
     known = np.where(np.isfinite(table), table, 0.0)
     is_whole = (known == np.rint(known)).all(axis=0)
     largest = np.abs(known).max(axis=0, initial=0.0)
-    exact: Array = is_whole & (np.spacing(largest.astype(dtype)) <= WHOLE)
+    exact: Array = is_whole & (np.spacing(largest.astype(like.dtype)) <= WHOLE)
     return exact
-
-
-def _same(before: Array, after: Array) -> Array:
-    same: Array = (before == after) | (np.isnan(before) & np.isnan(after))
-    return same
-
-
-def _beyond(differences: Mapping[str, _Difference], tolerance: float) -> list[str]:
-    return [
-        f"output '{name}': column {each.column} differs by {each.relative:.2g} of its range "
-        f"({each.scale:.3g}), allowed are {tolerance:.2g}"
-        for name, each in differences.items()
-        if not each.problem and each.relative > tolerance
-    ]
 
 
 def _unequal(original: Answers, candidate: Answers) -> list[str]:
@@ -263,7 +257,10 @@ def _is_scores(name: str, answers: Answers) -> bool:
     if not is_flat or len(sizes) > 1 or not 2 <= sizes.pop() <= MAX_CLASSES:
         return False
     rows = np.stack([array.ravel() for array in arrays]).astype(np.float64)
-    return not _are_unit_vectors(rows) and _have_one_scale(rows)
+    # Normalised like embeddings; scores with negative values hardly ever are.
+    lengths = np.linalg.norm(rows, axis=1)
+    are_unit_vectors = (np.abs(lengths - 1) < 1e-3).all() and (rows < 0).any()
+    return not are_unit_vectors and _have_one_scale(rows)
 
 
 def _have_one_scale(rows: Array) -> bool:
@@ -277,17 +274,6 @@ def _have_one_scale(rows: Array) -> bool:
         return True
     middle = float(np.median(varying))
     return bool((varying >= middle / MAX_SPREAD).all() and (varying <= middle * MAX_SPREAD).all())
-
-
-def _are_unit_vectors(rows: Array) -> bool:
-    """Return whether rows are normalised like embeddings; scores with negative values hardly ever
-    are."""
-    lengths = np.linalg.norm(rows, axis=1)
-    return bool((np.abs(lengths - 1) < 1e-3).all() and (rows < 0).any())
-
-
-def _cosine(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    return cosine(_floats(one), _floats(other))
 
 
 def cosine(before: Array, after: Array) -> float:

@@ -8,7 +8,7 @@ of labels or budgets.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Literal
 
 import msgspec
@@ -95,22 +95,17 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
         return OutputCheck(name, "equal", len(before), agreement=float(np.mean(same)))
     if any(one.shape != other.shape for one, other in zip(before, after, strict=True)):
         return _rows(name, before, after)
-    cosines = row_cosines(before, after)
-    check = OutputCheck(
-        name,
-        "scores" if is_scores else "values",
-        len(before),
-        median_error=float(np.median([_error(*pair) for pair in zip(before, after, strict=True)])),
-        median_cosine=float(np.median(cosines)),
-        worst_cosine=float(cosines.min()),
-    )
+    cosines = _row_cosines(before, after)
+    check = OutputCheck(name, "scores" if is_scores else "values", len(before))
+    check.median_error = float(np.median(list(map(_error, before, after))))
+    check.median_cosine, check.worst_cosine = float(np.median(cosines)), float(cosines.min())
     if is_scores:
-        same = [
-            np.argmax(one) == np.argmax(other) for one, other in zip(before, after, strict=True)
-        ]
+        pairs = zip(before, after, strict=True)
+        same = [np.argmax(one) == np.argmax(other) for one, other in pairs]
         check.agreement = float(np.mean(same))
     # Probabilities of classes that never occur are near zero, where any noise is relatively large.
-    if not is_scores or not _are_shares(before):
+    are_shares = all(bool(((each >= 0) & (each <= 1)).all()) for each in before)
+    if not is_scores or not are_shares:
         tables = _table(before), _table(after)
         check.worst_column, check.worst_column_error = _worst_column(*tables)
         check.lost_column, check.lost_column_share = _lost_column(*tables)
@@ -118,10 +113,6 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
             turned = [_table([each.T for each in arrays]) for arrays in (before, after)]
             check.worst_position, check.worst_position_error = _worst_column(*turned)
     return check
-
-
-def _are_shares(arrays: Sequence[Array]) -> bool:
-    return all(bool(((each >= 0) & (each <= 1)).all()) for each in arrays)
 
 
 def _error(before: Array, after: Array) -> float:
@@ -137,22 +128,18 @@ def _error(before: Array, after: Array) -> float:
 def _rows(name: str, before: Sequence[Array], after: Sequence[Array]) -> OutputCheck:
     """Check an output whose number of rows depends on the data, such as detections: each row is
     compared with the nearest one, and rows without a partner count as lost."""
+    check = OutputCheck(name, "rows", len(before))
     found = []
     for one, other in zip(before, after, strict=True):
         if one.ndim == 0 or one.shape[1:] != other.shape[1:]:
-            shapes = f"{list(one.shape)} became {list(other.shape)}"
-            return OutputCheck(name, "rows", len(before), problem=f"output '{name}': {shapes}")
+            check.problem = f"output '{name}': {list(one.shape)} became {list(other.shape)}"
+            return check
         found.append(matched_cosine(one, other))
-    return OutputCheck(
-        name,
-        "rows",
-        len(before),
-        median_cosine=float(np.median(found)),
-        worst_cosine=float(np.min(found)),
-    )
+    check.median_cosine, check.worst_cosine = float(np.median(found)), float(np.min(found))
+    return check
 
 
-def row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
+def _row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
     """Return the cosine of each example; -1 if the candidate is not finite. A row that is near zero
     in the original must stay so."""
     sizes = [float(np.linalg.norm(one[np.isfinite(one)].astype(np.float64))) for one in before]
@@ -236,50 +223,41 @@ def _lost_column(one: Array, other: Array) -> tuple[int | None, float | None]:
 
 
 def _problem(check: OutputCheck) -> str:
-    found = [_scale_problem(check)]
-    if not check.is_judged:
-        found += [_direction_problem(check), _agreement_problem(check), _column_problem(check)]
-    problems = "; ".join(filter(None, found))
+    problems = "; ".join(_problems(check))
     return f"output '{check.name}': {problems}" if problems else ""
 
 
-def _scale_problem(check: OutputCheck) -> str:
-    if check.median_error is None or check.median_error <= MAX_MEDIAN_ERROR:
-        return ""
-    error = min(check.median_error, 1e6)
-    return f"the median row is off by {error:.2g} of its length, at most {MAX_MEDIAN_ERROR}"
+def _problems(check: OutputCheck) -> Iterator[str]:
+    if check.median_error is not None and check.median_error > MAX_MEDIAN_ERROR:
+        error = min(check.median_error, 1e6)
+        yield f"the median row is off by {error:.2g} of its length, at most {MAX_MEDIAN_ERROR}"
+    if check.is_judged:
+        return
+    # Of class scores only the order counts, and healthy builds change their direction.
+    if check.kind != "scores" and check.median_cosine is not None:
+        worst = 1.0 if check.worst_cosine is None else check.worst_cosine
+        if check.median_cosine < MIN_MEDIAN_COSINE:
+            yield f"median cosine {check.median_cosine:.4f}, at least {MIN_MEDIAN_COSINE}"
+        elif worst < MIN_WORST_COSINE:
+            yield f"worst row's cosine {worst:.4f}, at least {MIN_WORST_COSINE}"
+    if check.agreement is not None and check.agreement < MIN_AGREEMENT:
+        what = "the same best class" if check.kind == "scores" else "equal"
+        yield f"{what} in {check.agreement:.1%} of the examples, at least {MIN_AGREEMENT:.0%}"
+    yield from _column_problems(check)
 
 
-def _direction_problem(check: OutputCheck) -> str:
-    """Check cosines, except of class scores: only their order counts, and healthy builds change
-    their direction."""
-    if check.kind == "scores" or check.median_cosine is None or check.worst_cosine is None:
-        return ""
-    if check.median_cosine < MIN_MEDIAN_COSINE:
-        return f"median cosine {check.median_cosine:.4f}, at least {MIN_MEDIAN_COSINE}"
-    if check.worst_cosine < MIN_WORST_COSINE:
-        return f"worst row's cosine {check.worst_cosine:.4f}, at least {MIN_WORST_COSINE}"
-    return ""
-
-
-def _agreement_problem(check: OutputCheck) -> str:
-    if check.agreement is None or check.agreement >= MIN_AGREEMENT:
-        return ""
-    what = "the same best class" if check.kind == "scores" else "equal"
-    return f"{what} in {check.agreement:.1%} of the examples, at least {MIN_AGREEMENT:.0%}"
-
-
-def _column_problem(check: OutputCheck) -> str:
+def _column_problems(check: OutputCheck) -> Iterator[str]:
+    """Yield the first problem of a column or position."""
     for name, place, error in (
         ("column", check.worst_column, check.worst_column_error),
         ("position", check.worst_position, check.worst_position_error),
     ):
         if error is not None and error > MAX_COLUMN_ERROR:
             shown = f"{min(error, 1e6):.2g} of its standard deviation, at most {MAX_COLUMN_ERROR}"
-            return f"{name} {place} is off by {shown}"
+            yield f"{name} {place} is off by {shown}"
+            return
     if check.lost_column_share is not None and check.lost_column_share > MAX_COLUMN_LOST:
-        return (
+        yield (
             f"column {check.lost_column} is off by more than its usual spread in "
             f"{check.lost_column_share:.1%} of its values, at most {MAX_COLUMN_LOST:.0%}"
         )
-    return ""

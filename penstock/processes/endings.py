@@ -6,13 +6,12 @@ import ctypes
 import signal
 
 PR_SET_PDEATHSIG = 1
-# Loaded before any fork: between fork and exec little is allowed.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, for whatever reason. Also works
-    between fork and exec (`preexec_fn`): the setting survives the exec."""
+    """Have the kernel kill this process when its parent dies, for whatever reason. The child calls
+    it: Python code between fork and exec (`preexec_fn`) is unsafe where gRPC has threads."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

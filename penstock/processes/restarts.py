@@ -13,6 +13,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 # An instance that has run this long has recovered; its next death restarts it at once.
 HEALTHY_S = 10.0
+# Loading fails after this many deaths in a row before the first time that it succeeds.
+MAX_LOAD_DEATHS = 3
 # Limit on the counted deaths of processes that ran longer than they took to start.
 MAX_USEFUL_DEATHS = 3
 # How long a spare is kept after the last death that a request caused.

@@ -11,12 +11,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
-from penstock.processes.endings import describe_status, die_with_parent
-from penstock.processes.output import Output
+from penstock.processes.endings import describe_status
+
+RUN = "penstock.processes.run_tool"
+
+
+# How much of the end of its output is quoted, in whole lines. Compilers print hundreds of warnings.
+TAIL_BYTES, TAIL_LINES = 2000, 8
 
 
 class ToolProcess:
@@ -32,16 +37,16 @@ class ToolProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`environment` replaces that of this process."""
-        self._output = Output()
+        # A file, so that the child never blocks on a reader.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-m", RUN, str(os.getpid()), module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output.fileno(),
                 stderr=self._output.fileno(),
                 pass_fds=pass_fds,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
                 env=environment,
             )
         except BaseException:
@@ -52,12 +57,7 @@ class ToolProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     @property
@@ -67,7 +67,7 @@ class ToolProcess:
     @property
     def output(self) -> str:
         """Everything it has written to stdout and stderr so far."""
-        return self._output.text()
+        return self._read(0)
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Return its exit status; TimeoutError if it is still running after `timeout_s`."""
@@ -77,8 +77,18 @@ class ToolProcess:
             raise TimeoutError from None
 
     def tail(self, who: str = "it") -> str:
-        """Return the end of its output as a clause to append to an error's text."""
-        return self._output.tail(who)
+        """Return the end of its output as a clause to append to an error's text; empty without
+        output."""
+        begin = max(0, os.fstat(self._output.fileno()).st_size - TAIL_BYTES)
+        lines = self._read(begin).splitlines()
+        whole = lines[1:] if begin and len(lines) > 1 else lines
+        text = "\n".join(whole[-TAIL_LINES:]).strip()
+        return f"; {who} wrote: {text}" if text else ""
+
+    def _read(self, begin: int) -> str:
+        """Read its output without moving the file position, which it shares."""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size - begin, begin).decode(errors="replace")
 
     def describe_end(self) -> str:
         """Wait for its end; return how it ended and the end of its output."""

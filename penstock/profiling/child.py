@@ -36,7 +36,7 @@ from penstock.profiling.profiler import (
 )
 from penstock.profiling.results import Profile
 from penstock.profiling.roofline import RooflineInput
-from penstock.profiling.times import Timed
+from penstock.profiling.work import Timed
 from penstock.types import Array, from_array
 
 NUM_WARM_UP = 3

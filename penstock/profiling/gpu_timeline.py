@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.profiling.results import GpuSpan, GpuTime, Kernel
-from penstock.profiling.times import OperatorTime
+from penstock.profiling.work import OperatorTime
 
 # The annotation around a run.
 RUN = "penstock: one batch"
@@ -76,8 +76,11 @@ def summary(
 ) -> GpuTime | None:
     """Summarise sequential runs (`alone`), and concurrent ones with one batch per instance
     (`together`); None if the trace has no kernel."""
-    runs = [_inside(alone.spans, *run) for run in alone.runs]
-    runs = [spans for spans in runs if any(span.lane == COMPUTE for span in spans)]
+    runs = [
+        [span for span in alone.spans if begin_s <= span.start_s < end_s]
+        for begin_s, end_s in alone.runs
+    ]
+    runs = [spans for spans in runs if _of(spans, COMPUTE)]
     if not runs:
         return None
     shown = (together or alone).spans
@@ -92,10 +95,6 @@ def summary(
         hidden=hidden_share(shown),
         timeline=list(shown[:MAX_SPANS]),
     )
-
-
-def _inside(spans: Sequence[GpuSpan], begin_s: float, end_s: float) -> list[GpuSpan]:
-    return [span for span in spans if begin_s <= span.start_s < end_s]
 
 
 def _of(spans: Sequence[GpuSpan], lane: str) -> list[GpuSpan]:

@@ -17,18 +17,12 @@ from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.profiling.times import Event, OperatorTime, Timed
-from penstock.profiling.work import Shaped
+from penstock.profiling.work import Event, OperatorTime, Shaped, Timed
 from penstock.types import Array
 
 KERNEL = "_kernel_time"
 RUN = "model_run"
-DATATYPES: Mapping[str, str] = {
-    "float": "fp32",
-    "double": "fp64",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-}
+DATATYPES = {"float": "fp32", "double": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 # Their time is the sum of the operators inside them.
 CONTROL_FLOW = ("If", "Loop", "Scan")
 # Runs that are not counted.
@@ -36,6 +30,8 @@ NUM_WARM_UP = 2
 NO_PACKING = {"session.disable_prepacking": "1"}
 
 Key = tuple[str, str]
+# An event of ONNX Runtime's profile.
+RawEvent = Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -62,7 +58,7 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
 
 
 def read(
-    raw: Sequence[Mapping[str, Any]],
+    raw: Sequence[RawEvent],
     num_runs: int,
     shapes: Mapping[Key, Node],
     notes: Sequence[str] = (),
@@ -89,7 +85,7 @@ def read(
     return Timed(operators, profiled_s, _events(raw, start_us), notes)
 
 
-def nodes(raw: Sequence[Mapping[str, Any]], num_runs: int) -> dict[Key, Node]:
+def nodes(raw: Sequence[RawEvent], num_runs: int) -> dict[Key, Node]:
     """Return the kernels of the last runs, by node index and name."""
     start_us = min(run["ts"] for run in _runs(raw, num_runs))
     found: dict[Key, Node] = {}
@@ -111,14 +107,14 @@ def nodes(raw: Sequence[Mapping[str, Any]], num_runs: int) -> dict[Key, Node]:
     return found
 
 
-def _runs(raw: Sequence[Mapping[str, Any]], num_runs: int) -> list[Mapping[str, Any]]:
+def _runs(raw: Sequence[RawEvent], num_runs: int) -> list[RawEvent]:
     runs = [event for event in raw if event.get("name") == RUN][-num_runs:]
     if not runs:
         raise BackendFailed("ONNX Runtime's profile holds no run of the model")
     return runs
 
 
-def _is_kernel(event: Mapping[str, Any]) -> bool:
+def _is_kernel(event: RawEvent) -> bool:
     details = event.get("args") or {}
     return (
         event.get("cat") == "Node"
@@ -135,35 +131,23 @@ def _tensors(listed: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Shaped, ...
     )
 
 
-def _events(raw: Sequence[Mapping[str, Any]], start_us: float) -> list[Event]:
+def _events(raw: Sequence[RawEvent], start_us: float) -> list[Event]:
     found = []
     for event in raw:
-        if event.get("name") != RUN and not _is_kernel(event):
+        if event["ts"] < start_us or not (event.get("name") == RUN or _is_kernel(event)):
             continue
-        if event["ts"] < start_us:
-            continue
-        details = event.get("args") or {}
-        shapes = {
-            side: str(details[f"{side}_type_shape"])
-            for side in ("input", "output")
-            if f"{side}_type_shape" in details
-        }
-        provider = {"provider": details["provider"]} if "provider" in details else {}
-        found.append(
-            Event(
-                event["name"].removesuffix(KERNEL),
-                details.get("op_name", "run"),
-                (event["ts"] - start_us) / 1e6,
-                event["dur"] / 1e6,
-                shapes | provider,
-            )
-        )
+        given = event.get("args") or {}
+        keys = {"input": "input_type_shape", "output": "output_type_shape", "provider": "provider"}
+        details = {name: str(given[key]) for name, key in keys.items() if key in given}
+        name, kind = event["name"].removesuffix(KERNEL), given.get("op_name", "run")
+        start_s, seconds = (event["ts"] - start_us) / 1e6, event["dur"] / 1e6
+        found.append(Event(name, kind, start_s, seconds, details))
     return found
 
 
 def _profile(
     config: ModelConfig, inputs: Mapping[str, Array], num_runs: int, entries: Mapping[str, str]
-) -> list[dict[str, Any]]:
+) -> list[RawEvent]:
     import onnxruntime as ort
 
     from penstock.backends.onnxruntime import providers_of, session_options
@@ -184,5 +168,5 @@ def _profile(
         for _ in range(NUM_WARM_UP + num_runs):
             session.run(names, dict(inputs))
         path = session.end_profiling()
-        raw: list[dict[str, Any]] = json.loads(Path(path).read_text())
+        raw: list[RawEvent] = json.loads(Path(path).read_text())
     return raw

@@ -10,15 +10,17 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.config import ModelConfig
 from penstock.optimizer.facts import datatype_name
-from penstock.profiling.times import Event, OperatorTime, Timed
-from penstock.profiling.work import BITS, Shaped
+from penstock.profiling.work import BITS, Event, OperatorTime, Shaped, Timed
 from penstock.types import Array
+
+if TYPE_CHECKING:
+    import openvino as ov
 
 # ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
 # matter for counting.
@@ -48,7 +50,6 @@ KINDS: Mapping[str, str] = {
     "Broadcast": "Expand",
 }
 NUM_WARM_UP = 2
-CONSTANT = "Const"
 
 
 def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Timed:
@@ -74,15 +75,19 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
             if entry.status == entry.Status.EXECUTED:
                 key = (entry.node_name, entry.node_type, entry.exec_type)
                 seconds.setdefault(key, []).append(entry.real_time.total_seconds())
-    nodes = _fixed(ov, model, feeds, properties)
+    nodes = _fixed(model, feeds, properties)
     operators = [
         _operator(key, statistics.median(each), nodes.get(key[0])) for key, each in seconds.items()
     ]
     return Timed(operators, statistics.median(runs_s), _in_a_row(operators))
 
 
-def _fixed(ov: Any, model: Any, feeds: Mapping[str, Array], properties: Any) -> dict[str, Any]:
+def _fixed(
+    model: ov.Model, feeds: Mapping[str, Array], properties: Mapping[str, str]
+) -> dict[str, ov.Node]:
     """Return the compiled graph's nodes by name, all sizes known; empty if it cannot be built."""
+    import openvino as ov
+
     try:
         model.reshape({name: ov.PartialShape(list(array.shape)) for name, array in feeds.items()})
         graph = ov.Core().compile_model(model, "CPU", properties).get_runtime_model()
@@ -91,7 +96,7 @@ def _fixed(ov: Any, model: Any, feeds: Mapping[str, Array], properties: Any) -> 
     return {node.get_friendly_name(): node for node in graph.get_ops()}
 
 
-def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorTime:
+def _operator(key: tuple[str, str, str], seconds: float, node: ov.Node | None) -> OperatorTime:
     name, kind, how = key
     kind = KINDS.get(kind, kind)
     # "brgemm_avx512_f32": the last part is the compute datatype.
@@ -110,25 +115,18 @@ def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorT
     return OperatorTime(name, kind, seconds, inputs, outputs, sum(constants), datatype=datatype)
 
 
-def _is_constant(node: Any) -> bool:
+def _is_constant(node: ov.Node) -> bool:
     """Return whether this is constant, also if transposed or converted once, at compile time."""
-    kind = _fact(node, "layerType")
-    if kind == CONSTANT:
-        return True
-    if kind not in ("Reorder", "Transpose", "Convert"):
+    facts = node.get_rt_info()
+    if "layerType" not in facts:
         return False
-    return _is_constant(node.input(0).get_source_output().get_node())
+    kind = str(getattr(facts["layerType"], "value", facts["layerType"]))
+    if kind in ("Reorder", "Transpose", "Convert"):
+        return _is_constant(node.input(0).get_source_output().get_node())
+    return kind == "Const"
 
 
-def _fact(node: Any, name: str) -> str:
-    found = node.get_rt_info()
-    if name not in found:
-        return ""
-    value = found[name]
-    return str(getattr(value, "value", value))
-
-
-def _shaped(port: Any) -> Shaped:
+def _shaped(port: ov.Input | ov.Output) -> Shaped:
     shape = port.get_partial_shape()
     sizes = () if shape.is_dynamic else tuple(size.get_length() for size in shape)
     return Shaped(_datatype(port.get_element_type().get_type_name()) or "fp32", sizes)

@@ -14,14 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from penstock.benchmark import system
+from penstock.optimizer import onnx_model, this_machine
 from penstock.profiling.results import Peaks
 from penstock.types import Array
+
+if TYPE_CHECKING:
+    import torch
+    from onnx import GraphProto
+    from onnxruntime import InferenceSession
 
 # Each peak is measured in several rounds, interleaved with the others, so that a short disturbance
 # does not lower them all.
@@ -46,7 +52,10 @@ def peaks_of(
 ) -> Peaks:
     """Return the peaks of `cpu` or `cuda:N`, cached in `folder` or the user's cache. On CPUs the
     launch time is torch's if `is_torch`, else ONNX Runtime's."""
-    path = (folder or cache_folder()) / f"peaks-{_digest(device, num_threads, is_torch)}.json"
+    if folder is None:
+        home = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(home) if home else Path.home() / ".cache") / "penstock"
+    path = folder / f"peaks-{_digest(device, num_threads, is_torch)}.json"
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Peaks)
     if device.startswith("cuda"):
@@ -54,20 +63,12 @@ def peaks_of(
     else:
         found, is_steady = _measure_cpu(num_threads, is_torch)
     if is_steady:
-        _remember(found, path)
+        with suppress(OSError):  # Measured again next time.
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_bytes(msgspec.json.encode(found))
+            unfinished.replace(path)
     return found
-
-
-def _remember(found: Peaks, path: Path) -> None:
-    with suppress(OSError):  # Measured again next time.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(msgspec.json.encode(found))
-        unfinished.replace(path)
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def _digest(device: str, num_threads: int, is_torch: bool) -> str:
@@ -118,10 +119,13 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
     """Return the peaks, and whether the measurement was undisturbed."""
     operations = 2.0 * GEMM_SIZE**3
     small = cache_bytes() // 4
+    random, shape = np.random.default_rng(0), (GEMM_SIZE, GEMM_SIZE)
+    floats = random.random(shape, np.float32), random.random(shape, np.float32)
+    integers = random.integers(0, 128, shape, np.uint8), random.integers(-64, 64, shape, np.int8)
     with ThreadPoolExecutor(num_threads) as pool:
         tries = {
-            "fp32": PeakProbe(_session("MatMul", "fp32", num_threads), operations),
-            "int8": PeakProbe(_session("MatMulInteger", "int8", num_threads), operations),
+            "fp32": PeakProbe(_session("MatMul", *floats, num_threads), operations),
+            "int8": PeakProbe(_session("MatMulInteger", *integers, num_threads), operations),
             "memory": _copy(pool, num_threads, COPY_BYTES),
             "cache": _copy(pool, num_threads, small * num_threads, num_repeats=64),
             "launch": PeakProbe(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
@@ -164,25 +168,17 @@ def _copy(
     return PeakProbe(lambda: list(pool.map(copy, pairs)), amount)
 
 
-def _session(kind: str, datatype: str, num_threads: int) -> Callable[[], object]:
+def _session(kind: str, left: Array, right: Array, num_threads: int) -> Callable[[], object]:
     """A matmul in ONNX Runtime; the second matrix is weights."""
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import helper, numpy_helper
 
-    random = np.random.default_rng(0)
-    shape = (GEMM_SIZE, GEMM_SIZE)
-    if datatype == "int8":
-        left = random.integers(0, 128, shape, np.uint8)
-        right = random.integers(-64, 64, shape, np.int8)
-        given, answer = TensorProto.UINT8, TensorProto.INT32
-    else:
-        left = random.random(shape, np.float32)
-        right = random.random(shape, np.float32)
-        given, answer = TensorProto.FLOAT, TensorProto.FLOAT
+    given = helper.np_dtype_to_tensor_dtype(left.dtype)
+    answer = helper.np_dtype_to_tensor_dtype(np.dtype("i4" if left.dtype.kind == "u" else "f4"))
     graph = helper.make_graph(
         [helper.make_node(kind, ["left", "right"], ["product"])],
         "peak",
-        [helper.make_tensor_value_info("left", given, shape)],
-        [helper.make_tensor_value_info("product", answer, shape)],
+        [helper.make_tensor_value_info("left", given, left.shape)],
+        [helper.make_tensor_value_info("product", answer, left.shape)],
         [numpy_helper.from_array(right, "right")],
     )
     session = _load(graph, num_threads)
@@ -218,18 +214,14 @@ def _torch_chain() -> Callable[[], object]:
     return run
 
 
-def _load(graph: Any, num_threads: int) -> Any:
+def _load(graph: GraphProto, num_threads: int) -> InferenceSession:
     # Imported first: it sets a switch before the library is loaded.
-    from penstock.backends.onnxruntime import CPU  # isort: skip
-    import onnxruntime as ort
+    from penstock.backends.onnxruntime import GRAPH_LEVELS  # isort: skip
     from onnx import helper
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=[CPU])
+    level = GRAPH_LEVELS["disabled"]
+    return onnx_model.session(model, num_threads=num_threads, graph_optimization_level=level)
 
 
 def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
@@ -238,7 +230,7 @@ def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
         import torch
     except ModuleNotFoundError:
         return None
-    if not {"avx512_bf16", "amx_bf16"} & _cpu_flags():
+    if not {"avx512_bf16", "amx_bf16"}.intersection(this_machine.read_machine().isa):
         return None
     torch.set_num_threads(num_threads)
     left, right = (torch.randn((size, size)).to(torch.bfloat16) for _ in range(2))
@@ -252,14 +244,17 @@ def cuda_product(device: str, datatype: str, size: int) -> Callable[[], object] 
         product()
     except (RuntimeError, NotImplementedError, ValueError):
         return None
+    return product if device == "cpu" else _synchronous(product, device)
+
+
+def _synchronous(run: Callable[[], object], device: str) -> Callable[[], None]:
     import torch
 
-    def run() -> None:
-        product()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
+    def finish() -> None:
+        run()
+        torch.cuda.synchronize(device)
 
-    return run
+    return finish
 
 
 def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
@@ -283,7 +278,7 @@ def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
     return lambda: torch.mm(half, half)
 
 
-def _in_precision(precision: str, numbers: Any) -> None:
+def _in_precision(precision: str, numbers: torch.Tensor) -> None:
     import torch
 
     torch.set_float32_matmul_precision(precision)
@@ -291,41 +286,29 @@ def _in_precision(precision: str, numbers: Any) -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def _cpu_flags() -> set[str]:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.partition(":")[2].split())
-    return set()
-
-
 def _measure_cuda(device: str) -> tuple[Peaks, bool]:
     import torch
 
     source = torch.ones(COPY_BYTES * 8, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    host = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     one = torch.ones(1, device=device)
 
-    def copy() -> None:
-        target.copy_(source)
-        torch.cuda.synchronize(device)
+    def copy_in() -> None:
+        target[:HOST_COPY_BYTES].copy_(host, non_blocking=True)
 
     def chain() -> None:
         for _ in range(CHAIN_LENGTH):
             one.neg()
-        torch.cuda.synchronize(device)
 
-    tries = {
-        "memory": PeakProbe(copy, 2.0 * source.numel()),
-        "launch": PeakProbe(chain, CHAIN_LENGTH),
+    work: dict[str, tuple[Callable[[], object], float]] = {
+        "memory": (lambda: target.copy_(source), 2.0 * source.numel()),
+        "launch": (chain, CHAIN_LENGTH),
+        "host": (copy_in, float(HOST_COPY_BYTES)),
     }
-    host = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    def copy_in() -> None:
-        target[:HOST_COPY_BYTES].copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    tries["host"] = PeakProbe(copy_in, float(HOST_COPY_BYTES))
+    tries = {
+        name: PeakProbe(_synchronous(run, device), amount) for name, (run, amount) in work.items()
+    }
     for datatype in DATATYPES:
         run = cuda_product(device, datatype, CUDA_GEMM_SIZE)
         if run is not None:

@@ -19,8 +19,7 @@ import msgspec
 from penstock import units
 from penstock.config import CPU, PACK, ModelConfig
 from penstock.profiling.results import Bound, GpuTime, NextStep, Operator, Peaks, RequestPhase
-from penstock.profiling.times import OperatorTime
-from penstock.profiling.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
+from penstock.profiling.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, OperatorTime, work_of
 
 # Operators below this efficiency are overhead-bound.
 MIN_EFFICIENCY = 0.15
@@ -44,15 +43,6 @@ NARROWER = {
     "bf16": ("fp8", "int8"),
     "fp16": ("fp8", "int8"),
 }
-NAMES = {
-    "fp64": "FP64",
-    "fp32": "FP32",
-    "tf32": "TF32",
-    "fp16": "FP16",
-    "bf16": "BF16",
-    "fp8": "FP8",
-    "int8": "INT8",
-}
 # Datatypes that `penstock optimize` can build: on CPUs; of PyTorch modules on GPUs; and there only
 # of packed encoders. There is no INT8 on GPUs.
 ON_CPUS = ("bf16", "int8")
@@ -61,13 +51,8 @@ OF_PACKED = "fp8"
 MEASURE_AGAIN = "Measure again on a quiet machine before you act on this profile"
 # Smaller shares of GPU time without a kernel, or with exposed copies, are not reported.
 MIN_IDLE = 0.1
-WORDS = {
-    "compute": "compute-bound",
-    "memory": "memory-bound",
-    "launch": "launch-bound",
-    "overhead": "overhead-bound",
-    "unknown": "bottleneck unknown",
-}
+BOUNDS: Sequence[Bound] = get_args(Bound)
+WORDS = {each: f"{each}-bound" for each in BOUNDS} | {"unknown": "bottleneck unknown"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +85,25 @@ class RooflineInput:
 
     @property
     def listed_s(self) -> float:
-        return sum(each.seconds for each in self.operators)
+        return _total_s(self.operators)
+
+    @property
+    def whole_s(self) -> float:
+        return max(self.total_s, self.listed_s)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the caches hold all weights."""
+        return sum(each.weight_bytes for each in self.operators) <= self.peaks.cache_bytes
 
     @property
     def gap_s(self) -> float:
         """Time of a run between operators; the profiler's overhead hides some of it."""
         return max(0.0, self.total_s - self.listed_s) if self.operators else 0.0
+
+
+def _total_s(parts: Iterable[Operator | RequestPhase]) -> float:
+    return sum(each.seconds for each in parts)
 
 
 def raised(peaks: Peaks, times: Iterable[OperatorTime]) -> Peaks:
@@ -148,7 +146,7 @@ def _judged(each: OperatorTime, peaks: Peaks, fits: bool) -> Operator:
         operator.needed_s = max(needed.values())
         if each.seconds > 0:
             operator.efficiency = min(1.0, operator.needed_s / each.seconds)
-        operator.bound = _bound(operator, needed, peaks)
+        operator.bound = _bound(operator, needed)
     return operator
 
 
@@ -181,7 +179,7 @@ def _bandwidth(peaks: Peaks, is_near: bool) -> float:
     return max(peaks.cache_bytes_per_s, peaks.bytes_per_s) if is_near else peaks.bytes_per_s
 
 
-def _bound(operator: Operator, needed: dict[Bound, float], peaks: Peaks) -> Bound:
+def _bound(operator: Operator, needed: dict[Bound, float]) -> Bound:
     work_s = max(needed["compute"], needed["memory"])
     if needed["launch"] >= work_s or (
         operator.seconds <= NUM_LAUNCHES * needed["launch"] and work_s < 0.5 * operator.seconds
@@ -204,7 +202,7 @@ def block_of(name: str) -> str:
 def shares(measured: RooflineInput) -> dict[Bound, float]:
     """Return the seconds of a run by bottleneck. Time between operators is overhead, or launch if a
     GPU waits for its kernels."""
-    found: dict[Bound, float] = dict.fromkeys(get_args(Bound), 0.0)
+    found = dict.fromkeys(BOUNDS, 0.0)
     for each in measured.operators:
         found[each.bound] += each.seconds
     found["launch"] += measured.launch_gap_s
@@ -231,34 +229,29 @@ def headroom(measured: RooflineInput) -> float:
 def limit_share(measured: RooflineInput) -> float | None:
     """Return the share of a run's time that its operations and bytes take at the peaks, without
     launches. A lower bound: unknown operators count as 0. None if most are unknown."""
-    operators, peaks = measured.operators, measured.peaks
-    known = [each for each in operators if each.num_bytes is not None]
-    if not known or sum(each.seconds for each in known) < 0.5 * measured.listed_s:
+    known = [each for each in measured.operators if each.num_bytes is not None]
+    if not known or _total_s(known) < 0.5 * measured.listed_s:
         return None
-    fits = sum(each.weight_bytes for each in operators) <= peaks.cache_bytes
-    needs = [_needs(each, peaks, fits) for each in known]
+    needs = [_needs(each, measured.peaks, measured.fits) for each in known]
     needed_s = sum(max(each["compute"], each["memory"]) for each in needs)
-    return min(1.0, needed_s / max(measured.total_s, measured.listed_s))
+    return min(1.0, needed_s / measured.whole_s)
 
 
 def _speed_up(measured: RooflineInput, saved_s: float) -> float:
     """Apply Amdahl's law."""
-    whole = max(measured.total_s, measured.listed_s)
-    return whole / max(whole - saved_s, 1e-12) if whole > 0 else 1.0
+    whole_s = measured.whole_s
+    return whole_s / max(whole_s - saved_s, 1e-12) if whole_s > 0 else 1.0
 
 
 def buildable(config: ModelConfig) -> tuple[str, ...]:
     """Return the datatypes that `penstock optimize` can build this model in."""
     if config.device == CPU:
-        return tuple(each for each in ON_CPUS if each != "int8" or _is_onnx_made(config))
+        # INT8 is made of ONNX files, and of models that can be exported to one.
+        is_onnx_made = not config.artifact.endswith(".xml")
+        return tuple(each for each in ON_CPUS if each != "int8" or is_onnx_made)
     if config.backend != "pytorch" or config.artifact.endswith(".pt2"):
         return ()
     return (*ON_GPUS, OF_PACKED) if PACK in config.options else ON_GPUS
-
-
-def _is_onnx_made(config: ModelConfig) -> bool:
-    """Return whether INT8 can be built: from ONNX files, and from models that can be exported."""
-    return not config.artifact.endswith(".xml")
 
 
 def next_steps(measured: RooflineInput) -> list[NextStep]:
@@ -270,7 +263,7 @@ def next_steps(measured: RooflineInput) -> list[NextStep]:
         _fusion,
         _better_kernels,
         _graphs,
-        *(partial(_narrower, datatype=each) for each in ("tf32", "bf16", "fp16", "fp8", "int8")),
+        *(partial(_narrower, datatype=each) for each in NARROWER["fp32"]),
         _batching,
         _hidden_copies,
         _instances,
@@ -284,7 +277,7 @@ def next_steps(measured: RooflineInput) -> list[NextStep]:
 def _fusion(measured: RooflineInput) -> NextStep | None:
     """Fuse operators that mostly move memory into their neighbours."""
     small = [each for each in measured.operators if each.type in FUSIBLE and each.seconds > 0]
-    saved_s = sum(each.seconds for each in small)
+    saved_s = _total_s(small)
     text = f"fuse {_top_types(small)} into adjacent operators ({_percent(saved_s, measured)})"
     return _step("fusion", text, measured, saved_s)
 
@@ -302,8 +295,7 @@ def _narrower(measured: RooflineInput, datatype: str) -> NextStep | None:
     memory-bound. Their distance from the roof is assumed to stay the same."""
     if datatype not in measured.peaks.flops or datatype not in measured.datatypes:
         return None
-    weights = sum(each.weight_bytes for each in measured.operators)
-    fits = weights <= measured.peaks.cache_bytes
+    fits = measured.fits
     chosen, saved_s = [], 0.0
     for each in measured.operators:
         if each.type not in MULTIPLIERS or datatype not in NARROWER.get(each.datatype, ()):
@@ -313,8 +305,8 @@ def _narrower(measured: RooflineInput, datatype: str) -> NextStep | None:
         if now > 0 and then < now:
             chosen.append(each)
             saved_s += each.seconds * (1 - then / now)
-    part = _percent(sum(each.seconds for each in chosen), measured)
-    text = f"{NAMES[datatype]} for {_top_types(chosen)} ({part})"
+    part = _percent(_total_s(chosen), measured)
+    text = f"{datatype.upper()} for {_top_types(chosen)} ({part})"
     return _step(datatype, text, measured, saved_s)
 
 
@@ -366,9 +358,8 @@ def _instances(measured: RooflineInput) -> NextStep | None:
 def _path(measured: RooflineInput) -> NextStep | None:
     """Return the largest part of a request's time around the model that can be shortened, with the
     speed-up of the request without it."""
-    whole = sum(each.seconds for each in measured.buckets)
-    around = sorted(measured.buckets, key=lambda each: -each.seconds)
-    for each in around:
+    whole = _total_s(measured.buckets)
+    for each in sorted(measured.buckets, key=lambda each: -each.seconds):
         advice = _advice(each.name, measured)
         if advice and each.seconds >= MIN_PART * whole > 0:
             ceiling = whole / max(whole - each.seconds, 1e-12)
@@ -411,18 +402,17 @@ def findings(measured: RooflineInput) -> list[str]:
     if measured.operators and not measured.disturbance:
         lines += [_limit_line(measured), _headroom_line(measured)]
     lines += _gpu_lines(measured)
-    whole = sum(each.seconds for each in measured.buckets)
-    queue_s = sum(each.seconds for each in measured.buckets if each.name == "queue")
+    whole = _total_s(measured.buckets)
+    queue_s = _total_s(each for each in measured.buckets if each.name == "queue")
     if whole and queue_s > 0.1 * whole:
         lines.append(
             f"a request waits in the queue for {units.share(queue_s, whole)} of its time although"
             " no other request is there: the batcher holds it back"
         )
-    around_s = sum(each.seconds for each in measured.buckets if each.name != COMPUTE)
+    around_s = _total_s(each for each in measured.buckets if each.name != COMPUTE)
     if whole and around_s > 0.1 * whole:
-        lines.append(
-            f"{units.share(around_s, whole)} of a request's time is spent around the model"
-        )
+        around = units.share(around_s, whole)
+        lines.append(f"{around} of a request's time is spent around the model")
     return [line for line in lines if line]
 
 
@@ -448,13 +438,11 @@ def _bound_line(measured: RooflineInput) -> str:
 def _type_lines(measured: RooflineInput, count: int = 3) -> list[str]:
     lines = []
     for kind, operators in by_type(measured.operators)[:count]:
-        seconds = sum(each.seconds for each in operators)
+        seconds = _total_s(operators)
         if seconds < 0.05 * measured.total_s:
             continue
-        bounds: dict[Bound, float] = {}
-        for each in operators:
-            bounds[each.bound] = bounds.get(each.bound, 0.0) + each.seconds
-        bound = max(bounds, key=lambda name: bounds[name])
+        by_bound = [[each for each in operators if each.bound == bound] for bound in BOUNDS]
+        bound = max(filter(None, by_bound), key=_total_s)[0].bound
         known = [each for each in operators if each.needed_s is not None]
         needed = sum(min(each.seconds, each.needed_s or 0.0) for each in known)
         at = f" at {units.share(needed, seconds)} of its roof" if known else ""
@@ -492,7 +480,7 @@ def _gpu_lines(measured: RooflineInput) -> list[str]:
 
 def _headroom_line(measured: RooflineInput) -> str:
     room = headroom(measured)
-    known_s = sum(each.seconds for each in measured.operators if each.needed_s is not None)
+    known_s = _total_s(each for each in measured.operators if each.needed_s is not None)
     if known_s < 0.5 * measured.listed_s:
         return "the shapes of most operators are unknown, so there is no estimate at the peaks"
     if room < MIN_CEILING:
@@ -518,7 +506,7 @@ def verdict(measured: RooflineInput, steps: Sequence[NextStep]) -> str:
 
 def _most_of(measured: RooflineInput, bound: Bound) -> str:
     types = by_type([each for each in measured.operators if each.bound == bound])
-    longest_s = sum(each.seconds for each in types[0][1]) if types else 0.0
+    longest_s = _total_s(types[0][1]) if types else 0.0
     if bound == "overhead" and measured.gap_s > longest_s:
         return ", most of it between operators"
     return f", most of it {types[0][0]}" if types else ""
@@ -529,7 +517,7 @@ def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
     found: dict[str, list[Operator]] = {}
     for each in operators:
         found.setdefault(each.type, []).append(each)
-    return sorted(found.items(), key=lambda item: -sum(each.seconds for each in item[1]))
+    return sorted(found.items(), key=lambda item: -_total_s(item[1]))
 
 
 def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
@@ -540,5 +528,4 @@ def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
 
 
 def _percent(seconds: float, measured: RooflineInput, words: str = " of the time") -> str:
-    whole = max(measured.total_s, measured.listed_s)
-    return units.share(seconds, whole) + words
+    return units.share(seconds, measured.whole_s) + words

@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.profiling import gpu_timeline
 from penstock.profiling.gpu_timeline import RUN, GpuTrace
-from penstock.profiling.times import Event, OperatorTime, Timed
-from penstock.profiling.work import Shaped
+from penstock.profiling.work import Event, OperatorTime, Shaped, Timed
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
+    from torch.profiler import profile
 
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.
@@ -110,7 +113,7 @@ def timed(
     return replace(told, operators=(*told.operators, *left), gpu=gpu)
 
 
-def _watching(is_cuda: bool) -> Any:
+def _watching(is_cuda: bool) -> profile:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if is_cuda else [])
@@ -125,7 +128,7 @@ def _flown(flight: Flight) -> GpuTrace | None:
     return trace_of(watched)
 
 
-def trace_of(watched: Any) -> GpuTrace:
+def trace_of(watched: profile) -> GpuTrace:
     """Return the profiler's Chrome trace."""
     with tempfile.TemporaryDirectory(prefix="penstock-trace-") as made:
         path = Path(made) / "trace.json"
@@ -133,7 +136,7 @@ def trace_of(watched: Any) -> GpuTrace:
         return gpu_timeline.read(json.loads(path.read_bytes()))
 
 
-def launched_s(found: Sequence[Any], num_runs: int) -> dict[str, float]:
+def launched_s(found: Sequence[FunctionEvent], num_runs: int) -> dict[str, float]:
     """Return the seconds per run that operators account for, by kernel."""
     seconds: dict[str, float] = {}
     for kernel in (kernel for event in found for kernel in event.kernels):
@@ -142,7 +145,7 @@ def launched_s(found: Sequence[Any], num_runs: int) -> dict[str, float]:
 
 
 def read(
-    found: Sequence[Any],
+    found: Sequence[FunctionEvent],
     num_runs: int,
     profiled_s: float,
     datatype: str,
@@ -151,7 +154,7 @@ def read(
     rounded: str = "",
 ) -> Timed:
     """Read the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
-    grouped: dict[tuple[str, str], list[Any]] = {}
+    grouped: dict[tuple[str, str], list[FunctionEvent]] = {}
     for event in found:
         grouped.setdefault((event.name, str(event.input_shapes)), []).append(event)
     operators = []
@@ -171,11 +174,11 @@ def _computed_in(operator: OperatorTime, rounded: str) -> str:
     return "tf32" if is_rounded else operator.datatype
 
 
-def _self_us(event: Any, is_cuda: bool) -> float:
+def _self_us(event: FunctionEvent, is_cuda: bool) -> float:
     return float(event.self_device_time_total if is_cuda else event.self_cpu_time_total)
 
 
-def _operator(event: Any, seconds: float, calls: int, datatype: str) -> OperatorTime:
+def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -> OperatorTime:
     name = event.name.removeprefix(PREFIX)
     shapes = [tuple(shape) for shape in event.input_shapes if shape and _is_shape(shape)]
     kind = _kind(name)
@@ -189,7 +192,7 @@ def _operator(event: Any, seconds: float, calls: int, datatype: str) -> Operator
     return OperatorTime(label, kind, seconds, inputs, outputs, weights, calls, datatype)
 
 
-def _is_shape(shape: Sequence[Any]) -> bool:
+def _is_shape(shape: Sequence[object]) -> bool:
     return all(isinstance(size, int) for size in shape)
 
 
@@ -206,7 +209,7 @@ def _kind(name: str) -> str:
 Tensors = tuple[Shaped, ...]
 
 
-def _answer(kind: str, tensors: list[Shaped], event: Any) -> tuple[Tensors, Tensors]:
+def _answer(kind: str, tensors: list[Shaped], event: FunctionEvent) -> tuple[Tensors, Tensors]:
     """Return inputs and output. The profiler has only the inputs; the output is derived from them,
     or both are empty if it cannot be."""
     inputs = tuple(tensors)
@@ -231,7 +234,7 @@ def _answer(kind: str, tensors: list[Shaped], event: Any) -> tuple[Tensors, Tens
     return inputs, (first if kind == "MultiHeadAttention" else largest,)
 
 
-def _convolved(event: Any, inputs: Tensors) -> tuple[int, ...]:
+def _convolved(event: FunctionEvent, inputs: Tensors) -> tuple[int, ...]:
     """Derive the output shape of a convolution from stride, padding and dilation, if recorded."""
     given = [
         value
@@ -260,10 +263,8 @@ def _convolved(event: Any, inputs: Tensors) -> tuple[int, ...]:
     return (image[0], weights[0], *sizes)
 
 
-def _events(found: Sequence[Any]) -> list[Event]:
-    if not found:
-        return []
-    start_us = min(event.time_range.start for event in found)
+def _events(found: Sequence[FunctionEvent]) -> list[Event]:
+    start_us = min((event.time_range.start for event in found), default=0)
     return [
         Event(
             event.name.removeprefix(PREFIX),

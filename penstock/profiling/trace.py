@@ -4,54 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from penstock.errors import ConfigError
 from penstock.profiling.results import GpuSpan, RequestPhase
-from penstock.profiling.times import Event
+from penstock.profiling.work import Event
 
-OPERATORS, REQUEST = 1, 2
-# Thread id of the first GPU lane; each lane has its own.
-GPU = 3
+# Lanes below the operators and the request, which are the first two.
 LANES = {"in": "GPU: copies in", "compute": "GPU: kernels", "out": "GPU: copies out"}
-
-
-def to_trace(
-    model: str,
-    events: Sequence[Event],
-    buckets: Sequence[RequestPhase],
-    gpu: Sequence[GpuSpan] = (),
-) -> dict[str, Any]:
-    """Return one line of operators as they ran, one of a request's buckets in sequence, and one per
-    GPU lane, starting at the GPU's first activity."""
-    spans: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"penstock: {model}"}},
-        _named(OPERATORS, "operators"),
-        _named(REQUEST, "one request"),
-    ]
-    spans += [
-        _span(OPERATORS, event.name, event.kind, event.start_s, event.seconds) | _args(event)
-        for event in events
-    ]
-    start_s = 0.0
-    for bucket in buckets:
-        spans.append(_span(REQUEST, bucket.name, "bucket", start_s, bucket.seconds))
-        start_s += bucket.seconds
-    spans += _gpu_spans(gpu)
-    return {"traceEvents": spans, "displayTimeUnit": "ms"}
-
-
-def _gpu_spans(gpu: Sequence[GpuSpan]) -> list[dict[str, Any]]:
-    threads = {lane: GPU + index for index, lane in enumerate(LANES)}
-    used = {span.lane for span in gpu}
-    named = [_named(threads[lane], name) for lane, name in LANES.items() if lane in used]
-    return named + [
-        _span(threads[each.lane], each.name, each.lane, each.start_s, each.seconds)
-        | {"args": {"stream": each.stream, "bytes": each.num_bytes}}
-        for each in gpu
-    ]
+Span = dict[str, object]
 
 
 def write(
@@ -61,20 +23,35 @@ def write(
     buckets: Sequence[RequestPhase],
     gpu: Sequence[GpuSpan] = (),
 ) -> None:
+    """Write one line of operators as they ran, one of a request's buckets in sequence, and one per
+    GPU lane, starting at the GPU's first activity."""
+    spans = [_named(1, "operators"), _named(2, "one request")]
+    for event in events:
+        spans.append(_span(1, event.name, event.kind, event.start_s, event.seconds))
+        spans[-1]["args"] = {"type": event.kind, **event.details}
+    start_s = 0.0
+    for bucket in buckets:
+        spans.append(_span(2, bucket.name, "bucket", start_s, bucket.seconds))
+        start_s += bucket.seconds
+    threads = {lane: number for number, lane in enumerate(LANES, 3)}
+    used = {span.lane for span in gpu}
+    spans += [_named(threads[lane], name) for lane, name in LANES.items() if lane in used]
+    for each in gpu:
+        thread = threads[each.lane]
+        spans.append(_span(thread, each.name, each.lane, each.start_s, each.seconds))
+        spans[-1]["args"] = {"stream": each.stream, "bytes": each.num_bytes}
+    process = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"penstock: {model}"}}
+    whole = {"traceEvents": [process, *spans], "displayTimeUnit": "ms"}
     try:
-        path.write_bytes(msgspec.json.encode(to_trace(model, events, buckets, gpu)))
+        path.write_bytes(msgspec.json.encode(whole))
     except OSError as error:
         raise ConfigError([f"{path}: cannot be written: {error.strerror}"]) from None
 
 
-def _named(thread: int, name: str) -> dict[str, Any]:
+def _named(thread: int, name: str) -> Span:
     return {"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": {"name": name}}
 
 
-def _span(thread: int, name: str, kind: str, start_s: float, seconds: float) -> dict[str, Any]:
+def _span(thread: int, name: str, kind: str, start_s: float, seconds: float) -> Span:
     times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
     return {"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": thread, **times}
-
-
-def _args(event: Event) -> dict[str, Any]:
-    return {"args": {"type": event.kind, **event.details}}

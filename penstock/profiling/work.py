@@ -1,4 +1,5 @@
-"""Operations and bytes of an operator, from its type and shapes. Pure.
+"""Operators of a run: their times, in the form that all profile readers return, and the operations
+and bytes of each, from its type and shapes. Pure.
 
 A multiply-add is two operations. Bytes are the minimum traffic: every input read once and every
 output written once. Types are ONNX's; readers of other libraries' profiles translate to them.
@@ -8,25 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from penstock.profiling.results import GpuTime
 
 BITS: Mapping[str, int] = {
-    "fp64": 64,
-    "fp32": 32,
-    "tf32": 32,
-    "fp16": 16,
-    "bf16": 16,
-    "fp8": 8,
-    "int64": 64,
-    "int32": 32,
-    "int16": 16,
-    "int8": 8,
-    "uint64": 64,
-    "uint32": 32,
-    "uint16": 16,
-    "uint8": 8,
+    **dict.fromkeys(("fp64", "int64", "uint64"), 64),
+    **dict.fromkeys(("fp32", "tf32", "int32", "uint32"), 32),
+    **dict.fromkeys(("fp16", "bf16", "int16", "uint16"), 16),
+    **dict.fromkeys(("fp8", "int8", "uint8", "bool"), 8),
     "int4": 4,
-    "bool": 8,
 }
 FLOATS = ("fp64", "fp32", "fp16", "bf16", "fp8")
 BYTE_TYPES = ("int8", "uint8")
@@ -46,6 +38,48 @@ class Shaped:
     @property
     def num_bytes(self) -> float:
         return self.num_elements * BITS.get(self.datatype, 32) / 8
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTime:
+    """One operator in a run of the model: `seconds` of all its calls, shapes of one call."""
+
+    name: str
+    # ONNX operator type, or the library's own where ONNX has none.
+    kind: str
+    seconds: float
+    inputs: tuple[Shaped, ...] = ()
+    outputs: tuple[Shaped, ...] = ()
+    # Constant inputs: read from memory however small the batch is.
+    weight_bytes: float = 0.0
+    num_calls: int = 1
+    # Compute datatype that the library reports; empty: follows from the inputs.
+    datatype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A span of the trace, in seconds from the first."""
+
+    name: str
+    kind: str
+    start_s: float
+    seconds: float
+    # Shapes and the like, as text.
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Result of a library's profiler."""
+
+    operators: Sequence[OperatorTime]
+    # Median time of a run under the profiler.
+    profiled_s: float
+    events: Sequence[Event]
+    notes: Sequence[str] = ()
+    # None on CPUs.
+    gpu: GpuTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +147,9 @@ def work_of(kind: str, inputs: Tensors, outputs: Tensors) -> OperatorWork:
         return OperatorWork(None, None, datatype)
     num_bytes = sum(tensor.num_bytes for tensor in outputs)
     if kind in LOOKUPS:
-        indices = sum(each.num_bytes for each in inputs if each.datatype not in FLOATS)
-        return OperatorWork(_flops(kind, inputs, outputs), 2 * num_bytes + indices, datatype)
-    num_bytes += sum(tensor.num_bytes for tensor in inputs)
+        num_bytes += num_bytes + sum(e.num_bytes for e in inputs if e.datatype not in FLOATS)
+    else:
+        num_bytes += sum(tensor.num_bytes for tensor in inputs)
     return OperatorWork(_flops(kind, inputs, outputs), num_bytes, datatype)
 
 
@@ -158,22 +192,15 @@ def _matmul(inputs: Tensors, outputs: Tensors) -> float:
     return 2.0 * outputs[0].num_elements * length
 
 
-def _at(position: int, count: Callable[[Shaped, Tensors, Tensors], float]) -> Count:
-    """Adapt `count` to operators whose weights are the input at this position."""
+def _conv(position: int, is_transposed: bool = False) -> Count:
+    """Return a count for convolutions whose weights are the input at this position: one filter per
+    output element (transposed: input element), channels of a group times the window."""
 
-    def counted(inputs: Tensors, outputs: Tensors) -> float:
-        return count(inputs[position], inputs, outputs)
+    def count(inputs: Tensors, outputs: Tensors) -> float:
+        elements = (inputs if is_transposed else outputs)[0].num_elements
+        return 2.0 * elements * math.prod(inputs[position].shape[1:])
 
-    return counted
-
-
-def _conv(weights: Shaped, inputs: Tensors, outputs: Tensors) -> float:
-    """Count one filter per output element: channels of a group times the window."""
-    return 2.0 * outputs[0].num_elements * math.prod(weights.shape[1:])
-
-
-def _transposed_conv(weights: Shaped, inputs: Tensors, outputs: Tensors) -> float:
-    return 2.0 * inputs[0].num_elements * math.prod(weights.shape[1:])
+    return count
 
 
 def _attention(inputs: Tensors, outputs: Tensors) -> float:
@@ -201,9 +228,9 @@ MULTIPLIERS: Mapping[str, Count] = {
     **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits"), _matmul),
     **dict.fromkeys(("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"), _matmul),
     **dict.fromkeys(("QLinearMatMul", "QGemm", "TransposeMatMul"), _matmul),
-    **dict.fromkeys(("Conv", "FusedConv", "ConvInteger", "NhwcFusedConv"), _at(1, _conv)),
-    "QLinearConv": _at(3, _conv),
-    "ConvTranspose": _at(1, _transposed_conv),
+    **dict.fromkeys(("Conv", "FusedConv", "ConvInteger", "NhwcFusedConv"), _conv(1)),
+    "QLinearConv": _conv(3),
+    "ConvTranspose": _conv(1, is_transposed=True),
     **dict.fromkeys(("Attention", "QAttention"), _attention),
     **dict.fromkeys(("MultiHeadAttention", "GroupQueryAttention"), _meeting),
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),

@@ -7,12 +7,13 @@ to the logger `penstock.audit`, from the process that decided; `--log-level` doe
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.errors import BackendFailed, Cancelled, PenstockError
 from penstock.protocols import access_log
+from penstock.protocols.http_errors import Refusal, logged_status
 
 log = logging.getLogger("penstock.audit")
 log.setLevel(logging.INFO)
@@ -31,25 +32,19 @@ class AdminCall:
     model: str = ""
 
 
-def record(call: AdminCall, result: object, reason: str = "") -> None:
-    """Log a call; `result` is its status in its protocol, `reason` why it was refused."""
+def record(call: AdminCall, error: Refusal | None = None) -> None:
+    """Log a call and why it was refused, if it was."""
     fields: dict[str, object] = {
         "caller": call.caller,
         "action": call.action,
         "model": call.model,
-        "result": result,
-        "reason": reason[:MAX_TEXT],
+        "result": logged_status(call.protocol, error),
+        "reason": str(error or "")[:MAX_TEXT],
     }
     access_log.write(log, call.protocol, fields)
 
 
-async def record_answer(
-    call: AdminCall,
-    answer: Awaitable[Result],
-    status_ok: object,
-    status: Callable[[PenstockError], object],
-) -> Result:
-    """Await the answer and log the call; `status` maps errors to statuses of the protocol."""
+async def record_answer(call: AdminCall, answer: Awaitable[Result]) -> Result:
     # Default, for clients that disconnect before the answer.
     error: PenstockError | None = Cancelled("")
     try:
@@ -63,4 +58,4 @@ async def record_answer(
         error = BackendFailed("internal error")
         raise
     finally:
-        record(call, status_ok if error is None else status(error), str(error or ""))
+        record(call, error)

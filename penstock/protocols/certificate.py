@@ -17,8 +17,6 @@ SEQUENCE, VERSION, UTC_TIME, GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """The period in which a certificate may be used."""
-
     begins: datetime
     ends: datetime
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ from penstock.config import CLASSIFIER, TOKEN_CLASSIFIER, ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
-from penstock.protocols.openai_errors import kind_of, reply_error
+from penstock.protocols.http_errors import reply_error
 from penstock.protocols.text_answers import counted
 from penstock.serving.catalog import Catalog
 from penstock.serving.served import Served
@@ -37,7 +39,8 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import EmbeddingsRequest, Known
+from penstock.wire.documented import EmbeddingsList
+from penstock.wire.openai_v1 import EmbeddingsBody, OpenAiModel, describe_model
 
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
@@ -45,36 +48,35 @@ MAX_TENSORS_TOLD = 8
 # Heads whose scores are no embedding.
 CLASSIFIERS = {CLASSIFIER: "a classifier", TOKEN_CLASSIFIER: "a token classifier"}
 log = logging.getLogger("penstock.http")
-_JSON = b"Content-Type: application/json\r\n"
 
 
+@dataclass(frozen=True, slots=True)
 class EmbeddingsHttp:
     """Handler of the embeddings route, behind the gate. The caller turns errors into responses."""
 
-    def __init__(self, catalog: Catalog, logs_requests: bool = False) -> None:
-        self._catalog = catalog
-        self._is_logged = logs_requests
+    _catalog: Catalog
+    _is_logged: bool = False
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[OpenAiModel]:
         """Return the models that are ready to embed, each once, dated by the time of their file."""
-        found: dict[str, Known] = {}
+        found: dict[str, OpenAiModel] = {}
         for model in self._catalog:
             config = model.config
             if model.is_ready and config.name not in found and is_embedder(config):
-                found[config.name] = Known(config.name, _written_at(config.artifact))
+                found[config.name] = describe_model(config.name, _written_at(config.artifact))
         return list(found.values())
 
     def handle(self, exchange: Exchange) -> None:
         asked = openai_v1.read_embeddings(exchange.body)
         model = self._catalog.find(asked.model)
         with counted(model, exchange.received):
-            texts = [each for each in asked.inputs if isinstance(each, str)]
-            if len(texts) < len(asked.inputs):
+            texts = [each for each in asked.input if isinstance(each, str)]
+            if len(texts) < len(asked.input):
                 raise InvalidRequest("input: tokens are not served here; expected texts", "input")
             embedder = embedder_of(model.config)
             size = embedder.size
-            if asked.num_dimensions is not None and 0 < size < asked.num_dimensions:
-                text = f"dimensions is {asked.num_dimensions}; expected at most {size}"
+            if asked.dimensions is not None and 0 < size < asked.dimensions:
+                text = f"dimensions is {asked.dimensions}; expected at most {size}"
                 raise InvalidRequest(text, "dimensions")
         answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
         exchange.waiter = answer
@@ -83,8 +85,6 @@ class EmbeddingsHttp:
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """How to ask a model for vectors."""
-
     text: TensorSpec
     vector: str
     # Length of a vector; 0: unknown until the model answers.
@@ -155,27 +155,20 @@ def _told(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(told + more) or "no tensors"
 
 
+@dataclass(slots=True, eq=False)
 class EmbeddingsAnswer:
     """The answer to one HTTP request; ends once, with all vectors or with an error."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        model: Served,
-        asked: EmbeddingsRequest,
-        embedder: Embedder,
-        is_logged: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._model = model
-        self._asked = asked
-        self._embedder = embedder
-        self._is_logged = is_logged
-        self._requests: list[Request] = []
-        self._num_submitted = 0
-        # Keyed by the `id()` of their request.
-        self._vectors: dict[int, Vectors] = {}
-        self._is_over = False
+    _exchange: Exchange
+    _model: Served
+    _asked: EmbeddingsBody
+    _embedder: Embedder
+    _is_logged: bool
+    _requests: list[Request] = field(default_factory=list)
+    _num_submitted: int = 0
+    # Keyed by the `id()` of their request.
+    _vectors: dict[int, Vectors] = field(default_factory=dict)
+    _is_over: bool = False
 
     def begin(self, texts: Sequence[str]) -> None:
         outputs = [RequestedOutput(self._embedder.vector)]
@@ -191,7 +184,6 @@ class EmbeddingsAnswer:
                 self._model.submit(request)
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 
@@ -202,7 +194,7 @@ class EmbeddingsAnswer:
             if isinstance(answer, PenstockError):
                 raise answer
             found = vectors_of(answer, self._embedder.vector)
-            self._vectors[id(request)] = _cut(found, self._asked.num_dimensions)
+            self._vectors[id(request)] = _cut(found, self._asked.dimensions)
             if len(self._vectors) == len(self._requests):
                 self._is_over = True
                 self._reply()
@@ -226,21 +218,24 @@ class EmbeddingsAnswer:
     def _note(self, error: PenstockError | None) -> None:
         """Write one line to the access log for all texts."""
         if self._is_logged:
-            status, kind = 200, ""
-            if error is not None:
-                status, kind = kind_of(error)[0], type(error).__name__
-            rows = access_log.EmbeddedRows(len(self._requests), self._exchange.received)
-            access_log.embedded(status, self._model.config, rows, kind)
+            path, received = self._exchange.head.path, self._exchange.received
+            what = {**access_log.about(self._model.config), "rows": len(self._requests)}
+            access_log.record("http", what, {"total": time.monotonic() - received}, error, path)
 
     def _reply(self) -> None:
         found = np.concatenate([self._vectors[id(each)] for each in self._requests])
         shown: Sequence[object] = found.tolist()
-        if self._asked.is_base64:
+        if self._asked.encoding_format == "base64":
             little = found.astype("<f4")
             shown = [base64.b64encode(each.tobytes()).decode() for each in little]
+        rows = [
+            {"object": "embedding", "index": number, "embedding": vector}
+            for number, vector in enumerate(shown)
+        ]
         num_tokens = sum(each.num_tokens for each in self._requests)
-        body = openai_v1.embeddings(self._asked.model, shown, num_tokens)
-        self._exchange.reply(200, _JSON, (body,))
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        answer = EmbeddingsList("list", rows, self._asked.model, usage)
+        self._exchange.reply_json(msgspec.json.encode(answer))
 
 
 def vectors_of(answer: Response, name: str) -> Vectors:

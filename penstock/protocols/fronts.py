@@ -15,27 +15,20 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
-from penstock.errors import (
-    BackendFailed,
-    ConfigError,
-    NotReady,
-    Overloaded,
-    PenstockError,
-)
+from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
+from penstock.processes.child import Life, StartLife
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import backoff_s, deaths_in_a_row
+from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
-from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.http import Exchange, Handler
-from penstock.protocols.http_errors import status_of
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
@@ -43,9 +36,9 @@ from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.metrics import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.serving.supervisor import MAX_LOAD_DEATHS, Life, StartLife
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
+from penstock.wire.frames import Forwarded, Frame
 from penstock.wire.v2 import classified
 
 log = logging.getLogger("penstock.fronts")
@@ -69,27 +62,24 @@ PING_S = 1.0
 # Time for a front to start listening.
 START_S = 60.0
 ADMIN_ACTIONS = frozenset(route.handler for route in ROUTES if route.scope == "admin")
-# Characters of an error over gRPC; it may quote names of any length from the client.
-MAX_TEXT = 2000
-# The same over HTTP, which has no limit of its own: small enough for a frame.
-MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
+# Characters of an error, which may quote names of any length from the client.
+MAX_TEXT = MAX_SENT_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
 class FrontSpec:
-    """One kind of front: its `name` in the log, the mapping of errors to its protocol's `status`,
-    and the `opening` frame sent first."""
+    """One front: its protocol, its process, and the `opening` frame sent first."""
 
-    name: str
     protocol: str
-    # From 1 if there are several fronts of this kind; otherwise 0.
-    number: int
     opening: frames.OpenFront
     hang_s: float
-    max_text: int
-    status_ok: object
-    status: Callable[[PenstockError], object]
     start_life: StartLife
+    # From 1 if there are several fronts of this kind; otherwise 0.
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"HTTP front {self.number}" if self.protocol == "http" else "gRPC front"
 
 
 def grpc_spec(
@@ -109,36 +99,22 @@ def grpc_spec(
         _keys(gate),
         tls=tls,
     )
-    name = "gRPC front"
-    return FrontSpec(
-        name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life
-    )
+    return FrontSpec("grpc", opening, config.hang_s, start_life)
 
 
 def http_spec(
-    number: int, opening: frames.OpenFront, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
-) -> FrontSpec:
-    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
-    name = f"HTTP front {number}"
-    return FrontSpec(
-        name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life
-    )
-
-
-def http_opening(
-    host: str,
-    port: int,
+    number: int,
+    place: tuple[str, int],
     limits: HttpLimits,
     gate: Gate,
-    logs_requests: bool,
+    logs_requests: bool = False,
     tls: TlsConfig | None = None,
-) -> frames.OpenFront:
-    """Make the opening frame, identical for all HTTP fronts; they share the port."""
+) -> FrontSpec:
+    """Describe one of the HTTP fronts, which share a host and port."""
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
-    return frames.OpenFront(
+    opening = frames.OpenFront(
         frames.VERSION,
-        host,
-        port,
+        *place,
         max(HTTP_SEGMENT_BYTES, 2 * largest),
         limits.max_body_bytes,
         keys=_keys(gate),
@@ -147,6 +123,8 @@ def http_opening(
         logs_requests=logs_requests,
         tls=tls,
     )
+    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
+    return FrontSpec("http", opening, hang_s, HTTP_FRONT, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +138,6 @@ class CoreApi:
     logs_requests: bool = False
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        """Answer a question; raises to refuse."""
         name, version = ask.model_name, ask.model_version
         if ask.kind == "count_request":
             self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
@@ -170,7 +147,7 @@ class CoreApi:
         if ask.kind not in ADMIN_ACTIONS:
             return await answer
         call = AdminCall("grpc", self.gate.name_of(ask.key), ask.kind, name)
-        return await audit_log.record_answer(call, answer, "OK", status_name)
+        return await audit_log.record_answer(call, answer)
 
 
 class FrontCall:
@@ -189,7 +166,12 @@ class FrontCall:
             session.unpack(frame.parcel),
             frame.received,
             id=frame.id,
-            outputs=[_requested(name, frame.classes) for name in frame.outputs],
+            outputs=[
+                RequestedOutput(name, {"classification": frame.classes[name]})
+                if name in frame.classes
+                else RequestedOutput(name)
+                for name in frame.outputs
+            ],
         )
         request.form = (frame.outputs, frame.parcel.pieces)
         request.parameters = frame.parameters or None
@@ -211,18 +193,11 @@ class FrontCall:
 
 
 class LoggedCall(FrontCall):
-    """A call that is also written to the access log."""
-
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        spec, config = self._session.spec, self.model.config
-        if isinstance(answer, Response):
-            access_log.ended(spec.protocol, spec.status_ok, config, request, "")
-        else:
-            kind = type(answer).__name__
-            access_log.ended(spec.protocol, spec.status(answer), config, request, kind)
+        access_log.ended(self._session.spec.protocol, self.model.config, request, answer)
 
 
 class Relay:
@@ -232,15 +207,12 @@ class Relay:
     def __init__(self, session: Session, frame: frames.Forward) -> None:
         self._session = session
         self._number = frame.call
-        self.received = frame.received
-        self.writable = asyncio.Event()
-        self.writable.set()
         head = MessageHead(frame.method, frame.target, frame.headers)
         head.keep_alive = frame.keep_alive
         head.is_http_1_0 = frame.is_http_1_0
         (body,) = session.unpack(frame.parcel)
         head.content_length = len(body.data)
-        self.exchange = Exchange(self, head, body.data)
+        self.exchange = Exchange(self, head, body.data, frame.received)
 
     @property
     def num_unsent(self) -> int:
@@ -251,13 +223,31 @@ class Relay:
         return head.keep_alive and not self._session.lifecycle.is_draining
 
     def write(self, data: bytes) -> None:
-        self._session.pass_part(self._number, data)
+        """Send the next part of an answer, always inline in frames: a part that waited for memory
+        could be overtaken by a later one."""
+        if self._number not in self._session.relays:
+            return
+        for start in range(0, len(data), INLINE_BYTES):
+            part = data[start : start + INLINE_BYTES]
+            piece = frames.TensorHeader("body", "UINT8", (len(part),), len(part))
+            parcel = frames.Parcel((piece,), part)
+            self._session.line.send(Forwarded(self._number, parcel, is_part=True))
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
-        self._session.pass_back(self._number, data, keep_alive)
+        """Send the whole answer, or the end of a streamed one."""
+        number, session = self._number, self._session
+        if session.relays.pop(number, None) is None:
+            return
+        try:
+            session.post(number, data, lambda parcel: Forwarded(number, parcel, keep_alive))
+        except PenstockError:
+            log.error("an answer of %d bytes is too large for the %s", len(data), session.spec.name)
+            session.line.send(Forwarded(number, frames.Parcel(), is_cut=True))
 
     def abort(self) -> None:
-        self._session.cut(self._number)
+        """Report that the message gets no answer."""
+        if self._session.relays.pop(self._number, None) is not None:
+            self._session.line.send(Forwarded(self._number, frames.Parcel(), is_cut=True))
 
 
 class Session:
@@ -279,18 +269,18 @@ class Session:
         self._requests, self._answers = segments
         self._outbox = Outbox(self._answers)
         self._calls: dict[int, FrontCall] = {}
-        self._relays: dict[int, Relay] = {}
+        self.relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
         self.life = life
-        self._line: Line[frames.FromFront] = Line(
+        self.line: Line[frames.FromFront] = Line(
             life.sock, frames.decode_all_from_front, self._receive, self._lost
         )
 
     @property
     def num_running(self) -> int:
         """Unanswered requests, messages and questions, and answers that wait for memory."""
-        num_asked = len(self._calls) + len(self._relays) + len(self._questions)
+        num_asked = len(self._calls) + len(self.relays) + len(self._questions)
         return num_asked + self._outbox.num_waiting
 
     def open(self, frame: frames.OpenFront) -> None:
@@ -301,32 +291,16 @@ class Session:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)
             self.life.kill()
 
-    def ping(self) -> None:
-        self._line.send(frames.Ping())
-
-    def set_keys(self, keys: dict[bytes, tuple[str, ...]]) -> None:
-        self._line.send(frames.SetKeys(keys))
-
-    def read(self) -> None:
-        """Handle the frames that have arrived."""
-        self._line.read()
-
-    def drain(self) -> None:
-        self._line.send(frames.Drain())
-
-    def stop(self) -> None:
-        self._line.send(frames.Stop())
-
     def close(self) -> None:
         """Cancel the requests of a front that has exited."""
         self._is_open = False
-        self._line.read()  # Frames sent before it exited still count.
-        self._line.close()
+        self.line.read()  # Frames sent before it exited still count.
+        self.line.close()
         for call in list(self._calls.values()):
             call.model.cancel(call.request)
         self._calls.clear()
-        relays = list(self._relays.values())
-        self._relays.clear()
+        relays = list(self.relays.values())
+        self.relays.clear()
         for relay in relays:
             relay.exchange.leave()
         for question in self._questions.values():
@@ -341,11 +315,11 @@ class Session:
     def refuse(self, number: int, error: PenstockError) -> None:
         self._calls.pop(number, None)
         kind = type(error).__name__
-        text = str(error)[: self.spec.max_text]
+        text = str(error)[:MAX_TEXT]
         frame = frames.InferReply(number, frames.Parcel(), error_kind=kind, error=text)
         if isinstance(error, Overloaded):
             frame.retry_after_s = error.retry_after_s
-        self._line.send(frame)
+        self.line.send(frame)
 
     def reply(
         self, number: int, answer: Response, is_final: bool, timings: Timings | None = None
@@ -362,9 +336,10 @@ class Session:
             )
             frame.is_final = is_final
             if timings is not None:
-                frame.timings = _timing_values(timings)
+                waits = (timings.queued, timings.dispatched, timings.instance_wait_s)
+                frame.timings = (*waits, *timings.compute_s, timings.completed)
             try:
-                self._line.send(frame)
+                self.line.send(frame)
             except PenstockError as error:
                 if parcel.offset is not None:
                     self._outbox.release(parcel.offset)
@@ -375,38 +350,7 @@ class Session:
         except PenstockError as error:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
 
-    def pass_back(self, number: int, data: bytes, keeps: bool) -> None:
-        """Send the whole answer to a message."""
-        if self._relays.pop(number, None) is None:
-            return
-
-        def send(parcel: frames.Parcel) -> None:
-            self._line.send(frames.Forwarded(number, parcel, keeps))
-
-        try:
-            self._outbox.post(number, [Tensor("body", "UINT8", (len(data),), data)], send)
-        except PenstockError:
-            log.error("an answer of %d bytes is too large for the %s", len(data), self.spec.name)
-            self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
-
-    def pass_part(self, number: int, data: bytes) -> None:
-        """Send the next part of an answer, always inline in frames: a part that waited for memory
-        could be overtaken by a later one."""
-        if number not in self._relays:
-            return
-        for start in range(0, len(data), INLINE_BYTES):
-            part = data[start : start + INLINE_BYTES]
-            piece = frames.TensorHeader("body", "UINT8", (len(part),), len(part))
-            parcel = frames.Parcel((piece,), part)
-            self._line.send(frames.Forwarded(number, parcel, is_part=True))
-
-    def cut(self, number: int) -> None:
-        """Report that a message gets no answer."""
-        if self._relays.pop(number, None) is not None:
-            self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
-
     def _lost(self) -> None:
-        """Treat a closed socket as the end of the front."""
         if self._is_open:
             self.life.socket_closed()
 
@@ -427,10 +371,10 @@ class Session:
                 self._notify(frame)
 
     def _infer(self, frame: frames.Infer) -> None:
-        catalog, name, version = self._catalog, frame.model_name, frame.model_version
+        name, version = frame.model_name, frame.model_version
         try:
-            catalog.count_request(frame.caller, frame.received, name, version)
-            model = catalog.find(name, version)
+            self._catalog.count_request(frame.caller, frame.received, name, version)
+            model = self._catalog.find(name, version)
             if self.lifecycle.is_draining:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)
@@ -441,29 +385,25 @@ class Session:
         except PenstockError as error:
             self.refuse(frame.call, error)
             if self._core.logs_requests:
-                what, spec = {"model": frame.model_name}, self.spec
-                kind = type(error).__name__
-                status = spec.status(error)
-                access_log.refused(spec.protocol, status, what, frame.received, kind)
+                access_log.refused(self.spec.protocol, {"model": name}, frame.received, error)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
 
     def _forward(self, frame: frames.Forward) -> None:
         assert self._core.http is not None
-        relay = self._relays[frame.call] = Relay(self, frame)
+        relay = self.relays[frame.call] = Relay(self, frame)
         try:
             self._core.http(relay.exchange)
-        except Exception:  # The protocol edge.
-            log.exception("while handling %r", relay.exchange.head.path)
-            relay.exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            relay.exchange.reply_bug()
 
     def _cancel(self, number: int) -> None:
         if call := self._calls.get(number):
             call.model.cancel(call.request)
-        elif relay := self._relays.get(number):
+        elif relay := self.relays.get(number):
             relay.exchange.leave()
-            self.cut(number)
+            relay.abort()
         elif question := self._questions.get(number):
             question.cancel()
 
@@ -473,39 +413,38 @@ class Session:
         task.add_done_callback(lambda _: self._questions.pop(ask.call))
 
     async def _answer(self, ask: frames.Ask) -> None:
+        def reply(parcel: frames.Parcel) -> frames.AskReply:
+            body_parcel = None if parcel.offset is None else parcel
+            return frames.AskReply(ask.call, parcel.data, parcel=body_parcel)
+
         try:
-            self._post(ask.call, await self._core.answer(ask))
+            body = await self._core.answer(ask)
+            if self._is_open:
+                self.post(ask.call, body, reply)
         except PenstockError as error:
-            kind, text = type(error).__name__, str(error)[: self.spec.max_text]
-            self._line.send(frames.AskReply(ask.call, b"", kind, text))
+            kind, text = type(error).__name__, str(error)[:MAX_TEXT]
+            self.line.send(frames.AskReply(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
-            self._line.send(frames.AskReply(ask.call, b"", "BackendFailed", "internal error"))
+            self.line.send(frames.AskReply(ask.call, b"", "BackendFailed", "internal error"))
 
-    def _post(self, number: int, body: bytes) -> None:
-        if not self._is_open:
-            return
-
-        def send(parcel: frames.Parcel) -> None:
-            is_inline = parcel.offset is None
-            self._line.send(
-                frames.AskReply(number, parcel.data, parcel=None if is_inline else parcel)
-            )
-
+    def post(self, number: int, body: bytes, frame: Callable[[frames.Parcel], Frame]) -> None:
+        """Send a body in the frame that `frame` makes of its parcel."""
+        tensor = Tensor("body", "UINT8", (len(body),), body)
         try:
-            self._outbox.post(number, [Tensor("body", "UINT8", (len(body),), body)], send)
+            self._outbox.post(number, [tensor], lambda parcel: self.line.send(frame(parcel)))
         except PenstockError as error:
             raise BackendFailed(f"the answer: {error}") from None
 
 
+@dataclass(slots=True)
 class Silence:
     """How long a process has not answered. Each tick counts for at most twice PING_S: if this
     process was suspended, the other may have been too. Pure."""
 
-    def __init__(self, limit_s: float, now: float) -> None:
-        self._limit_s = limit_s
-        self._ticked = now
-        self._silent_s = 0.0
+    _limit_s: float
+    _ticked: float
+    _silent_s: float = 0.0
 
     def heard(self) -> None:
         self._silent_s = 0.0
@@ -593,12 +532,11 @@ class Front:
         opening = msgspec.structs.replace(self._spec.opening, keys=keys)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.set_keys(keys)
+            self._session.line.send(frames.SetKeys(keys))
 
     def drain(self) -> None:
-        """Tell the front that the server is draining."""
         if self._session is not None and self._listening_at is not None:
-            self._session.drain()
+            self._session.line.send(frames.Drain())
 
     async def close(self) -> None:
         """Let the front shut down gracefully; kill it after STOP_TIMEOUT_S."""
@@ -610,7 +548,7 @@ class Front:
         session = self._session
         if session is None:
             return
-        session.stop()
+        session.line.send(frames.Stop())
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self._dead.wait()
@@ -630,7 +568,7 @@ class Front:
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
                 if self._core.management.lifecycle.is_draining and self._session is not None:
-                    self._session.drain()
+                    self._session.line.send(frames.Drain())
                 log.info(
                     "%s listens on port %d (pid %d)",
                     self._spec.name,
@@ -647,12 +585,12 @@ class Front:
         session = self._session
         if session is None:
             return
-        session.read()  # The Pong may have arrived while this loop was busy.
+        session.line.read()  # The Pong may have arrived while this loop was busy.
         if self._silence.is_over(self._loop.time()):
             log.error("the %s hangs; killing pid %d", self._spec.name, self.pid)
             session.life.kill()
         else:
-            session.ping()
+            session.line.send(frames.Ping())
 
     def _died(self, reason: str) -> None:
         assert self._session is not None
@@ -689,19 +627,3 @@ def _keys(gate: Gate) -> dict[bytes, tuple[str, ...]] | None:
     if gate.keys is None:
         return None
     return {digest: tuple(scopes) for digest, scopes in gate.keys.scopes.items()}
-
-
-def _timing_values(timings: Timings) -> tuple[float, ...]:
-    return (
-        timings.queued,
-        timings.dispatched,
-        timings.instance_wait_s,
-        *timings.compute_s,
-        timings.completed,
-    )
-
-
-def _requested(name: str, classes: Mapping[str, int]) -> RequestedOutput:
-    if name in classes:
-        return RequestedOutput(name, {"classification": classes[name]})
-    return RequestedOutput(name)

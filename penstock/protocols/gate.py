@@ -28,6 +28,7 @@ from penstock.errors import ConfigError, InvalidRequest, NotAllowed
 from penstock.protocols.route_table import RPC_ROUTES, Scope
 from penstock.serving.quotas import Quota
 
+Metadata = Iterable[tuple[str, str | bytes]]
 SCOPES = ("infer", "metrics", "admin")
 # Headers that may hold a key.
 CREDENTIALS = (b"authorization", b"x-api-key")
@@ -53,25 +54,22 @@ class Keys:
     # Only keys with a quota are listed. The core enforces them; fronts do not.
     quotas: Mapping[bytes, Quota] = field(default_factory=dict)
 
-    def of(self, secret: bytes) -> frozenset[str]:
-        return self.scopes.get(digest_secret(secret), frozenset())
 
-
+@dataclass(slots=True, eq=False)
 class Gate:
     """Checks of keys, scopes and Host headers. `keys` None: no key is needed; they may be replaced
     at any time. `hosts` None: any Host is accepted."""
 
-    def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
-        self.keys = keys
-        self.hosts = hosts
+    keys: Keys | None = None
+    hosts: frozenset[str] | None = None
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Return the digest of a message's API key, which identifies the caller; empty if the
-        server needs no keys."""
-        return b"" if self.keys is None else caller_of(headers)
+        """Return the digest of a message's API key, which identifies the caller; empty if it has no
+        key, or if the server needs none."""
+        secret = None if self.keys is None else secret_of(headers)
+        return b"" if secret is None else digest_secret(secret)
 
     def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the name of a message's caller, for logs."""
         return self.name_of(self.caller(headers))
 
     def name_of(self, caller: bytes) -> str:
@@ -94,18 +92,18 @@ class Gate:
         if name.lower() not in self.hosts:
             raise NotAllowed(f"Host '{text}' is not served here; add it with --allow-host")
 
-    def check_keys(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raise InvalidRequest for a key that is given twice, which is ambiguous. `http` joins
-        repeated headers by a line feed."""
+    def check_keys(self, headers: Mapping[bytes, bytes], what: str = "header") -> None:
+        """Raise InvalidRequest for a key that is given twice, which is ambiguous. Repeated keys are
+        joined by a line feed, which no value of a header holds."""
         for name in CREDENTIALS:
             if b"\n" in headers.get(name, b""):
-                raise InvalidRequest(f"the header {name.decode()} is given twice")
+                raise InvalidRequest(f"the {what} {name.decode()} is given twice")
 
     def check_scope(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raise NotAllowed, with what is missing, unless the message's key has this scope."""
         if self.keys is None or scope == "open":
             return
-        caller = caller_of(headers)
+        caller = self.caller(headers)
         if not caller:
             raise NotAllowed(
                 "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
@@ -116,7 +114,7 @@ class Gate:
         """Return the scopes of a message's key; all of them if no key is needed."""
         if self.keys is None:
             return list(SCOPES)
-        found = self.keys.scopes.get(caller_of(headers), frozenset())
+        found = self.keys.scopes.get(self.caller(headers), frozenset())
         return [scope for scope in SCOPES if scope in found]
 
     def check_caller(self, scope: Scope, caller: bytes) -> None:
@@ -129,21 +127,16 @@ class Gate:
         if scope not in scopes:
             raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
 
-    def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    def check_rpc(self, method: str, metadata: Metadata) -> bool:
         """Like `check_scope`, for a gRPC call; InvalidRequest if a key is given twice. Return False
         if there is no such method."""
         route = RPC_ROUTES.get(method)
         if route is None:
             return False
-        self.check_scope(route.scope, headers_of(metadata))
+        headers = headers_of(metadata)
+        self.check_keys(headers, "metadata")
+        self.check_scope(route.scope, headers)
         return True
-
-    def rpc_caller_name(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-        """Return the name of a gRPC call's caller, for logs."""
-        try:
-            return self.caller_name(headers_of(metadata))
-        except InvalidRequest:
-            return self.name_of(b"")
 
 
 class KeyFile:
@@ -154,7 +147,6 @@ class KeyFile:
         self._stamp: tuple[int, ...] | None = None
 
     def read(self) -> Keys:
-        """Read the file. ConfigError lists every problem."""
         self._stamp = file_stamp(self._path)
         return read_keys(self._path)
 
@@ -173,15 +165,13 @@ def file_stamp(path: Path) -> tuple[int, ...] | None:
     return (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
-    """Return the metadata of a gRPC call as headers. InvalidRequest for a key that is given twice,
-    as for HTTP."""
+def headers_of(metadata: Metadata) -> dict[bytes, bytes]:
+    """Return the metadata of a gRPC call as headers, with repeated keys joined."""
     headers: dict[bytes, bytes] = {}
-    for name, value in metadata:
-        header = name.encode()
-        if header in headers and header in CREDENTIALS:
-            raise InvalidRequest(f"the metadata {name} is given twice")
-        headers[header] = value if isinstance(value, bytes) else value.encode()
+    for name, given in metadata:
+        header, value = name.encode(), given if isinstance(given, bytes) else given.encode()
+        is_repeated = header in headers and header in CREDENTIALS
+        headers[header] = headers[header] + b"\n" + value if is_repeated else value
     return headers
 
 
@@ -196,11 +186,8 @@ def read_keys(path: Path) -> Keys:
     except RecursionError:
         raise ConfigError([f"{path}: nested too deeply"]) from None
     entries = content.get("key")
-    if (
-        not isinstance(entries, list)
-        or not entries
-        or not all(isinstance(e, dict) for e in entries)
-    ):
+    is_list = isinstance(entries, list) and all(isinstance(each, dict) for each in entries)
+    if not is_list or not entries:
         raise ConfigError([f"{path}: holds no [[key]]; expected for each key\n{EXAMPLE}"])
     if len(entries) > MAX_KEYS:
         raise ConfigError([f"{path}: {len(entries)} keys; at most {MAX_KEYS} can be held"])
@@ -261,12 +248,6 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()
     return headers.get(b"x-api-key")
-
-
-def caller_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the digest of a message's API key; empty if it has no key."""
-    secret = secret_of(headers)
-    return b"" if secret is None else digest_secret(secret)
 
 
 def digest_secret(secret: bytes) -> bytes:

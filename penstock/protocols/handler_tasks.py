@@ -6,16 +6,14 @@ Owns the tasks; knows neither paths nor models. Used for everything except infer
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
 from penstock.protocols.http import Exchange
+from penstock.protocols.http_errors import reply_error
 from penstock.protocols.route_table import Match
 from penstock.types import Buffer
-
-log = logging.getLogger("penstock.http")
 
 JSON = "application/json"
 
@@ -31,8 +29,6 @@ class RouteCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer of a handler."""
-
     body: bytes
     status: int = 200
     content_type: str = JSON
@@ -41,15 +37,13 @@ class Reply:
 
 
 RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
-ReplyError = Callable[[Exchange, PenstockError], None]
 
 
 class HandlerTasks:
     """Runs handlers and sends their replies. A client that disconnects cancels its task; `close`
-    cancels all. `reply_error` answers a handler's PenstockError."""
+    cancels all."""
 
-    def __init__(self, reply_error: ReplyError) -> None:
-        self._reply_error = reply_error
+    def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
@@ -68,10 +62,9 @@ class HandlerTasks:
         try:
             reply = await handler(RouteCall(match, exchange.body, exchange.head.headers))
         except PenstockError as error:
-            self._reply_error(exchange, error)
-        except Exception:  # The protocol edge: answer 500 and keep serving.
-            log.exception("while answering %r", exchange.head.path)
-            exchange.reply_error(500, "internal error")
+            reply_error(exchange, error)
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
         else:
             headers = f"Content-Type: {reply.content_type}\r\n".encode() if reply.body else b""
             exchange.reply(reply.status, headers + reply.headers, (reply.body,))
@@ -79,8 +72,6 @@ class HandlerTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Cancelling:
-    """Waiter that cancels the handler's task."""
-
     task: asyncio.Task[None]
 
     def abandon(self) -> None:

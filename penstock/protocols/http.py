@@ -16,8 +16,9 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from penstock.config import HttpLimits
 from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
@@ -43,7 +44,7 @@ LINGER_S = 10.0
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
-_JSON = b"Content-Type: application/json\r\n"
+JSON = b"Content-Type: application/json\r\n"
 
 
 class Waiter(Protocol):
@@ -54,9 +55,6 @@ class Waiter(Protocol):
 
 class Peer(Protocol):
     """The sender of a message: a connection, or the front that holds it."""
-
-    received: float
-    writable: asyncio.Event
 
     @property
     def num_unsent(self) -> int:
@@ -71,30 +69,19 @@ class Peer(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
     """One message and its answer. `waiter` is notified if the client disconnects before it."""
 
-    __slots__ = (
-        "_connection",
-        "body",
-        "caller",
-        "head",
-        "is_finished",
-        "is_streaming",
-        "received",
-        "waiter",
-    )
-
-    def __init__(self, connection: Peer, head: MessageHead, body: Buffer) -> None:
-        self._connection = connection
-        self.received = connection.received
-        self.head = head
-        self.body = body
-        # As `Request.caller`, where the handler sets it.
-        self.caller = b""
-        self.is_finished = False
-        self.is_streaming = False
-        self.waiter: Waiter | None = None
+    _connection: Peer
+    head: MessageHead
+    body: Buffer
+    received: float
+    # As `Request.caller`, where the handler sets it.
+    caller: bytes = b""
+    is_finished: bool = False
+    is_streaming: bool = False
+    waiter: Waiter | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """Send the whole answer. Buffers are copied before this returns."""
@@ -117,6 +104,9 @@ class Exchange:
         else:
             start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
         connection.finish(b"".join((start, *parts)), keeps)
+
+    def reply_json(self, body: bytes) -> None:
+        self.reply(200, JSON, (body,))
 
     def pass_on(self, data: bytes, keep_alive: bool) -> None:
         """Send an answer that was written elsewhere, including its head."""
@@ -143,7 +133,15 @@ class Exchange:
             self.waiter.abandon()
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
-        self.reply(status, _JSON + headers, (encode_error(text),))
+        self.reply(status, JSON + headers, (encode_error(text),))
+
+    def reply_bug(self) -> None:
+        """Log the exception that is being handled; answer 500, or cut a stream."""
+        log.exception("while handling %r", self.head.path)
+        if self.is_streaming:
+            self.abort()
+        else:
+            self.reply_error(500, "internal error")
 
     def start_stream(self, status: int, headers: bytes) -> None:
         """Start an answer of unknown length; `stream` its parts, then `end_stream`."""
@@ -179,13 +177,8 @@ class Exchange:
         self.is_finished = True
         self._connection.abort()
 
-    async def can_write(self) -> None:
-        """Wait while the client reads more slowly than this side writes."""
-        await self._connection.writable.wait()
 
-
-class Handler(Protocol):
-    def __call__(self, exchange: Exchange, /) -> None: ...
+Handler = Callable[[Exchange], None]
 
 
 class Connection(asyncio.Protocol):
@@ -199,7 +192,8 @@ class Connection(asyncio.Protocol):
         self._reader = MessageReader(
             server.limits, server.screen, self._enqueue, self._expect_continue
         )
-        self._transport: asyncio.Transport | None = None
+        # Set before any other call.
+        self._transport: asyncio.Transport
         self._running: Exchange | None = None
         self._waiting: deque[Message | Rejection] = deque()
         self._is_closing = False
@@ -213,8 +207,6 @@ class Connection(asyncio.Protocol):
         self.since = server.now()
         self.received = 0.0
         self.write_blocked_since: float | None = None
-        self.writable = asyncio.Event()
-        self.writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
@@ -226,7 +218,6 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
         self._server.remove(self)
-        self.writable.set()
         self._waiting.clear()
         self._reader.close()
         exchange, self._running = self._running, None
@@ -235,11 +226,9 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.write_blocked_since = self._server.now()
-        self.writable.clear()
 
     def resume_writing(self) -> None:
         self.write_blocked_since = None
-        self.writable.set()
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing or self._is_deaf:
@@ -265,7 +254,7 @@ class Connection(asyncio.Protocol):
         refusal = self._reader.feed(data)
         if refusal is not None:
             self._reject(refusal)
-        elif len(self._waiting) > MAX_PIPELINED and self._transport is not None:
+        elif len(self._waiting) > MAX_PIPELINED:
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -276,10 +265,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_unsent(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
-        if not self._is_closing and self._transport is not None:
+        if not self._is_closing:
             self._num_written += len(data)
             self._transport.write(data)
 
@@ -310,8 +299,6 @@ class Connection(asyncio.Protocol):
         """Close after all written data is sent; after a refusal, once the client has stopped."""
         is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
-        if self._transport is None:
-            return
         if is_first and self._is_deaf:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -320,8 +307,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._is_closing = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
@@ -384,20 +370,16 @@ class Connection(asyncio.Protocol):
                 self._start(*item)
         self._is_advancing = False
         self._continue()
-        if self._is_paused and not self._waiting and self._transport is not None:
+        if self._is_paused and not self._waiting:
             self._is_paused = False
             self._transport.resume_reading()
 
     def _start(self, head: MessageHead, body: Buffer) -> None:
-        self._running = exchange = Exchange(self, head, body)
+        self._running = exchange = Exchange(self, head, body, self.received)
         try:
             self._server.handler(exchange)
-        except Exception:  # Answer 500 or cut the stream, and keep serving.
-            log.exception("while handling %r", head.path)
-            if exchange.is_streaming:
-                exchange.abort()
-            else:
-                exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
 
     def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""
@@ -444,15 +426,7 @@ class HttpServer:
         """Listen and return the port, which differs from the given one if that was 0. With
         `shares_port` others may listen there too, and the kernel distributes connections."""
         self.tls = tls
-        listener = await self._loop.create_server(
-            lambda: Connection(self),
-            host,
-            port,
-            backlog=BACKLOG,
-            reuse_port=shares_port or None,
-            ssl=tls,
-            ssl_handshake_timeout=self.limits.header_timeout_s if tls else None,
-        )
+        listener = await self._listen(host=host, port=port, reuse_port=shares_port or None)
         self._listeners = [listener]
         self._sweeper = self._loop.create_task(self._sweep())
         bound: int = listener.sockets[0].getsockname()[1]
@@ -471,16 +445,17 @@ class HttpServer:
         ]
         for listener in old:
             listener.close()
-        self._listeners = [
-            await self._loop.create_server(
-                lambda: Connection(self),
-                sock=each,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=self.limits.header_timeout_s,
-            )
-            for each in sockets
-        ]
+        self._listeners = [await self._listen(sock=each) for each in sockets]
+
+    async def _listen(self, **where: Any) -> asyncio.Server:
+        timeout_s = self.limits.header_timeout_s if self.tls else None
+        return await self._loop.create_server(
+            lambda: Connection(self),
+            backlog=BACKLOG,
+            ssl=self.tls,
+            ssl_handshake_timeout=timeout_s,
+            **where,
+        )
 
     def forget_heads(self) -> None:
         """Clear the cached heads, because handlers' notes on them may be outdated."""
@@ -544,7 +519,7 @@ def _refusal(status: int, text: str) -> bytes:
     body = encode_error(text)
     return b"%b%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
         _STATUS_LINES[status],
-        _JSON,
+        JSON,
         len(body),
         body,
     )

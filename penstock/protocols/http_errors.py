@@ -1,30 +1,19 @@
-"""Errors over HTTP: v2's statuses in one table, and the form that a path answers in.
+"""Errors over HTTP: the status and the form that a path answers in.
 
-Paths of OpenAI's API answer in its form (`openai_errors`), all others in v2's.
+Paths of OpenAI's API answer in its form, all others in v2's.
 """
 
 from __future__ import annotations
 
-from penstock import errors
-from penstock.errors import NotAllowed, PenstockError
-from penstock.protocols import openai_errors
-from penstock.protocols.http import Exchange
+from math import ceil
 
-STATUS: dict[type[PenstockError], int] = {
-    errors.InvalidRequest: 400,
-    errors.TooLarge: 413,
-    errors.NotFound: 404,
-    errors.NotReady: 503,
-    errors.Overloaded: 503,
-    errors.QuotaExceeded: 429,
-    errors.Quarantined: 422,
-    errors.DeadlineExceeded: 504,
-    errors.Cancelled: 499,
-    errors.Unsupported: 501,
-    errors.BackendFailed: 500,
-    errors.StorageFull: 507,
-    errors.NotAllowed: 403,
-}
+from penstock.errors import NotReady, Overloaded, PenstockError
+from penstock.protocols.http import JSON, Exchange
+from penstock.wire import openai_v1, v2
+from penstock.wire.statuses import NEEDS_KEY, status_of
+
+# vLLM's paths without a version.
+OTHERS = (b"/tokenize", b"/detokenize", b"/tokenizer_info")
 
 
 class WrongHead(Exception):
@@ -39,32 +28,45 @@ class WrongHead(Exception):
 Refusal = PenstockError | WrongHead
 
 
-def status_of(error: Refusal) -> int:
-    """Return the status of an error in v2."""
+def is_openai(path: bytes) -> bool:
+    return path.startswith(b"/v1/") or path in OTHERS
+
+
+def http_status(error: Refusal, path: bytes = b"") -> int:
+    """Return the status of an error in the protocol of this path; in v2 without a path."""
     if isinstance(error, WrongHead):
         return error.status
-    if isinstance(error, NotAllowed) and error.needs_key:
-        return 401
-    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+    status = status_of(error)
+    return status.openai if is_openai(path) else status.http
 
 
-def status_at(path: bytes, error: PenstockError) -> int:
-    """Return the status in the protocol of this path."""
-    return openai_errors.kind_of(error)[0] if openai_errors.is_openai(path) else status_of(error)
+def logged_status(protocol: str, error: object, path: bytes = b"") -> int | str:
+    """Return the status for logs in `protocol`; `error` may also be an answer, or None."""
+    if not isinstance(error, PenstockError | WrongHead):
+        return 200 if protocol == "http" else "OK"
+    if protocol == "grpc" and isinstance(error, PenstockError):
+        return status_of(error).grpc
+    return http_status(error, path)
 
 
 def reply_error(exchange: Exchange, error: Refusal) -> None:
     """Answer in the form of the protocol that the path belongs to."""
-    is_openai = openai_errors.is_openai(exchange.head.path)
+    path = exchange.head.path
+    headers = error.headers if isinstance(error, WrongHead) else _headers(error)
+    exchange.reply(http_status(error, path), JSON + headers, (_encode(error, path),))
+
+
+def _encode(error: Refusal, path: bytes) -> bytes:
+    if not is_openai(path):
+        return v2.encode_error(str(error))
     if isinstance(error, WrongHead):
-        if is_openai:
-            openai_errors.reply_wrong_head(exchange, error.status, str(error), error.headers)
-        else:
-            exchange.reply_error(error.status, str(error), error.headers)
-    elif is_openai:
-        openai_errors.reply_error(exchange, error)
-    else:
-        headers = openai_errors.retry_after(error)
-        if isinstance(error, NotAllowed) and error.needs_key:
-            headers = b"WWW-Authenticate: Bearer\r\n"
-        exchange.reply_error(status_of(error), str(error), headers)
+        kind = "not_found_error" if error.status == 404 else "invalid_request_error"
+        return openai_v1.error(str(error), kind)
+    return openai_v1.encode_error(error)
+
+
+def _headers(error: PenstockError) -> bytes:
+    if status_of(error) is NEEDS_KEY:
+        return b"WWW-Authenticate: Bearer\r\n"
+    delay_s = error.retry_after_s if isinstance(error, Overloaded | NotReady) else None
+    return b"" if delay_s is None else b"Retry-After: %d\r\n" % max(1, ceil(delay_s))

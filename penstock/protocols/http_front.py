@@ -9,17 +9,13 @@ when the core says so or has exited.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import socket
 import sys
-from collections.abc import Sequence
 
 import uvloop
 
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError
-from penstock.processes.start import take_part
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
 from penstock.protocols.http import Exchange, HttpServer
@@ -29,7 +25,6 @@ from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import Match
 from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import InferCall, InferSink, V2Http
-from penstock.serving.slab import Segment
 from penstock.types import Request
 from penstock.wire import frames
 from penstock.wire.v2 import Codec
@@ -76,7 +71,6 @@ class Forwarding:
             reply_error(exchange, error)
 
     def abandon(self) -> None:
-        """Cancel: the client disconnected."""
         self._remote.cancel_forward(self._message.call)
 
     def _deliver(self, data: bytes, answer: frames.Forwarded) -> None:
@@ -151,13 +145,11 @@ def _names_bytes(request: Request) -> int:
     return total
 
 
-async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]) -> None:
+async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     """Listen and answer until the core says Stop, let accepted requests finish, then close."""
     sys.setswitchinterval(SWITCH_S)
     if settings.logs_requests:
         access_log.log.setLevel(logging.INFO)
-    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
-    remote = Remote(sock, requests, answers)
     limits = settings.limits or HttpLimits()
     gate = gate_of(settings)
     v2 = V2Http(Core(remote), limits, gate, settings.logs_requests)
@@ -168,35 +160,23 @@ async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[i
         http.forget_heads()
 
     remote.on_keys = use_keys
+    remote.on_drain = http.lifecycle.drain
+    remote.count_connections = lambda: http.num_connections
     files = None if settings.tls is None else TlsFiles(settings.tls, warns=False)
     try:
         context = None if files is None else files.load()
         port = await http.start(settings.host, settings.port, shares_port=True, tls=context)
-    except ConfigError as error:
-        remote.send(frames.StartFailed(error.problems))
-        remote.close()
-        return
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         reason = listen_problem(error)
-        remote.send(frames.StartFailed((f"cannot listen on {where} for HTTP: {reason}",)))
-        remote.close()
-        return
-    remote.on_drain = http.lifecycle.drain
-    remote.count_connections = lambda: http.num_connections
-    # Freeze what exists now, so that full collections do not scan it.
-    gc.collect()
-    gc.freeze()
-    take_part()
-    remote.send(frames.Listening(frames.VERSION, port))
+        raise ConfigError([f"cannot listen on {where} for HTTP: {reason}"]) from None
     watching = None if files is None else asyncio.create_task(watch(files, [http]))
-    await remote.stopped.wait()
+    await remote.serve_until_stopped(port)
     if watching is not None:
         watching.cancel()
     await _finish(http)
     await v2.close()
     await http.close()
-    remote.close()
 
 
 async def _finish(http: HttpServer) -> None:

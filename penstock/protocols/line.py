@@ -14,9 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from penstock.errors import (
-    TooLarge,
-)
+from penstock.errors import TooLarge
 from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
 from penstock.types import Tensor
@@ -109,7 +107,6 @@ class Line(Generic[Received]):
         self._due_bytes += len(data)
 
     def read(self) -> None:
-        """Receive and handle the pending frames."""
         for _ in range(MAX_TURN_DATAGRAMS):
             if not self._is_open:
                 return

@@ -8,21 +8,24 @@ to the front's event loop; `begin` is the main function of a front process.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
-from penstock.processes.start import begin_life
+from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.serving.slab import Segment
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
+from penstock.wire.statuses import STATUSES
 
 # Requests that may wait for memory while the segment is full.
 MAX_WAITING = 1024
@@ -30,35 +33,23 @@ MAX_WAITING = 1024
 MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
 
 
-def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    """Return every subclass of this error, by name."""
-    kinds = {}
-    for kind in base.__subclasses__():
-        kinds[kind.__name__] = kind
-        kinds |= _kinds(kind)
-    return kinds
-
-
-Serve = Callable[[socket.socket, frames.OpenFront, Sequence[int]], Coroutine[Any, Any, None]]
+# Listens and answers until the core says Stop; ConfigError if it cannot.
+Serve = Callable[["Remote", frames.OpenFront], Coroutine[object, object, None]]
 # Takes the answer to a message: its bytes, and the frame they came with.
 Deliver = Callable[[bytes, frames.Forwarded], None]
 
 # Errors that the core may answer with. Configuration errors are not for clients.
-KINDS = {
-    name: kind for name, kind in _kinds(PenstockError).items() if not issubclass(kind, ConfigError)
-}
+KINDS = {kind.__name__: kind for kind in STATUSES}
 
 
+@dataclass(slots=True, eq=False)
 class RemoteModel:
     """A model of the core as a Servable. Only a request shows whether it exists."""
 
-    __slots__ = ("_remote", "name", "version", "wants_timings")
-
-    def __init__(self, remote: Remote, name: str, version: str, wants_timings: bool) -> None:
-        self._remote = remote
-        self.name = name
-        self.version = version
-        self.wants_timings = wants_timings
+    _remote: Remote
+    name: str
+    version: str
+    wants_timings: bool
 
     def submit(self, request: Request) -> None:
         self._remote.submit(request, self)
@@ -103,6 +94,15 @@ class Remote:
 
     def send(self, frame: frames.Listening | frames.StartFailed) -> None:
         self._line.send(frame)
+
+    async def serve_until_stopped(self, port: int) -> None:
+        """Tell the core that this front listens, and wait until it says Stop or has exited."""
+        # Freeze what exists now, so that full collections do not scan it.
+        gc.collect()
+        gc.freeze()
+        take_part()
+        self.send(frames.Listening(frames.VERSION, port))
+        await self.stopped.wait()
 
     def close(self) -> None:
         self._line.close()
@@ -151,13 +151,9 @@ class Remote:
     def submit(self, request: Request, model: RemoteModel) -> None:
         # A Servable keeps its own number in `turn`; here it is the number of the call.
         request.turn = call = next(self._numbers)
-
-        def send(parcel: frames.Parcel) -> None:
-            self._send(request, model, parcel)
-
         try:
             self._check_waiting()
-            self._outbox.post(call, request.inputs, send)
+            self._outbox.post(call, request.inputs, partial(self._send, request, model))
         except PenstockError as error:
             request.respond(error)
 
@@ -253,16 +249,13 @@ class Remote:
     def _forwarded(self, frame: frames.Forwarded) -> None:
         data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
         self._release(frame.parcel)
-        if frame.is_part:
-            deliver, offset = self._forwards[frame.call]
-            if offset is not None:
-                # A partial answer means that the core has read the message.
-                self._outbox.release(offset)
-                self._forwards[frame.call] = (deliver, None)
-            deliver(data, frame)
-            return
-        deliver, offset = self._forwards.pop(frame.call)
+        deliver, offset = self._forwards[frame.call]
+        if not frame.is_part:
+            del self._forwards[frame.call]
+        elif offset is not None:
+            self._forwards[frame.call] = (deliver, None)
         if offset is not None:
+            # Even a partial answer means that the core has read the message.
             self._outbox.release(offset)
         deliver(data, frame)
 
@@ -317,8 +310,22 @@ def gate_of(settings: frames.OpenFront) -> Gate:
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
 
 
-def begin(serve: Serve, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-    """Run a front process, `python -m MODULE FD PARENT`: run `serve` with `run`, then exit."""
+async def run(
+    serve: Serve, sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]
+) -> None:
+    """Serve until the core says Stop. The core hears of a ConfigError."""
+    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
+    remote = Remote(sock, requests, answers)
+    try:
+        await serve(remote, settings)
+    except ConfigError as error:
+        remote.send(frames.StartFailed(error.problems))
+    finally:
+        remote.close()
+
+
+def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], None]) -> None:
+    """Run a front process, `python -m MODULE FD PARENT`, on the loop of `run_loop`, then exit."""
     sock = begin_life()
     if sock is None:
         return
@@ -332,6 +339,6 @@ def begin(serve: Serve, run: Callable[[Coroutine[Any, Any, None]], None]) -> Non
         text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
         sock.send(frames.join([frames.encode(frames.StartFailed((text,)))]))
         return
-    run(serve(sock, settings, fds))
+    run_loop(run(serve, sock, settings, fds))
     sys.stdout.flush()
     os._exit(0)

@@ -11,17 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import unquote
+
+import msgspec
 
 from penstock.errors import Unsupported
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
 from penstock.wire import openai_v1 as openai
-from penstock.wire import server_state
+from penstock.wire import server_state as state
+from penstock.wire.json_errors import JsonObject
 from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody
 
 Scope = Literal["open", "infer", "metrics", "admin"]
+Methods = tuple[str, ...]
+Body = type[msgspec.Struct] | None
 
 GET = ("GET", "HEAD")
 POST = ("POST",)
@@ -45,15 +50,15 @@ class Route:
     """One row. `{name}` in a path is one non-empty segment, `{name:path}` at its end one or more.
     `rpcs` are the equivalent gRPC methods, which need the same scope."""
 
-    methods: tuple[str, ...]
+    methods: Methods
     path: str
     scope: Scope
     handler: str
     # Purpose in a few words.
     summary: str = ""
     # The JSON of requests and of answers; None: no body, or not JSON.
-    body: Any = None
-    answer: Any = None
+    body: Body = None
+    answer: object = None
     # The content type of an answer that is not JSON.
     media: str = ""
     rpcs: tuple[str, ...] = ()
@@ -105,196 +110,138 @@ class Match:
         return self.names.get("version", "")
 
 
-def _rpcs(*names: str) -> tuple[str, ...]:
-    return tuple(INFERENCE + name for name in names)
+def _get(path: str, scope: Scope, handler: str, summary: str, answer: object, *rpcs: str) -> Route:
+    return Route(GET, path, scope, handler, summary, None, answer, rpcs=_paths(*rpcs))
 
 
-def _get(path: str, scope: Scope, handler: str, summary: str, **more: Any) -> Route:
-    return Route(GET, path, scope, handler, summary, **more)
+def _asset(path: str, summary: str, media: str) -> Route:
+    return Route(GET, path, "open", "asset", summary, media=media)
 
 
-def _post(path: str, scope: Scope, handler: str, summary: str, **more: Any) -> Route:
-    return Route(POST, path, scope, handler, summary, **more)
+def _post(path: str, handler: str, summary: str, body: Body, answer: object, *rpcs: str) -> Route:
+    return Route(POST, path, "infer", handler, summary, body, answer, rpcs=_paths(*rpcs))
 
 
-def _of_pages() -> list[Route]:
-    """The server's own pages. They are static and open; data comes from the state route."""
-    html, script, style = "text/html", "text/javascript", "text/css"
-    start, asset = {"answer": server_state.Links, "media": html}, "asset"
-    return [
-        _get("/", "open", "start_page", "Start page; links, for clients but browsers", **start),
-        _get("/docs", "open", asset, "Description of the API, to read", media=html),
-        _get("/openapi.json", "open", "openapi", "Description of the API", answer=dict[str, Any]),
-        _get("/dashboard/app.js", "open", asset, "Script of the start page", media=script),
-        _get("/dashboard/docs.js", "open", asset, "Script of /docs", media=script),
-        _get("/dashboard/style.css", "open", asset, "Style of the pages", media=style),
-        _get(
-            "/dashboard/state",
-            "infer",
-            "state",
-            "Models, their state and example calls",
-            answer=server_state.ServerState,
-        ),
-    ]
+def _admin(methods: Methods, path: str, handler: str, summary: str, *rpcs: str) -> Route:
+    return Route(methods, path, "admin", handler, summary, rpcs=_paths(*rpcs))
 
 
-def _of_models() -> list[Route]:
-    """Return the routes of a model, each also with a version."""
-    infer: dict[str, Any] = {"body": doc.InferFields, "answer": doc.InferAnswer}
-    infer["rpcs"] = _rpcs("ModelInfer", "ModelStreamInfer")
-    text = {"body": doc.GenerateBody, "answer": doc.GenerateAnswer}
-    events = {"body": doc.GenerateBody, "media": "text/event-stream"}
-    described = {"answer": doc.ModelDescription, "rpcs": _rpcs("ModelMetadata")}
-    ready = {"answer": doc.ReadyAnswer, "rpcs": _rpcs("ModelReady")}
-    config = {"answer": dict[str, Any], "rpcs": _rpcs("ModelConfig")}
-    counts = {"answer": doc.StatisticsAnswer, "rpcs": _rpcs("ModelStatistics")}
-    rows = [
-        _post(MODEL + "/infer", "infer", "infer", "Run the model on tensors", **infer),
-        _post(MODEL + "/generate", "infer", "generate", "Generate text", **text),
-        _post(
-            MODEL + "/generate_stream",
-            "infer",
-            "generate_stream",
-            "Generate text, as a stream of events",
-            **events,
-        ),
-        _get(MODEL, "infer", "metadata", "Inputs and outputs of the model", **described),
-        _get(MODEL + "/ready", "infer", "model_ready", "Whether the model can answer", **ready),
-        _get(MODEL + "/config", "infer", "config", "Configuration of the model", **config),
-        _get(MODEL + "/stats", "infer", "statistics", "Counts and times of requests", **counts),
-        _get(
-            MODEL + "/explain",
-            "metrics",
-            "explain",
-            "Why batches are as they are",
-            answer=Explanation,
-        ),
-        Route(BOTH, MODEL + "/trace/setting", "admin", "trace", "Trace settings of the model"),
-    ]
-    versions = [replace(row, path=row.path.replace(MODEL, VERSION), rpcs=()) for row in rows]
-    return rows + versions
+def _paths(*rpcs: str) -> tuple[str, ...]:
+    return tuple(name if name.startswith("/") else INFERENCE + name for name in rpcs)
 
 
-def _of_server() -> list[Route]:
-    live = {"answer": doc.LiveAnswer, "rpcs": (INFERENCE + "ServerLive",)}
-    ready: dict[str, Any] = {"answer": doc.ReadyAnswer}
-    ready["rpcs"] = (INFERENCE + "ServerReady", HEALTH + "Check", HEALTH + "Watch")
-    there = {"is_on_metrics_port": True}
-    about = {"answer": doc.ServerDescription}
-    trace, logging = _rpcs("TraceSetting"), _rpcs("LogSettings")
-    return [
-        _get("/v2/health/live", "open", "live", "Whether the server runs", **live, **there),
-        _get(
-            "/v2/health/ready", "open", "ready", "Whether all models can answer", **ready, **there
-        ),
-        _get("/metrics", "metrics", "metrics", "Prometheus metrics", media="text/plain", **there),
-        _get(
-            "/v2",
-            "infer",
-            "server_metadata",
-            "Name, version and extensions of the server",
-            **about,
-            rpcs=_rpcs("ServerMetadata"),
-        ),
-        _get("/v2/", "infer", "server_metadata", "The same as /v2", **about),
-        _get(
-            "/v2/models/stats",
-            "infer",
-            "statistics",
-            "Counts and times of requests, of all models",
-            answer=doc.StatisticsAnswer,
-        ),
-        Route(BOTH, "/v2/trace/setting", "admin", "trace", "Trace settings", rpcs=trace),
-        Route(BOTH, "/v2/logging", "admin", "logging", "Log settings", rpcs=logging),
-    ]
-
-
-def _of_repository() -> list[Route]:
-    model = "/v2/repository/models/{name}"
-    index, load, unload = (
-        _rpcs(f"Repository{name}") for name in ("Index", "ModelLoad", "ModelUnload")
+# The server's own pages. They are static and open; data comes from the state route.
+_START = _get("/", "open", "start_page", "Start page; links, for clients but browsers", state.Links)
+_PAGES = [
+    replace(_START, media="text/html"),
+    _asset("/docs", "Description of the API, to read", "text/html"),
+    _get("/openapi.json", "open", "openapi", "Description of the API", JsonObject),
+    _asset("/dashboard/app.js", "Script of the start page", "text/javascript"),
+    _asset("/dashboard/docs.js", "Script of /docs", "text/javascript"),
+    _asset("/dashboard/style.css", "Style of the pages", "text/css"),
+    _get("/dashboard/state", "infer", "state", "Models, their state and example calls",
+         state.ServerState),
+]  # fmt: skip
+_HEALTH = [
+    _get("/v2/health/live", "open", "live", "Whether the server runs", doc.LiveAnswer,
+         "ServerLive"),
+    _get("/v2/health/ready", "open", "ready", "Whether all models can answer", doc.ReadyAnswer,
+         "ServerReady", HEALTH + "Check", HEALTH + "Watch"),
+    Route(GET, "/metrics", "metrics", "metrics", "Prometheus metrics", media="text/plain"),
+]  # fmt: skip
+_SERVER = [
+    *(replace(route, is_on_metrics_port=True) for route in _HEALTH),
+    _get("/v2", "infer", "server_metadata", "Name, version and extensions of the server",
+         doc.ServerDescription, "ServerMetadata"),
+    _get("/v2/", "infer", "server_metadata", "The same as /v2", doc.ServerDescription),
+    _get("/v2/models/stats", "infer", "statistics", "Counts and times of requests, of all models",
+         doc.StatisticsAnswer),
+    _admin(BOTH, "/v2/trace/setting", "trace", "Trace settings", "TraceSetting"),
+    _admin(BOTH, "/v2/logging", "logging", "Log settings", "LogSettings"),
+]  # fmt: skip
+_EVENTS = _post(MODEL + "/generate_stream", "generate_stream",
+                "Generate text, as a stream of events", doc.GenerateBody, None)  # fmt: skip
+# The routes of a model; each exists also with a version.
+_MODELS = [
+    _post(MODEL + "/infer", "infer", "Run the model on tensors", doc.InferFields, doc.InferAnswer,
+          "ModelInfer", "ModelStreamInfer"),
+    _post(MODEL + "/generate", "generate", "Generate text", doc.GenerateBody, doc.GenerateAnswer),
+    replace(_EVENTS, media="text/event-stream"),
+    _get(MODEL, "infer", "metadata", "Inputs and outputs of the model", doc.ModelDescription,
+         "ModelMetadata"),
+    _get(MODEL + "/ready", "infer", "model_ready", "Whether the model can answer", doc.ReadyAnswer,
+         "ModelReady"),
+    _get(MODEL + "/config", "infer", "config", "Configuration of the model", JsonObject,
+         "ModelConfig"),
+    _get(MODEL + "/stats", "infer", "statistics", "Counts and times of requests",
+         doc.StatisticsAnswer, "ModelStatistics"),
+    _get(MODEL + "/explain", "metrics", "explain", "Why batches are as they are", Explanation),
+    _admin(BOTH, MODEL + "/trace/setting", "trace", "Trace settings of the model"),
+]  # fmt: skip
+_REPOSITORY = [
+    replace(
+        _admin(POST, "/v2/repository/" + path, handler, summary, "Repository" + rpc),
+        body=body,
+        answer=answer,
     )
-    return [
-        _post(
-            "/v2/repository/index",
-            "admin",
-            "index",
-            "Models of the repository and their state",
-            body=IndexBody,
-            answer=list[doc.IndexRow],
-            rpcs=index,
-        ),
-        _post(model + "/load", "admin", "load", "Load or reload a model", body=LoadBody, rpcs=load),
-        _post(model + "/unload", "admin", "unload", "Unload a model", body=UnloadBody, rpcs=unload),
-    ]
+    for path, handler, summary, body, answer, rpc in (
+        ("index", "index", "Models of the repository and their state", IndexBody,
+         list[doc.IndexRow], "Index"),
+        ("models/{name}/load", "load", "Load or reload a model", LoadBody, None, "ModelLoad"),
+        ("models/{name}/unload", "unload", "Unload a model", UnloadBody, None, "ModelUnload"),
+    )
+]  # fmt: skip
 
 
-def _of_shared_memory(kind: str) -> list[Route]:
+def _shared_memory(kind: str) -> list[Route]:
     root, handler = f"/v2/{kind}sharedmemory", f"{kind}_shared_memory"
+    rpc = f"{kind.capitalize()}SharedMemory"
     what = f"{'CUDA' if kind == 'cuda' else kind} shared memory"
-    status, register, unregister = (
-        _rpcs(f"{kind.capitalize()}SharedMemory{name}")
-        for name in ("Status", "Register", "Unregister")
-    )
     region = root + "/region/{region}"
     return [
-        _get(root + "/status", "admin", handler, f"All regions of {what}", rpcs=status),
-        _get(region + "/status", "admin", handler, f"One region of {what}"),
-        _post(region + "/register", "admin", handler, f"Register {what}", rpcs=register),
-        _post(region + "/unregister", "admin", handler, f"Unregister one region of {what}"),
-        _post(root + "/unregister", "admin", handler, f"Unregister all {what}", rpcs=unregister),
+        _admin(GET, root + "/status", handler, f"All regions of {what}", rpc + "Status"),
+        _admin(GET, region + "/status", handler, f"One region of {what}"),
+        _admin(POST, region + "/register", handler, f"Register {what}", rpc + "Register"),
+        _admin(POST, region + "/unregister", handler, f"Unregister one region of {what}"),
+        _admin(POST, root + "/unregister", handler, f"Unregister all {what}", rpc + "Unregister"),
     ]
 
 
-def _of_openai() -> list[Route]:
-    completion = {"body": openai.CompletionBody, "answer": doc.TextAnswer}
-    chat = {"body": openai.ChatBody, "answer": doc.TextAnswer}
-    vectors = {"body": openai.EmbeddingsBody, "answer": doc.EmbeddingsList}
-    tokens = {"body": openai.TokenizeBody, "answer": doc.TokenizeAnswer}
-    text = {"body": openai.DetokenizeBody, "answer": doc.DetokenizeAnswer}
-    one, some = {"answer": doc.OpenAiModel}, {"answer": doc.OpenAiModels}
-    info = {"answer": dict[str, Any]}
-    name = "openai"
-    return [
-        _post("/v1/completions", "infer", name, "Complete a prompt", **completion),
-        _post("/v1/chat/completions", "infer", name, "Answer a chat", **chat),
-        _post("/v1/embeddings", "infer", name, "Embed texts", **vectors),
-        _get("/v1/models", "infer", name, "Models for text and embeddings", **some),
-        # Model names may contain slashes.
-        _get("/v1/models/{name:path}", "infer", name, "One model for text or embeddings", **one),
-        _post("/tokenize", "infer", name, "Tokens of a text or chat", **tokens),
-        _post("/detokenize", "infer", name, "Text of tokens", **text),
-        _get("/tokenizer_info", "infer", name, "Special tokens and chat template", **info),
-    ]
-
-
+_OPENAI = [
+    _post("/v1/completions", "openai", "Complete a prompt", openai.CompletionBody, doc.TextAnswer),
+    _post("/v1/chat/completions", "openai", "Answer a chat", openai.ChatBody, doc.TextAnswer),
+    _post("/v1/embeddings", "openai", "Embed texts", openai.EmbeddingsBody, doc.EmbeddingsList),
+    _get("/v1/models", "infer", "openai", "Models for text and embeddings", doc.OpenAiModels),
+    # Model names may contain slashes.
+    _get("/v1/models/{name:path}", "infer", "openai", "One model for text or embeddings",
+         openai.OpenAiModel),
+    _post("/tokenize", "openai", "Tokens of a text or chat", openai.TokenizeBody,
+          doc.TokenizeAnswer),
+    _post("/detokenize", "openai", "Text of tokens", openai.DetokenizeBody, doc.DetokenizeAnswer),
+    _get("/tokenizer_info", "infer", "openai", "Special tokens and chat template", JsonObject),
+]  # fmt: skip
 # The first matching row wins: literal segments go before parameters.
 ROUTES: tuple[Route, ...] = (
-    *_of_pages(),
-    *_of_server(),
-    *_of_models(),
-    *_of_repository(),
-    *_of_shared_memory("system"),
-    *_of_shared_memory("cuda"),
-    *_of_openai(),
+    *_PAGES,
+    *_SERVER,
+    *_MODELS,
+    *(replace(row, path=row.path.replace(MODEL, VERSION), rpcs=()) for row in _MODELS),
+    *_REPOSITORY,
+    *_shared_memory("system"),
+    *_shared_memory("cuda"),
+    *_OPENAI,
 )
 RPC_ROUTES: Mapping[str, Route] = {rpc: route for route in ROUTES for rpc in route.rpcs}
 
 
-def _by_num_segments() -> dict[int, list[Route]]:
-    found: dict[int, list[Route]] = {}
-    for route in ROUTES:
-        if not route.takes_rest:
-            found.setdefault(route.num_segments, []).append(route)
-    return found
-
-
-_BY_NUM_SEGMENTS = _by_num_segments()
+_BY_NUM_SEGMENTS: dict[int, list[Route]] = {}
+for _route in ROUTES:
+    if not _route.takes_rest:
+        _BY_NUM_SEGMENTS.setdefault(_route.num_segments, []).append(_route)
 _TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
 
 
 def unsupported(handler: str) -> Unsupported:
-    """Return the answer of a feature that Penstock does not have."""
     return Unsupported(f"{MISSING[handler]} not supported by this server")
 
 

@@ -8,33 +8,43 @@ HTTP status. When the client disconnects, its generations are cancelled at once.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    InvalidRequest,
+    NotReady,
+    PenstockError,
+    TooLarge,
+)
 from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
 from penstock.llm.messages import Logprobs, TokenEvent
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
-from penstock.protocols.http_errors import reply_error, status_at
+from penstock.protocols.http_errors import reply_error
 from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import AnswerChoice, TokenLogprob, TokenUsage
+from penstock.wire.generate_v2 import GenerateForm
+from penstock.wire.openai_messages import Message
+from penstock.wire.openai_v1 import AnswerChoice, CompletionForm, TokenLogprob, TokenUsage
 
 if TYPE_CHECKING:
     from penstock.llm.token_bytes import Detokenizer
 
-_JSON = b"Content-Type: application/json\r\n"
+log = logging.getLogger("penstock.http")
 _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
 
@@ -48,7 +58,20 @@ def counted(model: Served, received: float) -> Iterator[None]:
         raise
 
 
-Guarded = Callable[[Exchange, Callable[[], None]], None]
+@contextmanager
+def guarded(exchange: Exchange, is_logged: bool) -> Iterator[None]:
+    """Answer errors that are raised here, in the form of the path's protocol."""
+    path = exchange.head.path
+    try:
+        yield
+    except PenstockError as error:
+        reply_error(exchange, error)
+        if is_logged:
+            what = {"path": path.decode("latin-1")}
+            access_log.refused("http", what, exchange.received, error, path)
+    except Exception:  # Answer 500 and keep serving.
+        log.exception("while handling %r", path)
+        reply_error(exchange, BackendFailed("internal error"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,12 +81,11 @@ class TextCall:
 
     exchange: Exchange
     model: LanguageModel
-    # Runs `take` later, and answers errors.
-    guarded: Guarded
     # The request field that holds the texts, for errors.
     field: str
     # Whether the model's metrics count refusals.
     is_counted: bool = True
+    is_logged: bool = False
 
     def take(self, tokens: Sequence[list[int]]) -> None:
         """Go on with the tokens of each text."""
@@ -77,9 +99,7 @@ class TextCall:
             else:
                 self.take([each for each in given if not isinstance(each, str)])
 
-    def tokenize_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> None:
+    def tokenize_chat(self, messages: Sequence[Message], options: Mapping[str, object]) -> None:
         with self._counted():
             self.model.encode_chat(messages, options, self)
 
@@ -89,19 +109,13 @@ class TextCall:
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
-        self.guarded(self.exchange, partial(self._take, tokens))
-
-    def failed(self, error: Exception) -> None:
-        self.guarded(self.exchange, partial(self._fail, error))
-
-    def _take(self, tokens: Sequence[list[int]]) -> None:
-        with self._counted():
+        with guarded(self.exchange, self.is_logged), self._counted():
             if self.exchange.is_finished:
                 raise Cancelled("the client left")
             self.take(tokens)
 
-    def _fail(self, error: Exception) -> None:
-        with self._counted():
+    def failed(self, error: Exception) -> None:
+        with guarded(self.exchange, self.is_logged), self._counted():
             raise error
 
     @contextmanager
@@ -129,12 +143,11 @@ def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
 class GenerateCall(TextCall):
     """A request for text: tokenize its prompts, then submit a generation for each."""
 
-    form: AnswerForm
+    form: CompletionForm | GenerateForm
     params: SamplingParams
     answer: type[Answer]
     # The request's id in the log.
     id: str = ""
-    is_logged: bool = False
     # Prompts that precede their answers; empty: none.
     echoed: Sequence[str | list[int]] = ()
 
@@ -160,8 +173,9 @@ class GenerateCall(TextCall):
             cache_salt=salt_of(exchange.head.headers, self.params.cache_salt),
             num_prompt_logprobs=self.params.num_logprobs if self.has_prompt_logprobs else None,
         )
-        answer = self.answer(self)
-        echoes = self._echoes() or [""] * len(tokens)
+        answer, decode = self.answer(self), model.vocabulary.decode
+        echoes = [each if isinstance(each, str) else decode(each) for each in self.echoed]
+        echoes = echoes or [""] * len(tokens)
         for number, (prompt, echo) in enumerate(zip(tokens, echoes, strict=True)):
             sink = PromptSink(answer, number, echo)
             generation = model.new_generation(prompt, params, sink)
@@ -176,10 +190,6 @@ class GenerateCall(TextCall):
             if not answer.is_over:
                 model.submit(generation)
 
-    def _echoes(self) -> list[str]:
-        decode = self.model.vocabulary.decode
-        return [each if isinstance(each, str) else decode(each) for each in self.echoed]
-
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
     """Return the salt that separates prefix caches: one for each API key and `cache_salt`."""
@@ -191,22 +201,6 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
 
 
 # Answers.
-
-
-class AnswerForm(Protocol):
-    """How a protocol encodes choices, whole and in pieces."""
-
-    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes: ...
-    def begin(self, index: int) -> bytes:
-        """Return what precedes the first piece of a choice; may be empty."""
-
-    def piece(self, choice: AnswerChoice) -> bytes: ...
-
-    def end(self, usage: TokenUsage) -> bytes:
-        """Return what follows the last piece."""
-
-    def error(self, error: PenstockError) -> bytes:
-        """Return the end of a stream that failed."""
 
 
 @dataclass(slots=True)
@@ -235,22 +229,9 @@ class PartialChoice:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
-    # Text offsets of its tokens; None if logprobs were not requested.
-    places: TokenPlaces | None = None
-
-
-class TokenPlaces:
-    """Text offsets of a choice's tokens, in characters."""
-
-    def __init__(self, stream: Detokenizer) -> None:
-        self._stream = stream
-        self._num_chars = 0
-
-    def add(self, token: int) -> int:
-        """Return the text offset of the next token."""
-        place = self._num_chars
-        self._num_chars += len(self._stream.add(token))
-        return place
+    # Measures the text offsets of its tokens, in characters; None if logprobs were not requested.
+    stream: Detokenizer | None = None
+    num_chars: int = 0
 
 
 class Answer:
@@ -271,7 +252,6 @@ class Answer:
         self._num_finished = 0
 
     def abandon(self) -> None:
-        """The client left."""
         self._give_up()
         self._note(CANCELLED)
 
@@ -291,15 +271,15 @@ class Answer:
         """Return the logprobs of a token; before the first, those of the prompt if wanted."""
         found: list[TokenLogprob] = []
         vocabulary, generation = self._model.vocabulary, self.generations[number]
-        if choice.places is None:
+        if choice.stream is None:
             tokens = generation.request.tokens
             before = () if self.call.has_prompt_logprobs else tokens
-            choice.places = TokenPlaces(vocabulary.stream(before))
+            choice.stream = vocabulary.stream(before)
             if self.call.has_prompt_logprobs:
                 for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
-                    found.append(self._named(token, logprobs, choice.places))
+                    found.append(self._named(token, logprobs, choice))
         if event.logprobs is not None and not self.call.is_prompt_only:
-            found.append(self._named(event.token, event.logprobs, choice.places))
+            found.append(self._named(event.token, event.logprobs, choice))
         return found
 
     def finished(self, totals: Totals) -> None:
@@ -332,24 +312,30 @@ class Answer:
         """Write a line to the access log. A failed stream gets its error's status there, though its
         client saw 200."""
         if self.call.is_logged:
-            path = self.exchange.head.path
-            status = 200 if error is None else status_at(path, error)
-            kind = "" if error is None else type(error).__name__
-            told = access_log.Generated(self.call.id, self.exchange.received)
-            for each in self.generations:
-                told.add(each)
-            access_log.generated(status, self._model.config, told, kind)
+            totals = [each.totals for each in self.generations]
+            what = {
+                **access_log.about(self._model.config),
+                "request_id": self.call.id,
+                "prompt_tokens": sum(each.num_prompt for each in totals),
+                "generation_tokens": sum(each.num_generated for each in totals),
+            }
+            path, received = self.exchange.head.path, self.exchange.received
+            spans = {"total": time.monotonic() - received}
+            firsts = [each.first_at for each in self.generations if each.first_at is not None]
+            if firsts:
+                spans["first_token"] = min(firsts) - received
+            access_log.record("http", what, spans, error, path)
 
-    def _named(self, token: int, logprobs: Logprobs | None, places: TokenPlaces) -> TokenLogprob:
+    def _named(self, token: int, logprobs: Logprobs | None, choice: PartialChoice) -> TokenLogprob:
         """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
-        vocabulary, place = self._model.vocabulary, places.add(token)
+        piece, place = self._model.vocabulary.piece, choice.num_chars
+        assert choice.stream is not None
+        choice.num_chars += len(choice.stream.add(token))
         if logprobs is None:
-            return TokenLogprob(vocabulary.piece(token), math.nan, offset=place)
-        top = [
-            (vocabulary.piece(other), logprob)
-            for other, logprob in zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
-        ]
-        return TokenLogprob(vocabulary.piece(token), logprobs.logprob, top, place)
+            return TokenLogprob(piece(token), math.nan, offset=place)
+        pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
+        top = [(piece(other), logprob) for other, logprob in pairs]
+        return TokenLogprob(piece(token), logprobs.logprob, top, place)
 
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
@@ -377,7 +363,7 @@ class WholeAnswer(Answer):
         self.reply(self.form.whole(choices, self.usage))
 
     def reply(self, body: bytes) -> None:
-        self.exchange.reply(200, _JSON, (body,))
+        self.exchange.reply_json(body)
 
 
 class OneEventAnswer(WholeAnswer):

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -32,19 +30,17 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
-from penstock.processes.start import take_part
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.grpc_errors import status_name
 from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
-from penstock.serving.slab import Segment
 from penstock.types import Parameter, Request, Response
 from penstock.wire import frames
-from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
+from penstock.wire.statuses import status_of
+from penstock.wire.v2_pb import Proto, decode_infer, encode_answer, parse, set_parameter
 
 log = logging.getLogger("penstock.grpc")
 
@@ -68,10 +64,8 @@ STOP_GRACE_S = 2.0
 # Fields of answers that hold the core's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
-# Neither protobuf's generated classes nor gRPC's contexts have types.
-Proto: TypeAlias = Any
+# gRPC's contexts have no types.
 Context: TypeAlias = Any
-# Called with the message, parsed or for inference as bytes, and the caller.
 Answer = Callable[..., Awaitable[Proto]]
 
 
@@ -104,9 +98,9 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
             if RPC_ROUTES[call.method].scope == "admin":
-                caller = self._gate.rpc_caller_name(call.invocation_metadata)
+                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
-                audit_log.record(denied, status_name(error), str(error))
+                audit_log.record(denied, error)
             return _refusing(error)
         return self._methods.get(call.method) if is_known else None
 
@@ -122,29 +116,25 @@ class Service:
         self._readers: set[asyncio.Task[None]] = set()
 
     def handler(self) -> Gated:
-        methods = {
-            f"/{SERVICE.full_name}/{method.name}": _unary(
-                method,
-                self._live if method.name == "ServerLive" else self._asking(method),
-                self._gate,
-            )
-            for method in SERVICE.methods
+        unary = grpc.unary_unary_rpc_method_handler
+        infer_to_bytes = service_pb2.ModelInferResponse.SerializeToString
+        stream_to_bytes = service_pb2.ModelStreamInferResponse.SerializeToString
+        health_to_bytes = health_pb2.HealthCheckResponse.SerializeToString
+        methods = {_path(method): self._unary(method) for method in SERVICE.methods}
+        methods |= {
+            f"/{SERVICE.full_name}/ModelInfer": unary(
+                _guarded("ModelInfer", self._infer_once), response_serializer=infer_to_bytes
+            ),
+            f"/{SERVICE.full_name}/ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+                self._stream, response_serializer=stream_to_bytes
+            ),
+            f"/{HEALTH.full_name}/Check": unary(
+                _guarded("Check", self._check), response_serializer=health_to_bytes
+            ),
+            f"/{HEALTH.full_name}/Watch": grpc.unary_stream_rpc_method_handler(
+                _guarded("Watch", self._watch), response_serializer=health_to_bytes
+            ),
         }
-        methods[f"/{SERVICE.full_name}/ModelInfer"] = grpc.unary_unary_rpc_method_handler(
-            _guarded("ModelInfer", self._infer_once),
-            response_serializer=service_pb2.ModelInferResponse.SerializeToString,
-        )
-        methods[f"/{SERVICE.full_name}/ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream,
-            response_serializer=service_pb2.ModelStreamInferResponse.SerializeToString,
-        )
-        to_bytes = health_pb2.HealthCheckResponse.SerializeToString
-        methods[f"/{HEALTH.full_name}/Check"] = grpc.unary_unary_rpc_method_handler(
-            self._check, response_serializer=to_bytes
-        )
-        methods[f"/{HEALTH.full_name}/Watch"] = grpc.unary_stream_rpc_method_handler(
-            self._watch, response_serializer=to_bytes
-        )
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
@@ -186,11 +176,10 @@ class Service:
         return await self._infer(data, _caller(self._gate, context))
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        caller = _caller(self._gate, context)
-        stream = InferStream(self._infer, messages, context, caller, self._gate)
+        stream = InferStream(self._infer, context, _caller(self._gate, context), self._gate)
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(stream.read(group))
+                reader = group.create_task(stream.read(messages, group))
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
                 group.create_task(stream.write())
@@ -201,20 +190,20 @@ class Service:
 
     # Management.
 
-    async def _live(self, message: Proto, caller: bytes) -> Proto:
-        return service_pb2.ServerLiveResponse(live=True)
+    def _unary(self, method: Proto) -> grpc.RpcMethodHandler:
+        """Return a handler of a method that the core's management API answers."""
+        action = RPC_ROUTES[_path(method)].handler
+        request_type, answer_type = map(GetMessageClass, (method.input_type, method.output_type))
 
-    def _asking(self, method: Proto) -> Answer:
-        """Return an answer of the core's management API."""
-        handler = RPC_ROUTES[f"/{SERVICE.full_name}/{method.name}"].handler
-        answer_type = GetMessageClass(method.output_type)
-
-        async def ask(message: Proto, caller: bytes) -> Proto:
-            if handler in MISSING:
-                raise unsupported(handler)
-            action = cast(frames.AskKind, handler)
+        async def call(data: bytes, context: Context) -> Proto:
+            caller, message = _caller(self._gate, context), parse(request_type, data)
+            if action == "live":
+                return answer_type(live=True)
+            if action in MISSING:
+                raise unsupported(action)
+            kind = cast(frames.AskKind, action)
             try:
-                body = await self._remote.ask(action, *_arguments(message), caller)
+                body = await self._remote.ask(kind, *_arguments(message), caller)
             except (NotFound, NotReady):
                 if action not in ("ready", "model_ready"):
                     raise
@@ -223,38 +212,30 @@ class Service:
                 body = b'{"%b":%b}' % (name, body)
             return json_format.Parse(body or b"{}", answer_type(), ignore_unknown_fields=True)
 
-        return ask
+        return grpc.unary_unary_rpc_method_handler(
+            _guarded(method.name, call), response_serializer=answer_type.SerializeToString
+        )
 
     # Health.
 
     async def _check(self, data: bytes, context: Context) -> Proto:
-        try:
-            message = parse(health_pb2.HealthCheckRequest, data)
-            status = await self._status(message.service, context)
-            if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-                raise NotFound(f"unknown service '{message.service}'")
-        except PenstockError as error:
-            await _abort(context, error)
+        message = parse(health_pb2.HealthCheckRequest, data)
+        status = await self._status(message.service, context)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            raise NotFound(f"unknown service '{message.service}'")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _watch(self, data: bytes, context: Context) -> None:
         """Send the status now, and whenever it changes."""
-        try:
-            message = parse(health_pb2.HealthCheckRequest, data)
-            last = None
-            while not self._is_stopping.is_set():
-                status = await self._status(message.service, context)
-                if status != last:
-                    await context.write(health_pb2.HealthCheckResponse(status=status))
-                    last = status
-                await self._pause()
-        except PenstockError as error:
-            await _abort(context, error)
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WATCH_S):
-                await self._is_stopping.wait()
+        message, last = parse(health_pb2.HealthCheckRequest, data), None
+        while not self._is_stopping.is_set():
+            status = await self._status(message.service, context)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Context) -> Proto:
         """Return the status of the server, or of the named model, which requires a key."""
@@ -274,21 +255,13 @@ class Service:
 class InferStream:
     """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
-    def __init__(
-        self,
-        infer: Answer,
-        messages: AsyncIterator[bytes],
-        context: Context,
-        caller: bytes,
-        gate: Gate,
-    ) -> None:
+    def __init__(self, infer: Answer, context: Context, caller: bytes, gate: Gate) -> None:
         self._infer = infer
+        self._context = context
         self._caller = caller
         self._gate = gate
         # Why the stream ends before its client ends it.
         self.refusal: BaseException | None = None
-        self._messages = messages
-        self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
         # In request order; None is the end.
         self._answers: asyncio.Queue[asyncio.Task[Proto] | None] = asyncio.Queue()
@@ -296,9 +269,9 @@ class InferStream:
         # An error ends the stream, as in Triton.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
 
-    async def read(self, group: asyncio.TaskGroup) -> None:
+    async def read(self, messages: AsyncIterator[bytes], group: asyncio.TaskGroup) -> None:
         try:
-            async for data in self._messages:
+            async for data in messages:
                 # NotAllowed once the key is no longer allowed to send requests.
                 self._gate.check_caller("infer", self._caller)
                 await self._slots.acquire()
@@ -322,7 +295,7 @@ class InferStream:
         except PenstockError as error:
             if self._ends_by_error:
                 raise
-            answer.error_message = str(error)
+            answer.error_message = str(error)[:MAX_DETAILS]
         except Exception:  # The protocol edge.
             log.exception("while answering a request of a stream")
             answer.error_message = "internal error"
@@ -330,13 +303,9 @@ class InferStream:
         return answer
 
 
-def status_of(error: PenstockError) -> grpc.StatusCode:
-    return grpc.StatusCode[status_name(error)]
-
-
 async def _abort(context: Context, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
-    await context.abort(status_of(error), str(error)[:MAX_DETAILS])
+    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS])
     raise AssertionError("abort raises")
 
 
@@ -349,18 +318,8 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unary(method: Proto, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
-    """Return a handler that parses the request and turns errors into statuses."""
-    request_type = GetMessageClass(method.input_type)
-
-    async def call(data: bytes, context: Context) -> Proto:
-        caller = _caller(gate, context)
-        return await answer(parse(request_type, data), caller)
-
-    return grpc.unary_unary_rpc_method_handler(
-        _guarded(method.name, call),
-        response_serializer=GetMessageClass(method.output_type).SerializeToString,
-    )
+def _path(method: Proto) -> str:
+    return f"/{SERVICE.full_name}/{method.name}"
 
 
 def _guarded(name: str, call: Answer) -> Answer:
@@ -415,10 +374,8 @@ def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))
 
 
-async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]) -> None:
+async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     """Listen and answer until the core says Stop, let accepted requests finish, then close."""
-    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
-    remote = Remote(sock, requests, answers)
     service = Service(remote, gate_of(settings))
     remote.on_keys = service.use_keys
     server = grpc.aio.server(
@@ -431,33 +388,27 @@ async def serve(sock: socket.socket, settings: frames.OpenFront, fds: Sequence[i
         compression=COMPRESSIONS[settings.compression],
     )
     server.add_generic_rpc_handlers([service.handler()])
+    port = _listen(server, settings)
+    await server.start()
+    await remote.serve_until_stopped(port)
+    service.stop()
+    await server.stop(STOP_GRACE_S)
+
+
+def _listen(server: grpc.aio.Server, settings: frames.OpenFront) -> int:
+    """Return the port; ConfigError if it cannot be bound, or if the TLS files are unusable."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     reason = why_not_listen(settings.host, settings.port)
-    port = 0
     try:
         if not reason and settings.tls is not None:
-            port = server.add_secure_port(
-                address, tls_credentials(TlsFiles(settings.tls, warns=False))
-            )
-        elif not reason:
-            port = server.add_insecure_port(address)
+            credentials = tls_credentials(TlsFiles(settings.tls, warns=False))
+            return int(server.add_secure_port(address, credentials))
+        if not reason:
+            return int(server.add_insecure_port(address))
     except (RuntimeError, ConfigError) as error:
         reason = str(error)
-    if reason:
-        remote.send(frames.StartFailed((f"cannot listen on {address} for gRPC: {reason}",)))
-        remote.close()
-        return
-    await server.start()
-    # Freeze what exists now, so that full collections do not scan it.
-    gc.collect()
-    gc.freeze()
-    take_part()
-    remote.send(frames.Listening(frames.VERSION, port))
-    await remote.stopped.wait()
-    service.stop()
-    await server.stop(STOP_GRACE_S)
-    remote.close()
+    raise ConfigError([f"cannot listen on {address} for gRPC: {reason}"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""KServe v2 / Triton over HTTP: admits messages, and the fast path of inference.
+"""KServe v2 / Triton over HTTP: admits messages; inference, all other v2 routes, the metrics port.
 
 Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
 errors to statuses by one table. The core and the front processes share this code; they differ only
@@ -8,40 +8,33 @@ in their `Router`.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
+import msgspec
+
 from penstock.config import HttpLimits
-from penstock.errors import (
-    InvalidRequest,
-    NotAllowed,
-    NotReady,
-    PenstockError,
-    TooLarge,
-)
+from penstock.errors import InvalidRequest, NotAllowed, NotReady, PenstockError, TooLarge
 from penstock.protocols import access_log, audit_log, route_table
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
-from penstock.protocols.http import Exchange, Handler
-from penstock.protocols.http_errors import Refusal, WrongHead, reply_error, status_of
+from penstock.protocols.http import JSON, Exchange, Handler
+from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
 from penstock.protocols.http_reader import MessageHead
-from penstock.protocols.route_table import Match
-from penstock.protocols.v2_routes import make_handlers
-from penstock.serving.management import ManagementApi
+from penstock.protocols.route_table import MISSING, Match, unsupported
+from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.served import Served
-from penstock.types import Request, Response, Servable, TensorSpec
-from penstock.wire import compression
-from penstock.wire.v2 import Codec, decode_raw
-
-log = logging.getLogger("penstock.http")
+from penstock.types import Parameter, Request, Response, Servable, TensorSpec
+from penstock.wire import compression, json_errors
+from penstock.wire.v2 import Codec, IndexBody, LoadBody, decode_raw
 
 # Smaller answers are not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
 # Characters of a path in errors and logs.
 MAX_PATH = 200
-_JSON = b"Content-Type: application/json\r\n"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
@@ -62,29 +55,19 @@ class InferCall:
         self.wants_timing = b"penstock-timing" in headers
 
 
+@dataclass(slots=True, eq=False)
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_call", "_codec", "_exchange", "_model", "_specs", "request")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        codec: Codec,
-        call: InferCall,
-        model: Servable,
-        specs: Sequence[TensorSpec] | None,
-    ) -> None:
-        """`specs` are the model's outputs, as for `Codec.encode_answer`."""
-        self._exchange = exchange
-        self._codec = codec
-        self._call = call
-        self._model = model
-        self._specs = specs
-        self.request: Request | None = None
+    _exchange: Exchange
+    _codec: Codec
+    _call: InferCall
+    _model: Servable
+    # The model's outputs, as for `Codec.encode_answer`.
+    _specs: Sequence[TensorSpec] | None
+    request: Request | None = None
 
     def abandon(self) -> None:
-        """Cancel: the client disconnected."""
         if self.request is not None:
             self._model.cancel(self.request)
 
@@ -97,11 +80,10 @@ class InferSink:
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while encoding an answer of '%s'", answer.model_name)
-            self._exchange.reply_error(500, "internal error")
+        except Exception:  # Keep serving.
+            self._exchange.reply_bug()
             return
-        headers = _BINARY % len(head) if tail else _JSON
+        headers = _BINARY % len(head) if tail else JSON
         call = self._call
         if call.wants_timing:
             headers += _server_timing(request)
@@ -116,16 +98,11 @@ class InferSink:
 
 
 class LoggedSink(InferSink):
-    """A sink that also writes to the access log."""
-
     __slots__ = ()
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        config = cast(Served, self._model).config
-        status = status_of(answer) if isinstance(answer, PenstockError) else 200
-        error = "" if isinstance(answer, Response) else type(answer).__name__
-        access_log.ended("http", status, config, request, error)
+        access_log.ended("http", cast(Served, self._model).config, request, answer)
 
 
 class Router(Protocol):
@@ -165,7 +142,7 @@ class Models:
         self._catalog = management.catalog
         self._lifecycle = management.lifecycle
         self._codec = Codec()
-        self._tasks = HandlerTasks(reply_error)
+        self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
         self._direct = {
             "openai": handle_openai,
@@ -263,18 +240,20 @@ class V2Http:
                 self._router.count(call, exchange)
             self._infer(call, exchange)
         except (PenstockError, WrongHead) as error:
-            reply_error(exchange, error)
-            self._note_refusal(exchange, call, error)
+            self._refuse(exchange, call, error)
 
-    def _note_refusal(self, exchange: Exchange, call: object, error: Refusal) -> None:
-        """Write a request that never reached a model to the access log."""
+    def _refuse(self, exchange: Exchange, call: object, error: Refusal) -> None:
+        """Answer a message that never reached a model, and write it to the access log."""
+        path = exchange.head.path
+        if isinstance(call, InferCall):
+            what = {"model": call.model_name}
+            if not self._router.refuse(exchange, error):
+                return
+        else:
+            what = {"path": path[:MAX_PATH].decode("latin-1")}
+            reply_error(exchange, error)
         if self._logs_requests:
-            if isinstance(call, InferCall):
-                what = {"model": call.model_name}
-            else:
-                what = {"path": exchange.head.path[:MAX_PATH].decode("latin-1")}
-            kind = type(error).__name__
-            access_log.refused("http", status_of(error), what, exchange.received, kind)
+            access_log.refused("http", what, exchange.received, error, path)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -283,51 +262,33 @@ class V2Http:
         await self._router.close()
 
     def _look(self, call: InferCall, exchange: Exchange) -> bool:
-        """Check a head that was not seen before. False if the message was refused, or if its body
-        has to be inflated first."""
+        """Check a head that was not seen before. False if its body has to be inflated first."""
         head = exchange.head
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
         if encoding not in (b"identity", *compression.ENCODINGS):
             text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
-            self._refuse(call, exchange, WrongHead(415, text))
-            return False
+            raise WrongHead(415, text)
         if encoding != b"identity":
             task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
             self._inflating.add(task)
             task.add_done_callback(self._inflating.discard)
             return False
-        try:
-            call.json_bytes = self._json_bytes(exchange)
-        except PenstockError as error:
-            self._refuse(call, exchange, error)
-            return False
+        call.json_bytes = self._json_bytes(exchange)
         head.note = call
         return True
-
-    def _refuse(self, call: InferCall, exchange: Exchange, error: Refusal) -> None:
-        if self._router.refuse(exchange, error):
-            self._note_refusal(exchange, call, error)
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
         packed, limit = exchange.body, self._limits.max_body_bytes
         try:
-            try:
-                exchange.body = await asyncio.to_thread(
-                    compression.inflate, packed, encoding, limit
-                )
-                call.json_bytes = self._json_bytes(exchange)
-            except PenstockError as error:
-                exchange.body = packed
-                self._refuse(call, exchange, error)
-            else:
-                self._infer(call, exchange)
+            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
+            call.json_bytes = self._json_bytes(exchange)
+            self._infer(call, exchange)
         except PenstockError as error:
-            reply_error(exchange, error)
-            self._note_refusal(exchange, call, error)
-        except Exception:  # Answer 500 and keep serving.
-            log.exception("while handling %r", exchange.head.path)
-            exchange.reply_error(500, "internal error")
+            exchange.body = packed
+            self._refuse(exchange, call, error)
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """Return the length of the JSON part; None when it is the whole body."""
@@ -361,6 +322,25 @@ class V2Http:
         return TooLarge(
             f"the JSON of a request may have {most} bytes; {advice}raise --max-json-bytes"
         )
+
+
+class MetricsHttp:
+    """The handler of the metrics listener: scrapes and health, behind the same gate. Scrapers then
+    need no access to the inference port, which serves these paths too."""
+
+    def __init__(self, gate: Gate, management: ManagementApi) -> None:
+        self._gate = gate
+        self._handlers = make_handlers(management)
+        self._tasks = HandlerTasks()
+        self.close = self._tasks.close
+
+    def handle(self, exchange: Exchange) -> None:
+        try:
+            match = admit(exchange, self._gate, is_metrics_port=True)
+        except (PenstockError, WrongHead) as error:
+            reply_error(exchange, error)
+        else:
+            self._tasks.start(exchange, self._handlers[match.route.handler], match)
 
 
 def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:
@@ -400,15 +380,14 @@ def check_head(head: MessageHead, match: Match | None, gate: Gate) -> Match:
 def audit_refusal(match: Match, caller: str, error: Refusal) -> None:
     """Write an administrative call that never reached its handler to the audit log."""
     if match.route.scope == "admin":
-        audit_log.record(_admin_call(match, caller), status_of(error), str(error))
+        audit_log.record(_admin_call(match, caller), error)
 
 
 def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
-        admin = _admin_call(call.match, caller)
-        return await audit_log.record_answer(admin, handler(call), 200, status_of)
+        return await audit_log.record_answer(_admin_call(call.match, caller), handler(call))
 
     return run
 
@@ -448,3 +427,47 @@ def _server_timing(request: Request) -> bytes:
     )
     text = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in parts)
     return f"Server-Timing: {text}\r\n".encode()
+
+
+# Routes other than inference.
+
+
+def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
+    """Return the handlers by their names in the route table."""
+
+    async def answer(call: RouteCall) -> Reply:
+        match = call.match
+        asked = ManagementCall(
+            match.route.handler, match.model_name, match.model_version, _parameters(call)
+        )
+        return Reply(await management.answer(asked))
+
+    async def metrics(call: RouteCall) -> Reply:
+        return Reply(await management.metrics(), content_type=METRICS)
+
+    async def refuse(call: RouteCall) -> Reply:
+        raise unsupported(call.match.route.handler)
+
+    return {
+        **dict.fromkeys(management.actions, answer),
+        **dict.fromkeys(MISSING, refuse),
+        "metrics": metrics,
+    }
+
+
+def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
+    """Decode the JSON object of a request; an empty body counts as an empty object."""
+    schema = call.match.route.body
+    if schema is None:
+        return {}
+    try:
+        body = msgspec.json.decode(call.body or b"{}", type=schema)
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(call.body, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+    match body:
+        case IndexBody():
+            return {"ready": body.ready}
+        case LoadBody():
+            return dict.fromkeys(body.parameters or (), True)
+    return {}

@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.system.exit_codes import ExitCode
 from penstock.wire.v2 import encode_error
@@ -45,10 +44,6 @@ HANDSHAKE_S = 1.0
 ANSWER_S = 1.0
 # Limit on writing a log line: the stuck loop may hold the lock of a handler.
 LOG_S = 1.0
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -137,7 +132,9 @@ class Watchdog:
         self._theirs.close()
 
     def cover(
-        self, listeners: Sequence[HasFileno], tls: Callable[[], ssl.SSLContext | None] | None = None
+        self,
+        listeners: Sequence[socket.socket],
+        tls: Callable[[], ssl.SSLContext | None] | None = None,
     ) -> None:
         """Answer connections to these listeners while the loop is stuck; `tls` returns their
         current TLS context."""
@@ -160,25 +157,19 @@ class Watchdog:
             selector.register(self._ours, selectors.EVENT_READ)
             while not self._is_stopping:
                 if selector.select(PING_S):
-                    self._take_signals(self._ours.recv(REQUEST_BYTES))
+                    for number in self._ours.recv(REQUEST_BYTES):
+                        if number in SIGNALS:
+                            self._take_signal(signal.Signals(number))
                 if not self._is_stopping:
                     self._look(time.monotonic())
 
-    def _take_signals(self, data: bytes) -> None:
-        for number in data:
-            if number in SIGNALS:
-                self._take_signal(signal.Signals(number))
-
     def _take_signal(self, number: signal.Signals) -> None:
-        now = time.monotonic()
-        if number == signal.SIGHUP:
-            # SIGHUP starts no grace period; the loop decides whether it stops the server.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._on_signal, number)
-            return
-        if self._grace.signalled_at is not None and self._pulse.silent_s(now) >= LATE_S:
-            self._end_process(f"{number.name} came again")
-        self._grace.signalled_at = self._grace.signalled_at or now
+        # SIGHUP starts no grace period; the loop decides whether it stops the server.
+        if number != signal.SIGHUP:
+            now = time.monotonic()
+            if self._grace.signalled_at is not None and self._pulse.silent_s(now) >= LATE_S:
+                self._end_process(f"{number.name} came again")
+            self._grace.signalled_at = self._grace.signalled_at or now
         with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(self._on_signal, number)
 

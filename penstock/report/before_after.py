@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock import units
@@ -12,6 +12,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer import wording
 from penstock.optimizer.first_line import is_original
 from penstock.optimizer.results import Optimization, ServedMeasurement
+from penstock.report.tables import Cell
 
 # Relative half-width of the interval given to figures without one.
 NEAR = 0.01
@@ -23,13 +24,18 @@ DISTURBED = "disturbed"
 
 @dataclass(frozen=True, slots=True)
 class FormattedValue:
-    """A formatted value and its 95 % confidence interval."""
+    """A value and its 95 % confidence interval: as texts, and as numbers to compare."""
 
-    text: str
+    text: str = units.UNKNOWN
     range: str = ""
+    measured: Interval = Interval(math.nan, math.nan, math.nan)
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.range})" if self.range else self.text
+        return str(self.cell)
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.text, self.range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,29 @@ class BeforeAfterRow:
 def rows(optimization: Optimization) -> list[BeforeAfterRow]:
     """Return the rows that have a figure on at least one side."""
     before, after = optimization.before, optimization.after
-    measured = list(_measured_rows(before, after))
+    measured = [_row(figure, before, after) for figure in FIGURES]
     if is_disturbed(optimization):
         measured = [replace(row, change=DISTURBED, is_better=None) for row in measured]
-    found = [*measured, *_accuracy_rows(optimization)]
+    found = measured + _accuracy_rows(optimization)
     return [row for row in found if {row.before.text, row.after.text} != {units.UNKNOWN}]
+
+
+def table(optimization: Optimization) -> tuple[list[str], list[list[Cell]]]:
+    """Return the head and the rows of the table; without a result, of the original alone."""
+    if not has_after(optimization):
+        cells = [[Cell(row.name), row.before.cell] for row in rows(optimization)]
+        return ["", "original"], cells
+    styles = {True: "kept-text", False: "missed-text", None: ""}
+    cells = [
+        [
+            Cell(row.name),
+            row.before.cell,
+            row.after.cell,
+            Cell(row.change, style=styles[row.is_better]),
+        ]
+        for row in rows(optimization)
+    ]
+    return ["", "original", "chosen", "change"], cells
 
 
 def is_disturbed(optimization: Optimization) -> bool:
@@ -76,76 +100,29 @@ def keeps_up(served: ServedMeasurement) -> bool:
     return not reached < KEPT_UP * asked
 
 
-def _measured_rows(
-    before: ServedMeasurement | None, after: ServedMeasurement | None
-) -> Iterator[BeforeAfterRow]:
-    both = before, after
-    rates = [None if each is None else each.max_rate for each in both]
-    yield _row("highest rate", *map(_highest, rates))
-    is_overloaded = any(each is not None and not keeps_up(each) for each in both)
-    for name in ("p50", "p99"):
-        found = [None if each is None else getattr(each, name) for each in both]
-        row = _row(name, *map(_duration, found), is_lower_better=True)
-        yield replace(row, change=OVERLOADED, is_better=None) if is_overloaded else row
-    yield from _stream_rows(before, after, is_overloaded=is_overloaded)
-    yield _row("answers/s", *(_rate(None if each is None else each.throughput) for each in both))
-    yield _row("answered in time", *map(_goodput, both), has_change=False)
-    yield _row("cost per million", *map(_cost, both), is_lower_better=True)
-    yield _row("memory", *map(_memory, both), is_lower_better=True)
-
-
-def _stream_rows(
-    before: ServedMeasurement | None, after: ServedMeasurement | None, *, is_overloaded: bool
-) -> Iterator[BeforeAfterRow]:
-    """Yield the rows of streamed answers."""
-    both = [None if each is None else each.streams for each in (before, after)]
-    for name, metric in (("p99 first token", "ttft"), ("p99 per token", "tpot")):
-        found = [None if each is None else getattr(each, metric) for each in both]
-        row = _row(name, *map(_duration, found), is_lower_better=True)
-        yield replace(row, change=OVERLOADED, is_better=None) if is_overloaded else row
-    rates = [UNKNOWN if each is None else _tokens(each.tokens_per_s) for each in both]
-    yield _row("tokens/s", *rates, has_change=False)
-
-
-def _tokens(per_s: float) -> _Valued:
-    return _Valued(FormattedValue(wording.rate(per_s)), _exactly(per_s))
-
-
-def _accuracy_rows(optimization: Optimization) -> Iterator[BeforeAfterRow]:
+def _accuracy_rows(optimization: Optimization) -> list[BeforeAfterRow]:
     found = optimization.held_out
     if found is None:
-        return
+        return []
     before, after = (
         FormattedValue(wording.score(found.metric, each))
         for each in (found.original, found.candidate)
     )
     change = wording.bound(found, optimization.accuracy_budget) if found.is_passed else ""
-    yield BeforeAfterRow(f"{found.metric} ({found.part})", before, after, change, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Valued:
-    """A figure with its numeric interval."""
-
-    figure: FormattedValue
-    measured: Interval
-
-
-UNKNOWN = _Valued(FormattedValue(units.UNKNOWN), Interval(math.nan, math.nan, math.nan))
+    return [BeforeAfterRow(f"{found.metric} ({found.part})", before, after, change, None)]
 
 
 def _row(
-    name: str,
-    before: _Valued,
-    after: _Valued,
-    *,
-    is_lower_better: bool = False,
-    has_change: bool = True,
+    figure: _Figure, before: ServedMeasurement | None, after: ServedMeasurement | None
 ) -> BeforeAfterRow:
+    known = [each for each in (before, after) if each is not None]
+    one, other = (UNKNOWN if each is None else figure.value(each) for each in (before, after))
     change, is_better = "", None
-    if has_change:
-        change, is_better = _change(before.measured, after.measured, is_lower_better)
-    return BeforeAfterRow(name, before.figure, after.figure, change, is_better)
+    if figure.is_latency and not all(map(keeps_up, known)):
+        change = OVERLOADED
+    elif figure.has_change:
+        change, is_better = _change(one.measured, other.measured, figure.is_lower_better)
+    return BeforeAfterRow(figure.name, one, other, change, is_better)
 
 
 def _change(before: Interval, after: Interval, is_lower_better: bool) -> tuple[str, bool | None]:
@@ -159,49 +136,77 @@ def _change(before: Interval, after: Interval, is_lower_better: bool) -> tuple[s
     return f"{text} {'more' if grows else 'less'}", grows is not is_lower_better
 
 
-def _highest(rate: Interval | None) -> _Valued:
-    if rate is not None and rate.value == 0:
-        return _Valued(FormattedValue("none"), rate)
-    return _rate(rate)
-
-
-def _rate(measured: Interval | None) -> _Valued:
+def _rate(measured: Interval | None, zero: str = "") -> FormattedValue:
     if measured is None or math.isnan(measured.value):
         return UNKNOWN
-    return _Valued(FormattedValue(wording.rate(measured.value), units.range_of(measured)), measured)
+    if measured.value == 0 and zero:
+        return FormattedValue(zero, "", measured)
+    return FormattedValue(wording.rate(measured.value), units.range_of(measured), measured)
 
 
-def _duration(measured: Interval | None) -> _Valued:
+def _duration(measured: Interval | None) -> FormattedValue:
     if measured is None or math.isnan(measured.value):
         return UNKNOWN
     scale = units.SECONDS[units.unit_of([measured.value])]
     range_text = units.range_of(measured, scale) if math.isfinite(measured.value) else ""
-    return _Valued(FormattedValue(units.duration(measured.value), range_text), measured)
+    return FormattedValue(units.duration(measured.value), range_text, measured)
 
 
-def _goodput(served: ServedMeasurement | None) -> _Valued:
-    if served is None or math.isnan(served.goodput):
-        return UNKNOWN
-    return _Valued(FormattedValue(f"{100 * served.goodput:.4g} %"), _exactly(served.goodput))
-
-
-def _cost(served: ServedMeasurement | None) -> _Valued:
+def _cost(served: ServedMeasurement) -> FormattedValue:
     """Return the cost; infinite if nothing can be answered in time."""
-    if served is None or served.cost_per_million is None:
+    if served.cost_per_million is None:
         return UNKNOWN
     is_finite = math.isfinite(served.cost_per_million)
     if not is_finite and served.max_rate is not None and math.isnan(served.max_rate.value):
         return UNKNOWN
     text = units.number(served.cost_per_million) if is_finite else "without end"
-    return _Valued(FormattedValue(text), _exactly(served.cost_per_million))
+    return _exactly(text, served.cost_per_million)
 
 
-def _memory(served: ServedMeasurement | None) -> _Valued:
-    if served is None or not served.memory_bytes:
+def _exactly(text: str, value: float) -> FormattedValue:
+    """Return a value that was measured without an interval, with a narrow one; unknown if NaN."""
+    if math.isnan(value):
         return UNKNOWN
-    return _Valued(FormattedValue(units.size(served.memory_bytes)), _exactly(served.memory_bytes))
+    return FormattedValue(text, "", Interval(value, value * (1 - NEAR), value * (1 + NEAR)))
 
 
-def _exactly(value: float) -> Interval:
-    """Return a narrow interval around a value that was measured without one."""
-    return Interval(value, value * (1 - NEAR), value * (1 + NEAR))
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    name: str
+    value: Callable[[ServedMeasurement], FormattedValue]
+    is_lower_better: bool = False
+    # Latencies of an overloaded server are not compared.
+    is_latency: bool = False
+    has_change: bool = True
+
+
+def _tokens(served: ServedMeasurement) -> FormattedValue:
+    per_s = math.nan if served.streams is None else served.streams.tokens_per_s
+    return _exactly(wording.rate(per_s), per_s)
+
+
+def _memory(served: ServedMeasurement) -> FormattedValue:
+    return _exactly(units.size(served.memory_bytes), served.memory_bytes or math.nan)
+
+
+UNKNOWN = FormattedValue()
+FIGURES = (
+    _Figure("highest rate", lambda each: _rate(each.max_rate, "none")),
+    _Figure("p50", lambda each: _duration(each.p50), True, True),
+    _Figure("p99", lambda each: _duration(each.p99), True, True),
+    _Figure(
+        "p99 first token", lambda s: _duration(s.streams.ttft if s.streams else None), True, True
+    ),
+    _Figure(
+        "p99 per token", lambda s: _duration(s.streams.tpot if s.streams else None), True, True
+    ),
+    _Figure("tokens/s", _tokens, has_change=False),
+    _Figure("answers/s", lambda each: _rate(each.throughput)),
+    _Figure(
+        "answered in time",
+        lambda each: _exactly(f"{100 * each.goodput:.4g} %", each.goodput),
+        has_change=False,
+    ),
+    _Figure("cost per million", _cost, True),
+    _Figure("memory", _memory, True),
+)

@@ -7,41 +7,13 @@ import math
 
 from penstock import units
 from penstock.benchmark import findings, summary
-from penstock.benchmark.headline import Outcome, headline_of, level_outcome
+from penstock.benchmark.headline import headline_of, level_outcome
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Figures
 from penstock.report import bench_figures, bench_table
 from penstock.report.page import Card, Drawn, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment
 from penstock.report.tables import Cell
-
-OUTCOME_STYLES: dict[Outcome, str] = {
-    "kept": "kept",
-    "missed": "missed",
-    "partly kept": "mixed",
-    "not measured": "mixed",
-    "no SLO": "plain",
-}
-DEFINITIONS = {
-    "Latency": "From the moment a request was due to the last byte of its answer, so that waiting"
-    " to be sent counts. In a closed loop a request is due when it can be sent.",
-    "Percentiles": "Of good answers, from a histogram whose buckets are at most 0.4 % off. The SLO"
-    " is judged with failed requests counted as never answered.",
-    "Interval": "Holds the true value 19 times of 20. It widens when latencies hang together, as"
-    " they do in queues.",
-    "Throughput": "Good answers that arrived in the time measured, per second.",
-    "Goodput": "Share of all requests that were answered well and within every limit of the SLO.",
-    "Knee": "Where two lines meet: throughput that grows with each client, and its plateau. More"
-    " clients than that only wait for each other.",
-    "Busy": "The busiest of what can be seen of the server: CPU and GPU when it runs on the same"
-    " machine, and the share of time its model instances were computing.",
-}
-STREAM_DEFINITIONS = {
-    "TTFT": "From due to the first piece of the answer.",
-    "ITL": "Time between two pieces of an answer.",
-    "TPOT": bench_table.TPOT_FORMULA,
-}
-
 
 RUN_PLOTS = {
     "curve": (
@@ -87,7 +59,7 @@ def page(run: BenchRun) -> str:
     levels = _drawn_levels(run, figures, chosen or 0)
     values = {
         "verdict": verdict.text,
-        "style": OUTCOME_STYLES[verdict.outcome],
+        "style": bench_table.OUTCOME_STYLES[verdict.outcome],
         "about": bench_table.about(run),
         "tiles": tiles(run, figures),
         "remarks": remarks(run),
@@ -100,14 +72,13 @@ def page(run: BenchRun) -> str:
         "num_left_out": len(figures) - len(levels),
         "chosen": chosen,
         "record": _record(run),
-        "definitions": DEFINITIONS | (STREAM_DEFINITIONS if stream_rows else {}),
+        "tpot": bench_table.TPOT_FORMULA,
         "command": run.command,
     }
     return rendered("bench.html.jinja", values)
 
 
 def fragment(run: BenchRun) -> str:
-    """Return the heart of the page, for notebooks."""
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
     verdict = headline_of(run)
@@ -117,7 +88,7 @@ def fragment(run: BenchRun) -> str:
     words = {name: (RUN_PLOTS | LEVEL_PLOTS)[name] for name in ("curve", "cdf", "over_time")}
     return page_fragment(
         verdict.text,
-        OUTCOME_STYLES[verdict.outcome],
+        bench_table.OUTCOME_STYLES[verdict.outcome],
         tiles(run, figures)[:5],
         drawn(plots, words)[:2],
         _levels(run, figures),
@@ -280,7 +251,7 @@ def _machine_note(run: BenchRun) -> str:
 def _record(run: BenchRun) -> dict[str, str]:
     target, machine = run.target, run.environment
     cores, memory = units.count(machine.num_cores, "core"), units.size(machine.memory_bytes)
-    known = {
+    return {
         "target": f"{target.protocol}, {target.address}",
         "model": " ".join(part for part in (target.model, target.version) if part),
         "server": " ".join(part for part in (target.server, target.backend) if part),
@@ -298,4 +269,3 @@ def _record(run: BenchRun) -> dict[str, str]:
         "started": run.created,
         "seed": str(run.seed),
     }
-    return {name: text for name, text in known.items() if text}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from penstock import units
 from penstock.benchmark import stats, summary
@@ -71,18 +73,14 @@ def level_plots(run: BenchRun, level: Level) -> dict[str, Plot | None]:
 
 
 def limits(run: BenchRun, metric: str = "latency") -> list[Latency]:
-    """Return the limits that the SLO sets for a metric."""
     slo = summary.slo_of(run)
     terms = () if slo is None else slo.terms
     return [term for term in terms if isinstance(term, Latency) and term.metric == metric]
 
 
-def limit_lines(axis: str, terms: Sequence[Latency]) -> tuple[Limit, ...]:
+def limit_lines(axis: Literal["x", "y"], terms: Sequence[Latency]) -> list[Limit]:
     """Draw limits across an axis in milliseconds."""
-    side = "x" if axis == "x" else "y"
-    return tuple(
-        Limit("x" if side == "x" else "y", term.limit_s * 1e3, f"SLO: {term}") for term in terms
-    )
+    return [Limit(axis, term.limit_s * 1e3, f"SLO: {term}") for term in terms]
 
 
 def _curve(run: BenchRun, figures: Sequence[Figures]) -> Plot | None:
@@ -96,15 +94,10 @@ def _curve(run: BenchRun, figures: Sequence[Figures]) -> Plot | None:
 
 
 def curve_plot(
-    series: Sequence[Series], lines: tuple[Limit, ...] = (), notes: tuple[Note, ...] = ()
+    series: Sequence[Series], lines: Sequence[Limit] = (), notes: Sequence[Note] = ()
 ) -> Plot:
-    return Plot(
-        Axis(RATE, has_zero=True),
-        Axis("latency, ms", is_log=True),
-        tuple(series),
-        limits=lines,
-        notes=notes,
-    )
+    x, y = Axis(RATE, has_zero=True), Axis("latency, ms", is_log=True)
+    return Plot(x, y, series, limits=lines, notes=notes)
 
 
 def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Series:
@@ -117,18 +110,18 @@ def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Seri
     rates = [stats.throughput_interval(each.windows).value for each in levels]
     return Series(
         name,
-        tuple(rates),
-        tuple(each.value * 1e3 for each in values),
+        rates,
+        [each.value * 1e3 for each in values],
         colour,
-        tuple(
+        [
             f"{summary.label_of(level)}\n{units.number(rate)}/s, {name}"
             f" {units.duration_interval(value)}"
             for level, rate, value in zip(levels, rates, values, strict=True)
-        ),
+        ],
         radii=(4.0,),
-        labels=tuple(named[id(each)] for each in levels) if percentile == "p99" else (),
-        lows=tuple(each.low * 1e3 for each in values),
-        highs=tuple(each.high * 1e3 for each in values),
+        labels=[named[id(each)] for each in levels] if percentile == "p99" else (),
+        lows=[each.low * 1e3 for each in values],
+        highs=[each.high * 1e3 for each in values],
     )
 
 
@@ -160,30 +153,21 @@ def cdf_series(
     if not shown:
         return None
     found = [histogram.percentile(each) for each in shown]
-    return Series(
-        name,
-        tuple(each * 1e3 for each in found),
-        tuple(map(nines, shown)),
-        colour,
-        tuple(f"p{p:g}: {units.duration(each)}" for p, each in zip(shown, found, strict=True)),
-        dash=dash,
-    )
+    texts = [f"p{p:g}: {units.duration(each)}" for p, each in zip(shown, found, strict=True)]
+    x, y = [each * 1e3 for each in found], [nines(each) for each in shown]
+    return Series(name, x, y, colour, texts, dash=dash)
 
 
 def cdf_plot(
-    series: Sequence[Series], title: str = "latency, ms", lines: tuple[Limit, ...] = ()
+    found: Sequence[Series | None], lines: Sequence[Limit], title: str = "latency, ms"
 ) -> Plot | None:
+    series = [each for each in found if each is not None]
     if not series:
         return None
-    ticks = tuple((nines(percent), text) for text, percent in CDF_TICKS.items())
-    return Plot(
-        Axis(title, is_log=True),
-        Axis("percentile", has_zero=True, ticks=ticks),
-        tuple(series),
-        limits=lines,
-        strips="y",
-        strip_values=tuple(map(nines, CDF_STRIPS)),
-    )
+    ticks = [(nines(percent), text) for text, percent in CDF_TICKS.items()]
+    x, y = Axis(title, is_log=True), Axis("percentile", has_zero=True, ticks=ticks)
+    strips = [nines(each) for each in CDF_STRIPS]
+    return Plot(x, y, series, limits=lines, strips="y", strip_values=strips)
 
 
 def _cdf(run: BenchRun) -> Plot | None:
@@ -191,8 +175,7 @@ def _cdf(run: BenchRun) -> Plot | None:
         cdf_series(stats.histogram(level.windows, "latency"), summary.label_of(level), colour)
         for level, colour in zip(run.levels, plots.ramp(max(1, len(run.levels))), strict=False)
     ]
-    series = [each for each in found if each is not None]
-    return cdf_plot(series, lines=limit_lines("x", limits(run)))
+    return cdf_plot(found, limit_lines("x", limits(run)))
 
 
 def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Plot | None:
@@ -206,45 +189,49 @@ def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Plot | None
 
 
 def stacked(
-    rows: Sequence[tuple[str, dict[str, float]]], title: str, colours: dict[str, str]
+    rows: Sequence[tuple[str, Mapping[str, float]]], title: str, colours: Mapping[str, str]
 ) -> Plot:
-    """Stack phases in ms, or as shares if one bar would dwarf the others; the sum is below each."""
+    """Stack phases of `colours`; the sum is below each bar."""
+    bars, y_title, texts = phase_bars(rows, colours, thickness=0.6 if len(rows) > 2 else 0.4)
+    x = Axis(title, categories=texts, has_grid=False)
+    return Plot(x, Axis(y_title, has_zero=True), bars)
+
+
+def phase_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    colours: Mapping[str, str],
+    *,
+    is_horizontal: bool = False,
+    thickness: float = 0.6,
+) -> tuple[list[Bars], str, list[str]]:
+    """Return stacked bars of phases in ms, or of shares if one bar would dwarf the others; their
+    unit; and the name of each bar with its sum."""
     sums = [sum(parts.values()) for _, parts in rows]
     is_shares = max(sums) > MAX_SUM_RATIO * min(sums)
+    scales = [100 / whole if is_shares and whole else 1e3 for whole in sums]
+    both = list(zip(rows, sums, scales, strict=True))
     phases = [
         phase
         for phase in colours
-        if any(
-            parts.get(phase, 0.0) > MIN_SHARE * whole
-            for (_, parts), whole in zip(rows, sums, strict=True)
-        )
+        if any(parts.get(phase, 0.0) > MIN_SHARE * whole for (_, parts), whole, _ in both)
     ]
-    scales = [100 / whole if is_shares and whole else 1e3 for whole in sums]
     bars = plots.stack(
         phases,
-        [
-            [parts.get(phase, 0.0) * scale for (_, parts), scale in zip(rows, scales, strict=True)]
-            for phase in phases
-        ],
+        [[parts.get(phase, 0.0) * scale for (_, parts), _, scale in both] for phase in phases],
         [colours[phase] for phase in phases],
         [
             [
                 f"{phase}: {units.duration(parts.get(phase, 0.0))},"
                 f" {units.share(parts.get(phase, 0.0), whole)} at {name}"
-                for (name, parts), whole in zip(rows, sums, strict=True)
+                for (name, parts), whole, _ in both
             ]
             for phase in phases
         ],
-        thickness=0.6 if len(rows) > 2 else 0.4,
+        is_horizontal=is_horizontal,
+        thickness=thickness,
     )
-    texts = [
-        f"{name}\n{units.duration(whole)}" for (name, _), whole in zip(rows, sums, strict=True)
-    ]
-    return Plot(
-        Axis(title, categories=tuple(texts), has_grid=False),
-        Axis("share, %" if is_shares else "mean, ms", has_zero=True),
-        bars,
-    )
+    texts = [f"{name}\n{units.duration(whole)}" for (name, _), whole, _ in both]
+    return bars, "share, %" if is_shares else "mean, ms", texts
 
 
 # Phases of the server's timing header, under the breakdown's names.
@@ -287,40 +274,33 @@ def _over_time(run: BenchRun, level: Level) -> Plot | None:
     windows = level.windows
     if not windows:
         return None
-    middles = tuple(window.start_s + window.length_s / 2 for window in windows)
+    middles = [window.start_s + window.length_s / 2 for window in windows]
     empty = DurationHistogram({})
     marks: list[Series | Bars] = []
     for name, percent, colour in (("p50", 50.0, MEDIAN_COLOUR), ("p99", 99.0, TAIL_COLOUR)):
         found = [window.metrics.get("latency", empty) for window in windows]
         values = [each.percentile(percent) if each.total else math.nan for each in found]
-        texts = tuple(map(units.duration, values))
-        marks.append(Series(name, middles, tuple(each * 1e3 for each in values), colour, texts))
+        texts = [units.duration(each) for each in values]
+        marks.append(Series(name, middles, [each * 1e3 for each in values], colour, texts))
     failures = [sum(window.failures.values()) for window in windows]
     right = None
     if any(failures):
         marks.insert(0, _failure_bars(level, middles, failures))
         # Keep the bars low, below the lines.
         right = Axis("failed requests", has_zero=True, high=3.0 * max(failures))
-    return Plot(
-        Axis(SINCE, has_zero=True),
-        Axis("latency, ms", is_log=True),
-        tuple(marks),
-        right,
-        limit_lines("y", limits(run)),
-        strips="x",
-        strip_unit=" s",
-    )
+    y, lines = Axis("latency, ms", is_log=True), limit_lines("y", limits(run))
+    return Plot(Axis(SINCE, has_zero=True), y, marks, right, lines, strips="x", strip_unit=" s")
 
 
-def _failure_bars(level: Level, middles: tuple[float, ...], failures: Sequence[int]) -> Bars:
+def _failure_bars(level: Level, middles: Sequence[float], failures: Sequence[int]) -> Bars:
     lengths = [window.length_s for window in level.windows]
     return Bars(
         "failed requests",
         middles,
-        (0.0,) * len(failures),
-        tuple(map(float, failures)),
+        [0.0] * len(failures),
+        failures,
         (FAILURE_COLOUR,),
-        tuple(f"{number} failed" for number in failures),
+        [f"{number} failed" for number in failures],
         thickness=0.8 * sum(lengths) / len(lengths),
         is_right=True,
         opacity=0.45,
@@ -331,38 +311,19 @@ def _utilisation(level: Level) -> Plot | None:
     samples = level.system
     if not samples:
         return None
-    x = tuple(sample.at_s for sample in samples)
+    x = [sample.at_s for sample in samples]
     lines = {"CPU": [sample.cpu_percent for sample in samples]}
     for index in range(min(len(sample.gpu_percent) for sample in samples)):
         lines[f"GPU {index}"] = [sample.gpu_percent[index] for sample in samples]
     marks = [
-        Series(
-            name,
-            x,
-            tuple(y),
-            SYSTEM_COLOURS[index % len(SYSTEM_COLOURS)],
-            tuple(f"{value:.0f} %" for value in y),
-        )
-        for index, (name, y) in enumerate(lines.items())
+        Series(name, x, tuple(y), colour, [f"{value:.0f} %" for value in y])
+        for (name, y), colour in zip(lines.items(), itertools.cycle(SYSTEM_COLOURS), strict=False)
     ]
     sizes = [sample.memory_bytes for sample in samples]
-    memory = Series(
-        "memory",
-        x,
-        tuple(each / 2**30 for each in sizes),
-        plots.GREY,
-        tuple(map(units.size, sizes)),
-        dash="2 3",
-        is_right=True,
-    )
-    return Plot(
-        Axis(SINCE, has_zero=True),
-        Axis("busy, %", low=0.0, high=105.0),
-        (*marks, memory),
-        Axis("memory, GiB", has_zero=True),
-        strips="x",
-        strip_unit=" s",
-    )
+    gib, texts = tuple(each / 2**30 for each in sizes), tuple(map(units.size, sizes))
+    marks.append(Series("memory", x, gib, plots.GREY, texts, dash="2 3", is_right=True))
+    y, right = Axis("busy, %", low=0.0, high=105.0), Axis("memory, GiB", has_zero=True)
+    return Plot(Axis(SINCE, has_zero=True), y, marks, right, strips="x", strip_unit=" s")
 
 
 def _streams(run: BenchRun, level: Level) -> Plot | None:
@@ -371,5 +332,4 @@ def _streams(run: BenchRun, level: Level) -> Plot | None:
         for metric, colour in STREAM_COLOURS.items()
     ]
     terms = [term for metric in STREAM_COLOURS for term in limits(run, metric)]
-    series = [each for each in found if each is not None]
-    return cdf_plot(series, "ms", limit_lines("x", terms))
+    return cdf_plot(found, limit_lines("x", terms), "ms")

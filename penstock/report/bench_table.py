@@ -15,22 +15,21 @@ from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.results import BenchRun
-from penstock.benchmark.summary import (
-    Breakdown,
-    Figures,
-)
-from penstock.report.tables import figure_table
+from penstock.benchmark.summary import Breakdown, Figures
+from penstock.report.tables import TERMINAL_STYLES, figure_table
 
+# Styles of the headline on a page.
 OUTCOME_STYLES: dict[Outcome, str] = {
-    "kept": "bold green",
-    "missed": "bold red",
-    "partly kept": "bold yellow",
-    "not measured": "bold yellow",
-    "no SLO": "bold",
+    "kept": "kept",
+    "missed": "missed",
+    "partly kept": "mixed",
+    "not measured": "mixed",
+    "no SLO": "plain",
 }
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 # More levels than this are counted, not named.
 MAX_PLACES = 3
+BAR_WIDTH = 24
 TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
 
 
@@ -38,7 +37,8 @@ def shown(run: BenchRun) -> Group:
     run = summary.in_order(run)
     figures = [summary.figures_of(run, level) for level in run.levels]
     verdict = headline.headline_of(run)
-    parts: list[RenderableType] = [Text(verdict.text, style=OUTCOME_STYLES[verdict.outcome])]
+    style = TERMINAL_STYLES[OUTCOME_STYLES[verdict.outcome]]
+    parts: list[RenderableType] = [Text(verdict.text, style=style)]
     parts += [Text.assemble((f"{name:8}", "dim"), text) for name, text in about(run).items()]
     if figures:
         loads = [level.load for level in run.levels]
@@ -188,3 +188,36 @@ def _breakdown_cells(part: Breakdown | None, unit: str, num_cells: int) -> list[
     inside = (part.server_s, part.overhead_s, part.queue_s)
     compute = (part.input_s, part.infer_s, part.output_s)
     return [units.in_unit(seconds, unit) for seconds in (*inside, *compute, part.outside_s)]
+
+
+def sweep(runs: Sequence[BenchRun]) -> Group:
+    """Show runs of several batch sizes: a row for each size and load; inferences count rows."""
+    rows = [(run, summary.figures_of(run, level)) for run in runs for level in run.levels]
+    rates = [row.throughput.value * run.batch_size for run, row in rows]
+    best = max(rates, default=0.0)
+    columns = "load", "requests/s", "inferences/s", "", "p50", "p99", "failed"
+    table = figure_table("batch size", *columns, words=("load", ""))
+    for (run, row), rate in zip(rows, rates, strict=True):
+        bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
+        p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
+        figures = (units.number(row.throughput.value), units.number(rate))
+        curve = Text(bar, style="cyan")
+        failed = str(row.num_failed)
+        table.add_row(str(run.batch_size), row.label, *figures, curve, p50, p99, failed)
+    target = runs[0].target
+    parts = [Text(sweep_headline(runs), style="bold"), Text(f"target  {target.address}", "dim")]
+    problems = [Text(run.problem, style="red") for run in runs if run.problem]
+    return Group(*parts, table, *problems)
+
+
+def sweep_headline(runs: Sequence[BenchRun]) -> str:
+    """Say at which batch size most rows are computed."""
+    rates = [
+        (summary.figures_of(run, level).throughput.value * run.batch_size, run.batch_size)
+        for run in runs
+        for level in run.levels
+    ]
+    rate, size = max(rates, default=(0.0, 0), key=lambda each: each[0])
+    if not rate:
+        return "nothing was measured"
+    return f"highest throughput: {units.number(rate)} inferences/s at batch size {size}"

@@ -25,17 +25,12 @@ from penstock.report import bench_figures, bench_table, plots
 from penstock.report.page import Card, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment
 from penstock.report.plots import Plot
-from penstock.report.tables import Cell, figure_table
+from penstock.report.tables import TERMINAL_STYLES, Cell, terminal_table
 
-VERDICT_STYLES: dict[Verdict, str] = {
-    "faster": "green",
-    "slower": "red",
-    "no difference shown": "dim",
-}
 CELL_STYLES: dict[Verdict, str] = {
     "faster": "kept-text",
     "slower": "missed-text",
-    "no difference shown": "",
+    "no difference shown": "quiet-text",
 }
 DASHES = ("", "6 4", "2 3", "8 3 2 3")
 PLOTS = {
@@ -52,7 +47,6 @@ PLOTS = {
 
 
 def shown(runs: Sequence[Named]) -> Group:
-    """Render a comparison for a terminal."""
     parts: list[RenderableType] = []
     for pair in _pairs(runs):
         parts.append(Text(summary_text(pair), style="bold"))
@@ -60,25 +54,17 @@ def shown(runs: Sequence[Named]) -> Group:
             Text(f"warning: not the same: {each}", style="yellow") for each in pair.differences
         ]
         if pair.rows:
-            parts.append(_table(pair))
+            names = [Path(each.name).name for each in (pair.base, pair.other)]
+            parts.append(terminal_table(_head(*names), _cells(pair)))
     for each in runs:
         verdict = headline_of(each.run)
-        style = bench_table.OUTCOME_STYLES[verdict.outcome]
+        style = TERMINAL_STYLES[bench_table.OUTCOME_STYLES[verdict.outcome]]
         parts.append(Text.assemble(f"{each.name}: ", (verdict.text, style)))
     return Group(*parts)
 
 
 def _pairs(runs: Sequence[Named]) -> list[Pair]:
     return [pair_of(runs[0], other) for other in runs[1:]]
-
-
-def _table(pair: Pair) -> RenderableType:
-    names = [Path(each.name).name for each in (pair.base, pair.other)]
-    made = figure_table("load", "figure", *names, "ratio (95 % CI)", "verdict")
-    for load, row in _with_load_once(pair):
-        verdict = Text(row.verdict, style=VERDICT_STYLES[row.verdict])
-        made.add_row(Text(load), row.figure, row.base, row.other, ratio_text(row.ratio), verdict)
-    return made
 
 
 def _with_load_once(pair: Pair) -> Iterator[tuple[str, ComparisonRow]]:
@@ -109,8 +95,9 @@ def page(runs: Sequence[Named]) -> str:
             for index, label in enumerate(labels)
         ],
         "tables": [
-            (f"{pair.other.name} against {pair.base.name}", _head(pair), _cells(pair))
+            (f"{other} against {base}", _head(base, other), _cells(pair))
             for pair in pairs
+            for base, other in [(pair.base.name, pair.other.name)]
             if pair.rows
         ],
         "commands": [(each.name, each.run.command) for each in runs],
@@ -119,7 +106,6 @@ def page(runs: Sequence[Named]) -> str:
 
 
 def fragment(runs: Sequence[Named]) -> str:
-    """Return the heart of the page, for notebooks."""
     pairs = _pairs(runs)
     shown = [_curve(runs), _cdf(runs, len(runs[0].run.levels) - 1) if runs[0].run.levels else None]
     return page_fragment(
@@ -127,7 +113,7 @@ def fragment(runs: Sequence[Named]) -> str:
         style(pairs),
         tiles(pairs),
         drawn(dict(zip(PLOTS, shown, strict=True)), PLOTS),
-        (_head(pairs[0]), _cells(pairs[0])),
+        (_head(pairs[0].base.name, pairs[0].other.name), _cells(pairs[0])),
     )
 
 
@@ -181,8 +167,8 @@ def style(pairs: Sequence[Pair]) -> str:
     return "kept" if "faster" in tails else "plain"
 
 
-def _head(pair: Pair) -> list[str]:
-    return ["load", "figure", pair.base.name, pair.other.name, "ratio (95 % CI)", "verdict"]
+def _head(base: str, other: str) -> list[str]:
+    return ["load", "figure", base, other, "ratio (95 % CI)", "verdict"]
 
 
 def _cells(pair: Pair) -> list[list[Cell]]:
@@ -204,9 +190,8 @@ def _cdf(runs: Sequence[Named], index: int) -> Plot | None:
         if level is not None:
             seen, dash = stats.histogram(level.windows, "latency"), DASHES[number % len(DASHES)]
             found.append(bench_figures.cdf_series(seen, each.name, colour, dash))
-    series = [each for each in found if each is not None]
     lines = bench_figures.limit_lines("x", bench_figures.limits(runs[0].run))
-    return bench_figures.cdf_plot(series, lines=lines)
+    return bench_figures.cdf_plot(found, lines)
 
 
 def _curve(runs: Sequence[Named]) -> Plot | None:

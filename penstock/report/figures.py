@@ -1,7 +1,7 @@
-"""Plots as SVG: inside a page, or as a file of its own. Pure but for `write_svg`.
+"""Plots as SVG elements of a page. Pure.
 
-Colours of text and grid are CSS variables that the page or the file's own style sets, so that one
-drawing fits a light and a dark theme.
+Colours of text and grid are CSS variables that the page sets, so that one drawing fits a light and
+a dark theme.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Literal
 
 from penstock.report import scales
@@ -22,7 +21,7 @@ from penstock.report.marks import (
     short,
     text_lines,
 )
-from penstock.report.plots import Axis, Bars, Limit, Mark, Note, Plot, Series
+from penstock.report.plots import Bars, Limit, Mark, Note, Plot, Series
 
 WIDTH, HEIGHT = 560.0, 320.0
 # Of a letter in the font of ticks, in pixels.
@@ -36,14 +35,6 @@ ROW = 34.0
 # Share of the width that labels of horizontal bars may take.
 MAX_LABELS = 0.42
 LIMIT_COLOUR = "#d9822b"
-# The light theme of files of their own.
-STYLE = """
-text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
-fill:#5d6b7a}
-.g{stroke:#e9ecf0}.a{stroke:#c3cad2}.v,.k,.h1,.n{fill:#1c2530}.h1{font-size:19px;font-weight:600}
-.v,.n,.l{paint-order:stroke;stroke:#fff;stroke-width:3px;stroke-linejoin:round}
-.h2{font-size:13px}.hit{fill:transparent}.dot{fill:#fff}
-"""
 
 
 def draw(plot: Plot, label: str = "", width: float = WIDTH, height: float = HEIGHT) -> str:
@@ -54,36 +45,6 @@ def draw(plot: Plot, label: str = "", width: float = WIDTH, height: float = HEIG
     return f'<svg viewBox="0 0 {short(width)} {short(height)}" role="img"{name}>{body}</svg>'
 
 
-def standalone(plot: Plot, title: str = "", subtitle: str = "", width: float = 800.0) -> str:
-    """Return a whole SVG file with a light background, a title and a legend."""
-    at, parts = 14.0, []
-    for text, style, size in ((title, "h1", 30.0), (subtitle, "h2", 22.0)):
-        if text:
-            at += size
-            parts.append(f'<text class="{style}" x="20" y="{short(at - 8)}">{escape(text)}</text>')
-    keys = legend(plot)
-    if len(keys) > 1:
-        places = _legend_places(keys, width - 40)
-        parts += [_drawn_key(key, x, at + y) for key, (x, y) in zip(keys, places, strict=True)]
-        at += max(y for _, y in places) + 24
-    inner = _height(plot, 0.52 * width)
-    body = "".join(_body(plot, width - 40, inner))
-    parts.append(f'<g transform="translate(20 {short(at)})">{body}</g>')
-    height = at + inner + 12
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {short(width)} {short(height)}"'
-        f' width="{short(width)}" height="{short(height)}"><style>{STYLE}</style>'
-        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
-    )
-
-
-def write_svg(
-    plot: Plot, path: Path, *, title: str = "", subtitle: str = "", width: float = 800.0
-) -> None:
-    """Write a plot as a file of its own."""
-    path.write_text(standalone(plot, title, subtitle, width), encoding="utf-8")
-
-
 @dataclass(frozen=True, slots=True)
 class LegendKey:
     name: str
@@ -92,7 +53,6 @@ class LegendKey:
 
 
 def legend(plot: Plot) -> list[LegendKey]:
-    """Return an entry for each mark that has one."""
     found = {mark.name: _legend_key(mark) for mark in plot.marks if mark.in_legend and mark.name}
     return list(found.values()) if plot.has_legend else []
 
@@ -101,27 +61,6 @@ def _legend_key(mark: Mark) -> LegendKey:
     if isinstance(mark, Bars):
         return LegendKey(mark.name, mark.colour(0), "box")
     return LegendKey(mark.name, mark.colour, "line" if mark.width else "dot")
-
-
-def _legend_places(keys: Sequence[LegendKey], width: float) -> list[tuple[float, float]]:
-    """Place the entries in lines of at most this width."""
-    x, y, found = 20.0, 8.0, []
-    for key in keys:
-        need = 18 + LETTER * len(key.name) + 14
-        if x > 20 and x + need > width + 20:
-            x, y = 20.0, y + 20
-        found.append((x, y))
-        x += need
-    return found
-
-
-def _drawn_key(key: LegendKey, x: float, y: float) -> str:
-    size = 3 if key.shape == "line" else 10
-    round_by = 5 if key.shape == "dot" else 1.5
-    width = 10 if key.shape == "dot" else 12
-    box = f'<rect x="{short(x)}" y="{short(y - size / 2)}" width="{width}" height="{size}"'
-    text = f'<text class="k" x="{short(x + 18)}" y="{short(y + 4)}">{escape(key.name)}</text>'
-    return f'{box} rx="{round_by}" fill="{key.colour}"/>{text}'
 
 
 def _height(plot: Plot, usual: float) -> float:
@@ -201,25 +140,20 @@ def _values(plot: Plot, axis: str, is_right: bool) -> Iterator[float]:
 
 
 def _axes(plot: Plot, frame: PlotFrame) -> Iterator[str]:
+    is_rows = bool(plot.y.categories)
     for value, text in scales.ticks(plot.y, frame.y):
         y = frame.y(value)
-        if plot.y.has_grid and not plot.y.categories:
+        if plot.y.has_grid and not is_rows:
             yield _rule(frame.left, y, frame.right, y, "g")
-        style = "c" if plot.y.categories else ""
-        most = _most_letters(plot.y, frame)
+        look, most = ('class="c"', int((frame.left - GAP) / LETTER) + 1) if is_rows else ("", 1000)
         middle = y + 4 - LINE_HEIGHT / 2 * text.count("\n")
-        yield text_lines(text, frame.left - GAP + 2, middle, "end", most, style)
+        yield text_lines(text, frame.left - GAP + 2, middle, "end", look, most)
     yield from _bottom(plot, frame)
     if plot.right is not None and frame.y2 is not None:
         for value, text in scales.ticks(plot.right, frame.y2):
             yield text_lines(text, frame.right + GAP - 2, frame.y2(value) + 4, "start")
         yield text_lines(plot.right.title, frame.right + RIGHT, 14, "end")
-    if plot.y.title:
-        yield text_lines(plot.y.title, 2, 14, "start")
-
-
-def _most_letters(axis: Axis, frame: PlotFrame) -> int:
-    return int((frame.left - GAP) / LETTER) + 1 if axis.categories else 1000
+    yield text_lines(plot.y.title, 2, 14, "start")
 
 
 def _bottom(plot: Plot, frame: PlotFrame) -> Iterator[str]:
@@ -232,8 +166,8 @@ def _bottom(plot: Plot, frame: PlotFrame) -> Iterator[str]:
         # Labels that would touch their neighbour are left out.
         half = LETTER * max(map(len, text.split("\n"))) / 2
         if is_categories or x - half > last:
-            style = "c" if is_categories else ""
-            yield text_lines(text, x, frame.bottom + 16, "middle", style=style)
+            look = 'class="c"' if is_categories else ""
+            yield text_lines(text, x, frame.bottom + 16, "middle", look)
             last = x + half + 6
     yield _rule(frame.left, frame.bottom, frame.right, frame.bottom, "a")
     if plot.x.title:
@@ -262,14 +196,18 @@ def _limit_label(limit: Limit, plot: Plot, frame: PlotFrame) -> str:
         x = frame.x(limit.at)
         is_left = x > (frame.left + frame.right) / 2
         anchor, at = ("end", x - 5) if is_left else ("start", x + 5)
-        return _tinted(limit.text, at, frame.top + 10, anchor, LIMIT_COLOUR)
+        return _limit_text(limit, at, frame.top + 10, anchor)
     y = frame.y(limit.at) - 5
     width = LETTER * len(limit.text)
     left = _clearance(plot, frame, (frame.left, frame.left + width), y - 5)
     right = _clearance(plot, frame, (frame.right - width, frame.right), y - 5)
     if left > right:
-        return _tinted(limit.text, frame.left + 4, y, "start", LIMIT_COLOUR)
-    return _tinted(limit.text, frame.right - 2, y, "end", LIMIT_COLOUR)
+        return _limit_text(limit, frame.left + 4, y, "start")
+    return _limit_text(limit, frame.right - 2, y, "end")
+
+
+def _limit_text(limit: Limit, x: float, y: float, anchor: str) -> str:
+    return text_lines(limit.text, x, y, anchor, f'class="l" style="fill:{LIMIT_COLOUR}"')
 
 
 def _clearance(plot: Plot, frame: PlotFrame, span: tuple[float, float], y: float) -> float:
@@ -291,14 +229,7 @@ def _within(value: float, span: tuple[float, float]) -> bool:
     return span[0] - 20 <= value <= span[1] + 20
 
 
-def _tinted(text: str, x: float, y: float, anchor: str, colour: str) -> str:
-    if not text:
-        return ""
-    style = f' class="l" style="fill:{colour}"' if colour else ' class="n"'
-    place = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{short(x)}" y="{short(y)}"{place}{style}>{escape(text)}</text>'
-
-
 def _note(note: Note, frame: PlotFrame) -> str:
     x, y = frame.x(note.x) + note.dx, frame.y(note.y) + note.dy
-    return _tinted(note.text, x, y, note.anchor, note.colour)
+    look = f'class="l" style="fill:{note.colour}"' if note.colour else 'class="n"'
+    return text_lines(note.text, x, y, note.anchor, look)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -33,12 +32,7 @@ class BenchDisplay:
             self._screen.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_level()
         if self._screen is not None:
             self._screen.stop()
@@ -70,7 +64,6 @@ def _name(progress: LevelProgress) -> str:
 
 
 def line(progress: LevelProgress) -> Table:
-    """Render the level as it is now."""
     table = Table.grid(padding=(0, 1), expand=False)
     elapsed = f"{progress.elapsed_s:.0f} s"
     bar: ProgressBar | str = ""
@@ -91,17 +84,16 @@ def line(progress: LevelProgress) -> Table:
 
 
 def _now(progress: LevelProgress) -> Text:
-    parts = [
-        f"{units.number(progress.rate)}/s",
-        f"p99 {units.duration(progress.p99_s)} now",
-        units.count(progress.num_requests, "request"),
-    ]
+    parts = [f"{units.number(progress.rate)}/s", f"p99 {units.duration(progress.p99_s)} now"]
     if progress.interval is not None:
-        parts.insert(2, f"{progress.statistic} {units.duration_interval(progress.interval)} so far")
-    text = Text(", ".join(parts))
-    if progress.num_failed:
-        text.append(f", {progress.num_failed} failed", style="red")
-    return text
+        parts.append(f"{progress.statistic} {units.duration_interval(progress.interval)} so far")
+    parts.append(units.count(progress.num_requests, "request"))
+    return _with_failures(", ".join(parts), progress)
+
+
+def _with_failures(text: str, progress: LevelProgress) -> Text:
+    failed = f", {progress.num_failed} failed" if progress.num_failed else ""
+    return Text.assemble(text, (failed, "red"))
 
 
 def done(progress: LevelProgress) -> Text:
@@ -110,11 +102,7 @@ def done(progress: LevelProgress) -> Text:
     num_good = progress.num_requests - progress.num_failed
     # Over the whole level, unlike `rate`.
     rate = num_good / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
-    text = Text(
-        f"{_name(progress)}: {units.count(progress.num_requests, 'request')}"
-        f" in {units.duration(progress.elapsed_s)}, {units.number(rate)}/s,"
-        f" {progress.statistic} {units.duration_interval(measured)}"
-    )
-    if progress.num_failed:
-        text.append(f", {progress.num_failed} failed", style="red")
-    return text
+    text = f"{_name(progress)}: {units.count(progress.num_requests, 'request')}"
+    text += f" in {units.duration(progress.elapsed_s)}, {units.number(rate)}/s,"
+    text += f" {progress.statistic} {units.duration_interval(measured)}"
+    return _with_failures(text, progress)

@@ -40,12 +40,13 @@ def short(value: float) -> str:
     return "0" if text == "-0" else text
 
 
-def text_lines(
-    text: str, x: float, y: float, anchor: str, most: int = 1000, style: str = ""
-) -> str:
-    """Draw text of one or more lines; lines that are too long are cut, and whole in a title."""
+def text_lines(text: str, x: float, y: float, anchor: str, look: str = "", most: int = 1000) -> str:
+    """Draw text of one or more lines with the attributes `look`; lines that are too long are cut,
+    and whole in a title."""
+    if not text:
+        return ""
     place = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    place += f' class="{style}"' if style else ""
+    place += f" {look}" if look else ""
     lines = [line if len(line) <= most else line[: most - 1] + "…" for line in text.split("\n")]
     whole = f"<title>{escape(text)}</title>" if lines != text.split("\n") else ""
     if len(lines) == 1:
@@ -72,7 +73,7 @@ def draw_bars(bars: Bars, frame: PlotFrame) -> Iterator[str]:
             middle = (c + d) / 2
             at = (b + 5, middle + 4) if bars.is_horizontal else (middle, a - 5)
             anchor = "start" if bars.is_horizontal else "middle"
-            yield text_lines(bars.labels[index], *at, anchor, style="v")
+            yield text_lines(bars.labels[index], *at, anchor, 'class="v"')
 
 
 def _bar(bars: Bars, index: int, box: tuple[float, float, float, float]) -> str:
@@ -86,8 +87,7 @@ def _bar(bars: Bars, index: int, box: tuple[float, float, float, float]) -> str:
     elif bars.opacity < 1:
         look += f' opacity="{bars.opacity}"'
     title = f"<title>{escape(bars.texts[index])}</title>" if bars.texts else ""
-    place = f'x="{short(x)}" y="{short(y)}" width="{short(width)}" height="{short(height)}"'
-    return f'<rect class="m" {place} {look}>{title}</rect>'
+    return f'<rect class="m" {_box(x, y, width, height)} {look}>{title}</rect>'
 
 
 def draw_series(series: Series, plot: Plot, frame: PlotFrame) -> Iterator[str]:
@@ -111,7 +111,7 @@ def draw_series(series: Series, plot: Plot, frame: PlotFrame) -> Iterator[str]:
         if series.radii:
             yield _symbol(series, index, point)
         if series.labels and series.labels[index]:
-            yield text_lines(series.labels[index], point[0], point[1] - 9, "middle", style="v")
+            yield text_lines(series.labels[index], point[0], point[1] - 9, "middle", 'class="v"')
 
 
 def _thinned(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
@@ -187,71 +187,47 @@ def _symbol(series: Series, index: int, point: tuple[float, float]) -> str:
     return f"{shape}>{title}</{'path' if shape.startswith('<path') else 'circle'}>"
 
 
-@dataclass(frozen=True, slots=True)
-class _Strip:
-    low: float
-    high: float
-    # What the strip is about; None: all between its ends.
-    at: float | None = None
-
-
 def draw_strips(plot: Plot, frame: PlotFrame) -> Iterator[str]:
     """Draw invisible strips over dense lines; each names the values below it."""
+    is_x = plot.strips == "x"
+    axis = frame.x if is_x else frame.y
     lines = [each for each in plot.marks if isinstance(each, Series) and each.texts]
-    axis = frame.x if plot.strips == "x" else frame.y
-    for strip in _strip_ranges(plot, lines, axis):
-        texts = [_head(plot, strip)]
-        for each in lines:
-            text = _text_in(each, plot.strips, strip)
-            if text:
-                texts.append(f"{each.name} {text}")
-        a, b = sorted((axis(strip.low), axis(strip.high)))
-        high, wide = frame.bottom - frame.top, frame.right - frame.left
-        x, y, width, height = (
-            (a, frame.top, b - a, high) if plot.strips == "x" else (frame.left, a, wide, b - a)
-        )
-        box = f'x="{short(x)}" y="{short(y)}" width="{short(width)}" height="{short(height)}"'
-        title = escape("\n".join(filter(None, texts)))
-        yield f'<rect class="hit" {box}><title>{title}</title></rect>'
+    # Values along the axis of the strips, and across.
+    both = [(each.x, each.y) if is_x else (each.y, each.x) for each in lines]
+    for low, high, at in _strip_ranges([along for along, _ in both], plot.strip_values, axis):
+        texts = [f"{low:.3g}-{high:.3g}{plot.strip_unit}"] if is_x else []
+        for each, (along, across) in zip(lines, both, strict=True):
+            inside = [
+                n for n, v in enumerate(along) if low <= v < high and math.isfinite(across[n])
+            ]
+            # The point nearest to a wanted value, or else the largest value.
+            keys = [-abs(along[n] - at) if plot.strip_values else across[n] for n in inside]
+            if inside:
+                texts.append(f"{each.name} {each.texts[inside[keys.index(max(keys))]]}")
+        a, b = sorted((axis(low), axis(high)))
+        high_px, wide_px = frame.bottom - frame.top, frame.right - frame.left
+        box = (a, frame.top, b - a, high_px) if is_x else (frame.left, a, wide_px, b - a)
+        yield f'<rect class="hit" {_box(*box)}><title>{escape(chr(10).join(texts))}</title></rect>'
 
 
-def _strip_ranges(plot: Plot, lines: Sequence[Series], axis: Scale) -> Iterator[_Strip]:
-    """Cut an axis half-way between groups of neighbouring values."""
-    along = [each.x if plot.strips == "x" else each.y for each in lines]
-    values = sorted({value for each in along for value in each if math.isfinite(value)})
-    if plot.strip_values and values:
-        last = values[-1]
-        values = [*(each for each in plot.strip_values if each < last), last]
+def _strip_ranges(
+    lines: Sequence[Sequence[float]], wanted: Sequence[float], axis: Scale
+) -> Iterator[tuple[float, float, float]]:
+    """Cut an axis half-way between groups of neighbouring values, or between the wanted ones. Yield
+    the ends of each piece and its first value."""
+    values = sorted({value for each in lines for value in each if math.isfinite(value)})
     if not values:
         return
+    if wanted:
+        values = [*(each for each in wanted if each < values[-1]), values[-1]]
     size = math.ceil(len(values) / MAX_STRIPS)
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     edges = [axis.low]
     edges += [(a[-1] + b[0]) / 2 for a, b in zip(groups, groups[1:], strict=False)]
     edges.append(axis.high)
     for group, low, high in zip(groups, edges, edges[1:], strict=False):
-        yield _Strip(low, high, group[0] if plot.strip_values else None)
+        yield low, high, group[0]
 
 
-def _head(plot: Plot, strip: _Strip) -> str:
-    """Name the place of a strip along x; along y the texts do."""
-    if plot.strips == "y":
-        return ""
-    return f"{strip.low:.3g}-{strip.high:.3g}{plot.strip_unit}"
-
-
-def _text_in(series: Series, axis: str, strip: _Strip) -> str:
-    """Return the text of the point nearest to what a strip is about, or of its largest value."""
-    along = series.x if axis == "x" else series.y
-    other = series.y if axis == "x" else series.x
-    inside = [
-        index
-        for index, value in enumerate(along)
-        if strip.low <= value < strip.high and math.isfinite(other[index])
-    ]
-    if not inside:
-        return ""
-    at = strip.at
-    if at is not None:
-        return series.texts[min(inside, key=lambda index: abs(along[index] - at))]
-    return series.texts[max(inside, key=lambda index: other[index])]
+def _box(x: float, y: float, width: float, height: float) -> str:
+    return f'x="{short(x)}" y="{short(y)}" width="{short(width)}" height="{short(height)}"'

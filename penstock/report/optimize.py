@@ -6,61 +6,24 @@ from __future__ import annotations
 import math
 
 from penstock import units
-from penstock.optimizer import first_line, outcomes, wording
+from penstock.optimizer import outcomes, wording
 from penstock.optimizer.results import Optimization
-from penstock.report import before_after, optimize_figures, profile_figures, reproduce, tried
-from penstock.report.before_after import BeforeAfterRow
+from penstock.report import (
+    before_after,
+    optimize_figures,
+    optimize_table,
+    profile_figures,
+    reproduce,
+    tried,
+)
 from penstock.report.page import Card, Remark, drawn, rendered
 from penstock.report.page import fragment as page_fragment
 from penstock.report.plots import Plot
 from penstock.report.tables import Cell
 from penstock.report.tried import StepOutcome
 
-OUTCOME_STYLES = {
-    "kept": "kept",
-    "missed": "missed",
-    "refused": "missed",
-    "disturbed": "mixed",
-    "interrupted": "mixed",
-    "failed": "missed",
-}
 # Rows of the table without a card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")
-BUILD = "Build the chosen candidate by hand; any other with its steps from the table above."
-TEXT_BUILD = "config.pbtxt of the chosen candidate; any other by its steps in the table above."
-DEFINITIONS = {
-    "Highest rate": "The most requests a second, arriving by chance, at which the latency terms of"
-    " the SLO hold. The original is compared by it also where it misses the SLO.",
-    "Measured": "Sent over the network to a real server, original and chosen in turns, so that a"
-    " machine that changes changes for both. The range holds the true value 19 times of 20.",
-    "Predicted": "From batch times measured in process, with the server's own batcher on a made-up"
-    " clock. Orders candidates; none is accepted by it. Marked ≈, outlined or hollow.",
-    "Accuracy": "Original and candidate on the same examples. The loss is at most the bound, 19"
-    " times of 20; a bound beyond the limit is refused, also when the loss itself is not. The"
-    " held-out part is looked at once, for what was chosen.",
-    "Equal, slower": "Compared with the chosen candidate's served figures: no difference beyond the"
-    " noise, or behind. Of equal candidates the simplest is chosen.",
-    "Cost": "Of a million answers at the highest rate, in the unit of the price given.",
-}
-
-
-TEXT_DEFINITIONS = {
-    "Highest rate": "The most requests a second, arriving by chance, at which the SLO holds, to"
-    " about 15 %: answers of language models take long, so few come in the time measured.",
-    "Measured": "Streamed over the network from a real server, original and chosen in turns. All"
-    " answers are as long as was asked for, and prompts that come again begin otherwise, so that"
-    " nothing is found in the cache that was not computed.",
-    "First token, per token": "From when a request was due to its first piece of text; from that to"
-    " the last, by the tokens between them.",
-    "Accuracy": "What the engine says of the prompts and of the original's own answers, token by"
-    " token. kl: how far the candidate's next-token distribution is from the original's, in nats."
-    " agreement: places with the same likeliest token. nll: how unlikely the text is, in nats a"
-    " token. The loss is at most the bound, 19 times of 20; the held-out part is looked at once.",
-    "Equal": "Faster or slower by less than the noise: the simpler one is taken.",
-    "Cost": "Of a million answers at the highest rate, in the unit of the price given.",
-}
-
-
 STEP_PLOTS = {
     "rate_steps": (
         "Highest rate that keeps the SLO",
@@ -102,26 +65,25 @@ PLOTS = {
 
 def page(optimization: Optimization) -> str:
     has_after = before_after.has_after(optimization)
-    profile = optimization.profile
+    head, rows = before_after.table(optimization)
     plots = all_plots(optimization)
-    is_text = optimization.form == "text"
     values = {
-        "headline": headline(optimization),
-        "style": style(optimization),
+        "headline": optimize_table.headline(optimization),
+        "style": optimize_table.style(optimization),
         "about": about(optimization),
         "unchecked": optimization.unchecked,
         "remarks": [Remark("warning", note) for note in optimization.notes],
         "tiles": tiles(optimization),
         "table_title": "Before and after" if has_after else "The original",
-        "head": _head(has_after),
-        "rows": [_cells(row, has_after) for row in before_after.rows(optimization)],
+        "head": head,
+        "rows": rows,
         "step_figures": drawn(plots, STEP_PLOTS),
         "figures": drawn(plots, PLOTS),
         "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),
         "stages": tried.by_stage(optimization),
         "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
         "fallback": _fallback(optimization),
-        "profile": profile,
+        "profile": optimization.profile,
         "profiled": _profiled(optimization),
         "next_step": wording.next_step(optimization),
         "steps_of": reproduce.steps_code,
@@ -131,8 +93,7 @@ def page(optimization: Optimization) -> str:
         else "",
         "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
-        "definitions": TEXT_DEFINITIONS if is_text else DEFINITIONS,
-        "build_title": TEXT_BUILD if is_text else BUILD,
+        "is_text": optimization.form == "text",
         "command": optimization.command,
         "outcome_style": _outcome_style,
     }
@@ -140,40 +101,23 @@ def page(optimization: Optimization) -> str:
 
 
 def fragment(optimization: Optimization) -> str:
-    """Return the heart of the page, for notebooks."""
-    has_after = before_after.has_after(optimization)
-    rows = [_cells(row, has_after) for row in before_after.rows(optimization)]
     return page_fragment(
-        headline(optimization),
-        style(optimization),
+        optimize_table.headline(optimization),
+        optimize_table.style(optimization),
         tiles(optimization)[:5],
         drawn(all_plots(optimization), STEP_PLOTS | PLOTS)[:2],
-        (_head(has_after), rows),
+        before_after.table(optimization),
     )
 
 
-def headline(optimization: Optimization) -> str:
-    return optimization.headline or first_line.headline(optimization)
-
-
 def all_plots(optimization: Optimization) -> dict[str, Plot | None]:
-    """Return the plots of the page by name."""
     profile = optimization.profile
     roof = None if profile is None else profile_figures.roof(profile.operators, profile.peaks)
     return {**optimize_figures.plots_of(optimization), "roofline": roof}
 
 
-def _head(has_after: bool) -> list[str]:
-    return ["", "original", *(["chosen", "change"] if has_after else [])]
-
-
-def style(optimization: Optimization) -> str:
-    return OUTCOME_STYLES[optimization.outcome] if optimization.slo else "plain"
-
-
 def about(optimization: Optimization) -> dict[str, str]:
-    """Return the inputs, the targets and the result."""
-    known = {
+    return {
         "model": f"{optimization.source} ({optimization.source_text})",
         "SLO": optimization.slo,
         "accuracy": optimization.accuracy_budget,
@@ -182,7 +126,6 @@ def about(optimization: Optimization) -> dict[str, str]:
         "version": wording.place(optimization),
         "run": _run_text(optimization),
     }
-    return {name: text for name, text in known.items() if text}
 
 
 def _profiled(optimization: Optimization) -> str:
@@ -192,9 +135,7 @@ def _profiled(optimization: Optimization) -> str:
 
 
 def _run_text(optimization: Optimization) -> str:
-    tries = (
-        "1 candidate" if len(optimization.tries) == 1 else f"{len(optimization.tries)} candidates"
-    )
+    tries = units.count(len(optimization.tries), "candidate")
     text = f"{tries} in {wording.span(optimization.elapsed_s)}"
     if optimization.num_measured or optimization.num_remembered:
         text += f", {units.count(optimization.num_measured, 'measurement')}"
@@ -228,7 +169,7 @@ def first_tile(optimization: Optimization) -> Card:
         at = "" if rate is None or not rate.value > 0 else f" at {units.number(rate.value)}/s"
         by = "by the original" if not before_after.has_after(optimization) else ""
         return Card("result", f"SLO kept{at}", by or optimization.slo)
-    return Card("result", headline(optimization).partition(":")[0], optimization.slo)
+    return Card("result", optimize_table.headline(optimization).partition(":")[0], optimization.slo)
 
 
 def _faster(optimization: Optimization) -> Card | None:
@@ -253,14 +194,6 @@ def _faster(optimization: Optimization) -> Card | None:
     return None
 
 
-def _cells(row: BeforeAfterRow, has_after: bool) -> list[Cell]:
-    cells = [Cell(row.name), Cell(row.before.text, row.before.range)]
-    if not has_after:
-        return cells
-    style = {True: "kept-text", False: "missed-text", None: ""}[row.is_better]
-    return [*cells, Cell(row.after.text, row.after.range), Cell(row.change, style=style)]
-
-
 def _outcome_style(told: StepOutcome) -> str:
     """Return the style of the chip with a try's outcome."""
     if told.is_chosen:
@@ -274,21 +207,15 @@ def _fallback(optimization: Optimization) -> list[list[Cell]]:
     line = [] if chosen is None else [chosen.key, *_parents(optimization)]
     found = [each for each in optimization.tries if each.fallback]
     of_chosen = [each for each in found if each.candidate.key in line]
-    return [
-        [
-            Cell(layer.name),
-            Cell(layer.operator),
-            Cell(_share(layer.regained)),
-            Cell(units.duration(layer.lost_s)),
-            Cell(wording.last_step(each.candidate), style="words"),
-        ]
-        for each in of_chosen or found
-        for layer in each.fallback
-    ]
-
-
-def _share(part: float) -> str:
-    return units.UNKNOWN if math.isnan(part) else f"{100 * part:.0f} %"
+    rows = []
+    for each in of_chosen or found:
+        step = Cell(wording.last_step(each.candidate), style="words")
+        for layer in each.fallback:
+            is_known = not math.isnan(layer.regained)
+            regained = f"{100 * layer.regained:.0f} %" if is_known else units.UNKNOWN
+            texts = layer.name, layer.operator, regained, units.duration(layer.lost_s)
+            rows.append([*map(Cell, texts), step])
+    return rows
 
 
 def _parents(optimization: Optimization) -> list[str]:
@@ -304,7 +231,7 @@ def _record(optimization: Optimization) -> dict[str, str]:
     machine = optimization.machine
     cores, memory = units.count(machine.num_cores, "core"), units.size(machine.memory_bytes)
     price = optimization.price_per_hour
-    known = {
+    return {
         "started": optimization.created,
         "machine": f"{machine.cpu}, {cores}, {memory}",
         "instructions": ", ".join(machine.isa),
@@ -314,4 +241,3 @@ def _record(optimization: Optimization) -> dict[str, str]:
         "version": wording.place(optimization),
         "candidate": "" if optimization.chosen is None else optimization.chosen.key,
     }
-    return {name: text for name, text in known.items() if text}

@@ -5,6 +5,7 @@ Predicted figures are outlined bars and hollow marks, measured ones are solid.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,8 +19,17 @@ from penstock.optimizer.first_line import chosen_try
 from penstock.optimizer.results import Curve, Optimization, Phase, ServedMeasurement, Try
 from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
-from penstock.report.plots import Axis, Limit, Plot, Series, Symbol
-from penstock.report.waterfall import BETTER, GREY, WHOLE, WaterfallStep, waterfall
+from penstock.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    Axis,
+    Limit,
+    Plot,
+    Series,
+    Symbol,
+    WaterfallStep,
+)
 from penstock.slo import Latency, Slo
 
 BEFORE_COLOUR, AFTER_COLOUR = plots.GREY, plots.GREEN
@@ -54,20 +64,11 @@ def plots_of(optimization: Optimization) -> dict[str, Plot | None]:
         "pareto": _pareto(optimization, metric),
         "curves": _curves(optimization),
         "phases": _phases(optimization),
-        **_stream_plots(optimization),
+        **(_stream_plots(optimization) if optimization.form == "text" else {}),
     }
 
 
-def main_plot(optimization: Optimization) -> Plot | None:
-    """Return the plot that tells most of the result: the rate step by step, or the curves."""
-    found = plots_of(optimization)
-    names = ("rate_steps", "curves", "ttft_curves", "pareto", "phases")
-    return next((plot for name in names if (plot := found.get(name)) is not None), None)
-
-
 def _stream_plots(optimization: Optimization) -> dict[str, Plot | None]:
-    if optimization.form != "text":
-        return {}
     return {
         "ttft_curves": _stream_curves(optimization, "ttft", "time to the first token, ms"),
         "tpot_curves": _stream_curves(optimization, "tpot", "time per token after it, ms"),
@@ -120,26 +121,18 @@ def _waterfall(
     """Return a waterfall: the first and last bar start at zero, each one between runs from the
     previous value to its own. Steps without a value are left out."""
     phases = [phase for phase in phases if not math.isnan(quantity.value(phase))]
-    values = [quantity.value(phase) for phase in phases]
-    finite = [value for value in values if math.isfinite(value)]
-    if len(values) < 2 or len(finite) < 2:
+    finite = [value for phase in phases if math.isfinite(value := quantity.value(phase))]
+    if len(finite) < 2:
         return None
-    top = _top(finite, None if limit is None else limit.at)
-    steps = [
-        WaterfallStep(
-            name,
-            value,
-            quantity.text(value),
-            quantity.is_measured(phase),
-            phase.label,
-        )
-        for name, value, phase in zip(_names(phases), values, phases, strict=True)
-    ]
-    return waterfall(
+    steps = []
+    for name, phase in zip(_names(phases), phases, strict=True):
+        value, is_measured = quantity.value(phase), quantity.is_measured(phase)
+        steps.append(WaterfallStep(name, value, quantity.text(value), is_measured, phase.label))
+    return plots.waterfall(
         steps,
         quantity.title,
         is_lower_better=quantity.is_lower_better,
-        top=top,
+        top=_top(finite, None if limit is None else limit.at),
         limits=() if limit is None else (limit,),
     )
 
@@ -185,15 +178,15 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
     texts = [wording.score(metric, value) for value in values]
     series = Series(
         metric,
-        tuple(map(float, range(len(known)))),
-        tuple(value * scale for value in values),
-        WHOLE,
-        tuple(f"{phase.label}: {text}" for phase, text in zip(known, texts, strict=True)),
+        range(len(known)),
+        [value * scale for value in values],
+        BLUE,
+        [f"{phase.label}: {text}" for phase, text in zip(known, texts, strict=True)],
         width=1.5,
         dash="2 3",
         step="hv",
         radii=(5.0,),
-        labels=tuple(texts),
+        labels=texts,
     )
     limits: tuple[Limit, ...] = ()
     if (limit := _accuracy_limit(optimization)) is not None:
@@ -245,13 +238,17 @@ def points_of(optimization: Optimization, metric: str) -> list[Point]:
     scale = 100.0 if is_percent else 1.0
     found = []
     for each in optimization.tries:
-        measured = None if each.served is None else each.served.max_rate
-        is_measured = measured is not None and math.isfinite(measured.value)
-        rate = measured.value if measured is not None and is_measured else each.predicted_rate
+        measured = _measured_rate(each.served)
+        rate = each.predicted_rate if measured is None else measured
         if rate is not None and math.isfinite(rate):
             lost = _loss_of(optimization, each.candidate)
-            found.append(Point(each, rate, lost * scale, is_measured))
+            found.append(Point(each, rate, lost * scale, measured is not None))
     return found
+
+
+def _measured_rate(served: ServedMeasurement | None) -> float | None:
+    rate = None if served is None else served.max_rate
+    return rate.value if rate is not None and math.isfinite(rate.value) else None
 
 
 def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
@@ -278,9 +275,9 @@ def front_of(points: Sequence[Point]) -> list[Point]:
 
 # Legend name, colour and symbols (measured, predicted) by the outcome of a try.
 MARKS: dict[str, tuple[str, str, Symbol, Symbol]] = {
-    "kept": ("kept", BETTER, "circle", "open"),
-    "equal": ("equal", WHOLE, "circle", "open"),
-    "slower": ("slower", WHOLE, "down", "down-open"),
+    "kept": ("kept", GREEN, "circle", "open"),
+    "equal": ("equal", BLUE, "circle", "open"),
+    "slower": ("slower", BLUE, "down", "down-open"),
     "rejected": ("rejected by a gate", GREY, "cross", "cross"),
 }
 
@@ -303,7 +300,7 @@ def _pareto(optimization: Optimization, metric: str) -> Plot | None:
     if not metric:
         y = Axis("accuracy was not judged", low=y.low, high=y.high, ticks=((0.0, ""),))
     rates = Axis("highest rate that keeps the SLO, per second", has_zero=True)
-    return Plot(rates, y, tuple(series))
+    return Plot(rates, y, series)
 
 
 def _loss_unit(optimization: Optimization, metric: str) -> str:
@@ -313,16 +310,12 @@ def _loss_unit(optimization: Optimization, metric: str) -> str:
 
 
 def _front_series(points: Sequence[Point]) -> Series:
-    front = front_of(points)
-    return Series(
-        "best trade",
-        tuple(point.rate for point in front),
-        tuple(point.loss for point in front),
-        GREY,
-        width=1.5,
-        dash="2 3",
-        step="vh",
-    )
+    x, y = _places(front_of(points))
+    return Series("best trade", x, y, GREY, width=1.5, dash="2 3", step="vh")
+
+
+def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [point.rate for point in points], [point.loss for point in points]
 
 
 def _marks(
@@ -330,10 +323,9 @@ def _marks(
 ) -> Series:
     return Series(
         name,
-        tuple(point.rate for point in points),
-        tuple(point.loss for point in points),
+        *_places(points),
         colour,
-        tuple(_hover(point, name) for point in points),
+        [_hover(point, name) for point in points],
         width=0.0,
         radii=(4.0 if symbols[0] == "cross" else 5.5,),
         symbols=tuple(symbols[0] if point.is_measured else symbols[1] for point in points),
@@ -353,20 +345,10 @@ def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Se
     found = [point for point in points if point.attempt is chosen]
     if not found:
         return []
-    measured = None if optimization.after is None else optimization.after.max_rate
-    is_known = measured is not None and math.isfinite(measured.value)
-    rate = measured.value if measured is not None and is_known else found[0].rate
-    return [
-        Series(
-            "chosen",
-            (rate,),
-            (found[0].loss,),
-            plots.AMBER,
-            width=0.0,
-            radii=(10.0,),
-            symbols=("ring",),
-        )
-    ]
+    measured = _measured_rate(optimization.after)
+    place, loss = (found[0].rate if measured is None else measured,), (found[0].loss,)
+    mark = Series("chosen", place, loss, plots.AMBER, width=0.0, radii=(10.0,), symbols=("ring",))
+    return [mark]
 
 
 def _sides(optimization: Optimization) -> list[tuple[str, Curve, str]]:
@@ -388,76 +370,57 @@ def _curves(optimization: Optimization) -> Plot | None:
     answers for a throughput, and has curves of its own."""
     if optimization.form == "text":
         return None
-    series = [
-        _curve_series(f"{name} {percentile}", curve, percentile, colour)
-        for name, curve, colour in _sides(optimization)
-        for percentile in ("p50", "p99")
-    ]
+    series = []
+    for name, curve, colour in _sides(optimization):
+        series += [
+            _curve_series(f"{name} p50", curve, curve.throughput, curve.p50_s, colour),
+            _curve_series(f"{name} p99", curve, curve.throughput, curve.p99_s, colour),
+        ]
     series = [each for each in series if any(map(math.isfinite, each.y))]
     if not series:
         return None
     return bench_figures.curve_plot(series, _slo_lines(optimization, "latency"))
 
 
-def _slo_lines(optimization: Optimization, metric: str) -> tuple[Limit, ...]:
+def _slo_lines(optimization: Optimization, metric: str) -> list[Limit]:
     """Return the limit of a metric across, and the rate of the SLO upright."""
     slo = slo_of(optimization)
     if slo is None:
-        return ()
+        return []
     terms = [each for each in slo.terms if isinstance(each, Latency) and each.metric == metric]
     lines = bench_figures.limit_lines("y", terms)
     if slo.rate is None:
         return lines
-    return (*lines, Limit("x", slo.rate.per_s, f"{units.number(slo.rate.per_s)}/s"))
+    return [*lines, Limit("x", slo.rate.per_s, f"{units.number(slo.rate.per_s)}/s")]
 
 
 def _stream_curves(optimization: Optimization, metric: str, title: str) -> Plot | None:
     """Plot the p99 of a streaming metric against the arrival rate, before and after."""
     series = [
-        _stream_series(name, curve, metric, colour)
+        _curve_series(name, curve, curve.rates, seconds, colour)
         for name, curve, colour in _sides(optimization)
-        if getattr(curve, f"{metric}_p99_s")
+        if (seconds := curve.ttft_p99_s if metric == "ttft" else curve.tpot_p99_s)
     ]
     if not series:
         return None
-    return Plot(
-        Axis("arrivals per second", has_zero=True),
-        Axis(f"p99 {title}", is_log=True),
-        tuple(series),
-        limits=_slo_lines(optimization, metric),
-    )
+    x, y = Axis("arrivals per second", has_zero=True), Axis(f"p99 {title}", is_log=True)
+    return Plot(x, y, series, limits=_slo_lines(optimization, metric))
 
 
-def _stream_series(name: str, curve: Curve, metric: str, colour: str) -> Series:
-    seconds: list[float] = getattr(curve, f"{metric}_p99_s")
-    return Series(
-        name,
-        tuple(curve.rates),
-        tuple(each * 1e3 for each in seconds),
-        colour,
-        tuple(
-            f"{name}\n{units.number(rate)}/s sent, {units.duration(each)}"
-            for rate, each in zip(curve.rates, seconds, strict=True)
-        ),
-        radii=(4.0,),
-    )
-
-
-def _curve_series(name: str, curve: Curve, percentile: str, colour: str) -> Series:
-    seconds = curve.p99_s if percentile == "p99" else curve.p50_s
-    is_tail = percentile == "p99"
-    return Series(
-        name,
-        tuple(curve.throughput),
-        tuple(each * 1e3 for each in seconds),
-        colour,
-        tuple(
-            f"{name}\n{units.number(rate)}/s sent\n{units.number(got)}/s, {units.duration(each)}"
-            for rate, got, each in zip(curve.rates, curve.throughput, seconds, strict=True)
-        ),
-        dash="" if is_tail else "2 3",
-        radii=(4.0 if is_tail else 3.0,),
-    )
+def _curve_series(
+    name: str, curve: Curve, x: Sequence[float], seconds: Sequence[float], colour: str
+) -> Series:
+    is_reached = x is curve.throughput
+    texts = [
+        f"{name}\n{units.number(rate)}/s sent"
+        + (f"\n{units.number(reached)}/s" if is_reached else "")
+        + f", {units.duration(each)}"
+        for rate, reached, each in zip(curve.rates, x, seconds, strict=True)
+    ]
+    is_tail = not name.endswith("p50")
+    dash, radii = "" if is_tail else "2 3", (4.0 if is_tail else 3.0,)
+    y = [each * 1e3 for each in seconds]
+    return Series(name, x, y, colour, texts, dash=dash, radii=radii)
 
 
 def _phases(optimization: Optimization) -> Plot | None:
@@ -467,33 +430,9 @@ def _phases(optimization: Optimization) -> Plot | None:
     known = [(name, run.phases) for name, run in rows if run is not None and run.phases]
     if not known:
         return None
-    names = list(dict.fromkeys(name for _, parts in known for name in parts))
-    order = [*PHASE_COLOURS, *(name for name in names if name not in PHASE_COLOURS)]
-    colours = PHASE_COLOURS | dict(zip(order[len(PHASE_COLOURS) :], OTHER_PHASES, strict=False))
-    shown = [name for name in order if name in names]
-    sums = [sum(parts.values()) for _, parts in known]
-    # Use one unit for both as long as the shorter bar is visible, else shares.
-    is_share = max(sums) > bench_figures.MAX_SUM_RATIO * min(sums)
-    bars = plots.stack(
-        shown,
-        [
-            [
-                parts.get(name, 0.0) * (100 / whole if is_share else 1e3)
-                for (_, parts), whole in zip(known, sums, strict=True)
-            ]
-            for name in shown
-        ],
-        [colours.get(name, GREY) for name in shown],
-        [
-            [f"{side}: {name} {units.duration(parts.get(name, 0.0))}" for side, parts in known]
-            for name in shown
-        ],
-        is_horizontal=True,
+    others = dict.fromkeys(
+        name for _, parts in known for name in parts if name not in PHASE_COLOURS
     )
-    totals = tuple(f"{side}\n{units.duration(sum(parts.values()))}" for side, parts in known)
-    return Plot(
-        Axis("share, %" if is_share else "mean per request, ms", has_zero=True),
-        Axis(categories=totals, is_reversed=True, has_grid=False),
-        bars,
-        height=80.0 + 60.0 * len(known),
-    )
+    colours = PHASE_COLOURS | dict(zip(others, itertools.cycle(OTHER_PHASES), strict=False))
+    bars, unit, totals = bench_figures.phase_bars(known, colours, is_horizontal=True)
+    return plots.row_plot(totals, bars, unit, 80.0 + 60.0 * len(known))

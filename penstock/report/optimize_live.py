@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -61,12 +60,7 @@ class OptimizeDisplay:
         text = stopping_text(self._now()) if count == 1 else STOPPING_NOW
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._screen is not None:
             self._screen.stop()
             self._screen = None

@@ -14,47 +14,43 @@ from penstock import units
 from penstock.optimizer import first_line, wording
 from penstock.optimizer.results import Optimization, Phase
 from penstock.report import before_after, tried
-from penstock.report.tables import figure_table
+from penstock.report.tables import TERMINAL_STYLES, figure_table, terminal_table
 from penstock.report.tried import StepOutcome
 
-HEADLINE_STYLES = {
-    "kept": "bold green",
-    "missed": "bold red",
-    "refused": "bold red",
-    "disturbed": "bold yellow",
-    "interrupted": "bold yellow",
-    "failed": "bold red",
+# Styles of the headline.
+PAGE_STYLES = {
+    "kept": "kept",
+    "missed": "missed",
+    "refused": "missed",
+    "disturbed": "mixed",
+    "interrupted": "mixed",
+    "failed": "missed",
 }
 OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
 OUTCOME_STYLES |= {"failed": "red", "cut off": "yellow"}
-CHANGE_STYLES = {True: "green", False: "red", None: ""}
 
 
 def shown(optimization: Optimization) -> Group:
-    headline = optimization.headline or first_line.headline(optimization)
-    style = HEADLINE_STYLES[optimization.outcome] if optimization.slo else "bold"
-    parts: list[RenderableType] = [Text(headline, style=style)]
+    colour = TERMINAL_STYLES[style(optimization)]
+    parts: list[RenderableType] = [Text(headline(optimization), style=colour)]
     parts += [Text.assemble(("not checked: ", "yellow"), each) for each in optimization.unchecked]
     parts += [Text.assemble(("warning: ", "yellow"), note) for note in optimization.notes]
-    for part in (_compared(optimization), _steps(optimization), _tried(optimization)):
+    head, rows = before_after.table(optimization)
+    compared = terminal_table(head, rows) if rows else None
+    for part in (compared, _steps(optimization), _tried(optimization)):
         if part is not None:
             parts += ["", part]
     parts += ["", *_ends(optimization)]
     return Group(*parts)
 
 
-def _compared(optimization: Optimization) -> Table | None:
-    rows = before_after.rows(optimization)
-    if not rows:
-        return None
-    has_after = before_after.has_after(optimization)
-    table = figure_table("", "original", *(["chosen", "change"] if has_after else []))
-    for row in rows:
-        cells: list[str | Text] = [str(row.before)]
-        if has_after:
-            cells += [str(row.after), Text(row.change, style=CHANGE_STYLES[row.is_better])]
-        table.add_row(Text(row.name), *cells)
-    return table
+def headline(optimization: Optimization) -> str:
+    return optimization.headline or first_line.headline(optimization)
+
+
+def style(optimization: Optimization) -> str:
+    """Return the style of the headline on a page."""
+    return PAGE_STYLES[optimization.outcome] if optimization.slo else "plain"
 
 
 def _steps(optimization: Optimization) -> Table | None:

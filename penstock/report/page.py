@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.benchmark.findings import Severity
 from penstock.report import figures
@@ -18,6 +18,7 @@ from penstock.report.plots import Plot
 from penstock.report.tables import Cell
 
 if TYPE_CHECKING:
+    import jinja2
     from markupsafe import Markup
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -61,28 +62,22 @@ def drawn(
 ) -> list[Drawn]:
     """Draw the plots that exist, in the order of their words: title and explanation by name. With
     `has_wide`, the last of an odd number has a row of its own."""
-    found = [
-        (name, title, text, plot)
-        for name, (title, text) in words.items()
-        if (plot := plots.get(name)) is not None
-    ]
-    return [
-        _drawn(*each, is_wide=has_wide and len(found) % 2 == 1 and index == len(found) - 1)
-        for index, each in enumerate(found)
-    ]
-
-
-def _drawn(name: str, title: str, text: str, plot: Plot, *, is_wide: bool) -> Drawn:
     from markupsafe import Markup
 
-    keys = figures.legend(plot)
-    svg = figures.draw(plot, title, WIDE if is_wide else figures.WIDTH)
-    if is_wide:
-        svg = svg.replace("<svg ", '<svg class="wide-plot" ', 1)
-    return Drawn(name, title, text, tuple(keys) if len(keys) > 1 else (), Markup(svg), is_wide)
+    known = [(name, plot) for name in words if (plot := plots.get(name)) is not None]
+    found = []
+    for index, (name, plot) in enumerate(known):
+        is_wide = has_wide and len(known) % 2 == 1 and index == len(known) - 1
+        keys, (title, text) = figures.legend(plot), words[name]
+        svg = figures.draw(plot, title, WIDE if is_wide else figures.WIDTH)
+        if is_wide:
+            svg = svg.replace("<svg ", '<svg class="wide-plot" ', 1)
+        shown = tuple(keys) if len(keys) > 1 else ()
+        found.append(Drawn(name, title, text, shown, Markup(svg), is_wide))
+    return found
 
 
-def rendered(template: str, values: Mapping[str, Any], folder: Path = TEMPLATES) -> str:
+def rendered(template: str, values: Mapping[str, object], folder: Path = TEMPLATES) -> str:
     """Render a template from `folder`; base templates are always here."""
     from markupsafe import Markup
 
@@ -111,7 +106,7 @@ def fragment(
     )
 
 
-def _environment(folder: Path) -> Any:
+def _environment(folder: Path) -> jinja2.Environment:
     import jinja2
 
     return jinja2.Environment(

@@ -6,8 +6,9 @@ plots of results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Symbol = Literal["circle", "open", "down", "down-open", "cross", "ring"]
@@ -16,6 +17,8 @@ BLUE, GREEN, PURPLE, PINK, ORANGE = "#3d8bc4", "#2a9d8f", "#8a56c4", "#b8479c", 
 RED, GREY, AMBER = "#c94a63", "#9aa5b4", "#d9822b"
 # From low to high.
 RAMP = ("#2a9d8f", "#3d8bc4", "#5a6fd0", "#8a56c4", "#b8479c", "#c94a63")
+# Half the width of a waterfall's bar, as a share of its slot.
+HALF_BAR = 0.325
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,9 @@ class Axis:
     has_zero: bool = False
     is_reversed: bool = False
     # Values and their labels; empty: chosen to fit.
-    ticks: tuple[tuple[float, str], ...] = ()
+    ticks: Sequence[tuple[float, str]] = ()
     # Labels may have several lines.
-    categories: tuple[str, ...] = ()
+    categories: Sequence[str] = ()
     has_grid: bool = True
 
 
@@ -41,24 +44,24 @@ class Series:
     """Points, joined by a line unless `width` is 0. NaN makes a gap."""
 
     name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    x: Sequence[float]
+    y: Sequence[float]
     colour: str
     # Of each point, shown when it is pointed at.
-    texts: tuple[str, ...] = ()
+    texts: Sequence[str] = ()
     width: float = 2.0
     # In pixels, as SVG's stroke-dasharray; empty: solid.
     dash: str = ""
     # "hv": horizontal, then vertical from each point to the next.
     step: Literal["", "hv", "vh"] = ""
     # Of the marks; empty: none.
-    radii: tuple[float, ...] = ()
-    symbols: tuple[Symbol, ...] = ()
+    radii: Sequence[float] = ()
+    symbols: Sequence[Symbol] = ()
     # Beside the marks.
-    labels: tuple[str, ...] = ()
+    labels: Sequence[str] = ()
     # Ends of the error bars.
-    lows: tuple[float, ...] = ()
-    highs: tuple[float, ...] = ()
+    lows: Sequence[float] = ()
+    highs: Sequence[float] = ()
     # Opacity of the marks.
     opacity: float = 1.0
     # Measured on the axis on the right.
@@ -71,16 +74,16 @@ class Bars:
     """Bars from `lows` to `highs` at `places` on the other axis."""
 
     name: str
-    places: tuple[float, ...]
-    lows: tuple[float, ...]
-    highs: tuple[float, ...]
+    places: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
     # One for all, or one each.
-    colours: tuple[str, ...]
-    texts: tuple[str, ...] = ()
+    colours: Sequence[str]
+    texts: Sequence[str] = ()
     # Beyond the end of each bar.
-    labels: tuple[str, ...] = ()
+    labels: Sequence[str] = ()
     # Drawn pale with a dashed outline, as predictions are.
-    outlined: tuple[bool, ...] = ()
+    outlined: Sequence[bool] = ()
     # In units of the axis of the places.
     thickness: float = 0.65
     is_horizontal: bool = False
@@ -121,17 +124,17 @@ Mark = Series | Bars
 class Plot:
     x: Axis
     y: Axis
-    marks: tuple[Mark, ...]
+    marks: Sequence[Mark]
     right: Axis | None = None
-    limits: tuple[Limit, ...] = ()
-    notes: tuple[Note, ...] = ()
+    limits: Sequence[Limit] = ()
+    notes: Sequence[Note] = ()
     # Dense lines show their values in strips along this axis when pointed at.
     strips: Literal["", "x", "y"] = ""
     # Of a strip along x, after its value: " s".
     strip_unit: str = ""
     # Where strips are, each with the nearest point of every line; empty: all along, each with the
     # largest value in it.
-    strip_values: tuple[float, ...] = ()
+    strip_values: Sequence[float] = ()
     has_legend: bool = True
     # None: as usual.
     height: float | None = None
@@ -170,52 +173,104 @@ def stack(
     *,
     is_horizontal: bool = False,
     thickness: float = 0.6,
-) -> tuple[Bars, ...]:
+) -> list[Bars]:
     """Stack bars: `rows[i][j]` is the part of `names[i]` in bar `j`."""
-    ends = [0.0] * len(rows[0]) if rows else []
+    ends = (0.0,) * len(rows[0]) if rows else ()
     found = []
     for name, row, colour, text in zip(names, rows, colours, texts, strict=True):
-        lows, ends = ends, [end + value for end, value in zip(ends, row, strict=True)]
-        found.append(
-            Bars(
-                name,
-                tuple(map(float, range(len(row)))),
-                tuple(lows),
-                tuple(ends),
-                (colour,),
-                tuple(text),
-                is_horizontal=is_horizontal,
-                thickness=thickness,
-            )
-        )
-    return tuple(found)
+        lows, ends = ends, tuple(end + value for end, value in zip(ends, row, strict=True))
+        places = tuple(map(float, range(len(row))))
+        bars = Bars(name, places, lows, ends, (colour,), text, thickness=thickness)
+        found.append(replace(bars, is_horizontal=is_horizontal))
+    return found
 
 
-def bar_chart(
-    rows: Sequence[tuple[str, float, str]],
+def row_plot(
+    names: Sequence[str], bars: Sequence[Bars], title: str, height: float | None = None
+) -> Plot:
+    """Plot horizontal bars, the first row on top."""
+    rows = Axis(categories=names, is_reversed=True, has_grid=False)
+    return Plot(Axis(title, has_zero=True), rows, bars, height=height)
+
+
+@dataclass(frozen=True, slots=True)
+class WaterfallStep:
+    """A bar of a waterfall. `name` is below the bar, `label` is shown when it is pointed at."""
+
+    name: str
+    value: float
+    text: str
+    is_measured: bool
+    label: str
+
+
+def waterfall(
+    steps: Sequence[WaterfallStep],
     title: str,
     *,
-    highlight: int | None = None,
-    colour: str = GREY,
+    is_lower_better: bool = False,
+    top: float | None = None,
+    limits: Sequence[Limit] = (),
 ) -> Plot:
-    """Plot horizontal bars, the first row on top. A row is a label, a value and its text; the row
-    `highlight` is in the colour of the product."""
-    colours = [GREEN if index == highlight else colour for index in range(len(rows))]
-    bars = Bars(
+    """Plot steps from the first value to the last; bars beyond `top` are cut off."""
+    values = [step.value for step in steps]
+    top = top or max(value for value in values if math.isfinite(value)) or 1.0
+    edge = top * 1.12
+    bars = [_bar(values, index, is_lower_better) for index in range(len(values))]
+    texts = [step.text + (" ↑" if step.value > top else "") for step in steps]
+    trace = Bars(
         title,
-        tuple(map(float, range(len(rows)))),
-        (0.0,) * len(rows),
-        tuple(value for _, value, _ in rows),
-        tuple(colours),
-        tuple(f"{label}: {text}" for label, _, text in rows),
-        labels=tuple(text for _, _, text in rows),
-        thickness=0.62,
-        is_horizontal=True,
+        range(len(steps)),
+        tuple(min(low, edge) for low, _, _ in bars),
+        tuple(min(high, edge) for _, high, _ in bars),
+        tuple(colour for _, _, colour in bars),
+        [
+            f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}"
+            for step in steps
+        ],
+        outlined=tuple(not step.is_measured for step in steps),
+        thickness=2 * HALF_BAR,
         in_legend=False,
     )
-    categories = tuple(label for label, _, _ in rows)
     return Plot(
-        Axis(title, has_zero=True),
-        Axis(categories=categories, is_reversed=True, has_grid=False),
-        (bars,),
+        Axis(categories=tuple(step.name for step in steps), has_grid=False),
+        Axis(title, low=0.0, high=edge),
+        (*_connectors(values, top), trace),
+        limits=limits,
+        notes=_labels(values, texts, top),
+        has_legend=False,
     )
+
+
+def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> tuple[float, float, str]:
+    """Return the ends of a bar, and its colour."""
+    value = values[index]
+    if not math.isfinite(value):
+        # Nothing was answered: beyond the top of any plot.
+        return 0.0, math.inf, BLUE
+    if index in (0, len(values) - 1):
+        return 0.0, value, BLUE
+    low, high = sorted((values[index - 1], value))
+    is_better = (value < values[index - 1]) is is_lower_better
+    return low, high, GREEN if is_better else RED
+
+
+def _connectors(values: Sequence[float], top: float) -> list[Series]:
+    found = []
+    for index, value in enumerate(values[:-1]):
+        if math.isfinite(value) and value <= top:
+            ends = (index + HALF_BAR, index + 1 - HALF_BAR)
+            line = Series("", ends, (value, value), GREY, width=1.0, dash="2 3", in_legend=False)
+            found.append(line)
+    return found
+
+
+def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Note]:
+    """Label the upper end of each bar."""
+    found = []
+    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
+        before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
+        end = max(value, before)
+        at, dy = (top * 1.12, -4.0) if end > top else (end, -5.0)
+        found.append(Note(float(index), at, text, dy=dy))
+    return found

@@ -11,21 +11,6 @@ from penstock.report.tables import Cell
 
 NUM_OPERATORS = 40
 HEAD = ["operator", "type", "bound", "time", "share", "FLOP", "bytes", "FLOP/B", "of roof"]
-DEFINITIONS = {
-    "Roof": "The least time for an operator's work: its operations at the peak of their datatype,"
-    " or its bytes at the bandwidth of where they lie, or one launch, whichever is longest.",
-    "Of roof": "That time over the time it took. Far below 100 %: a poor kernel, threads that wait,"
-    " memory in the wrong order.",
-    "Peaks": "Measured on this device with these threads, never taken from a data sheet; no lower"
-    " than what an operator was seen to reach.",
-    "Bytes": "Inputs read once and outputs written once. Weights count as memory unless all of the"
-    " model's fit the caches.",
-    "Ceiling": "What a step could give if it were perfect and the rest stayed as it is (Amdahl).",
-    "One request": "Through codec, batcher and worker loop in one process, alone. Sockets are not"
-    " in it; penstock bench shows them.",
-}
-
-
 PLOTS = {
     "roofline": (
         "Roofline",
@@ -55,27 +40,24 @@ def page(profile: Profile, command: str = "") -> str:
         "rows": _rows(profile),
         "num_operators": len(profile.operators),
         "record": _record(profile),
-        "definitions": DEFINITIONS,
         "command": command,
     }
     return rendered("profile.html.jinja", values)
 
 
 def fragment(profile: Profile) -> str:
-    """Return the heart of the page, for notebooks."""
     shown = drawn(profile_figures.plots_of(profile), PLOTS)
     return page_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
 
 
 def about(profile: Profile) -> dict[str, str]:
-    known = {
+    return {
         "model": f"{profile.model} on {profile.backend}",
         "batch": profile.batch,
         "time": f"{units.duration(profile.total_s)}, median of"
         f" {units.count(profile.num_runs, 'run')}",
         "inputs": profile.inputs,
     }
-    return {name: text for name, text in known.items() if text}
 
 
 def tiles(profile: Profile) -> list[Card]:
@@ -131,12 +113,9 @@ def _rows(profile: Profile) -> list[list[Cell]]:
 
 
 def _record(profile: Profile) -> dict[str, str]:
-    known = {
-        "model": f"{profile.model} on {profile.backend}",
-        "batch": profile.batch,
-        "inputs": profile.inputs,
+    return {
+        **about(profile),
         "peaks": profile_table.peaks_text(profile.peaks),
         "with the profiler": units.duration(profile.profiled_s) if profile.operators else "",
         "versions": ", ".join(f"{name} {text}" for name, text in profile.versions.items()),
     }
-    return {name: text for name, text in known.items() if text}

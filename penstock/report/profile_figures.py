@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock import units
 from penstock.profiling import roofline
@@ -71,7 +72,7 @@ def roof(operators: Sequence[Operator], peaks: Peaks) -> Plot | None:
         if dots:
             series.append(_dots(bound, colour, dots, whole_s))
     x, y = Axis("FLOP per byte", is_log=True), Axis("GFLOP/s", is_log=True)
-    return Plot(x, y, tuple(series))
+    return Plot(x, y, series)
 
 
 def _roofs(peaks: Peaks, low: float, high: float) -> list[Series]:
@@ -87,7 +88,7 @@ def _roofs(peaks: Peaks, low: float, high: float) -> list[Series]:
         lines.append(Series(text, (low, end), (low * rate / 1e9, highest / 1e9), colour))
     fastest = max(rate for _, rate, _ in slopes)
     for name, value in peaks.flops.items():
-        label = f"{roofline.NAMES.get(name, name)} {units.number(value / 1e9)} GFLOP/s"
+        label = f"{name.upper()} {units.number(value / 1e9)} GFLOP/s"
         colour = ROOF_COLOURS.get(name, MEMORY_COLOUR)
         lines.append(Series(label, (value / fastest, high), (value / 1e9, value / 1e9), colour))
     return lines
@@ -104,16 +105,8 @@ def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -
         for each, intensity, rate in zip(dots, x, y, strict=True)
     ]
     radii = [max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots]
-    return Series(
-        roofline.WORDS[bound],
-        tuple(x),
-        tuple(y),
-        colour,
-        tuple(texts),
-        width=0.0,
-        radii=tuple(radii),
-        opacity=0.75,
-    )
+    name = roofline.WORDS[bound]
+    return Series(name, x, y, colour, texts, width=0.0, radii=radii, opacity=0.75)
 
 
 def _types(operators: Sequence[Operator]) -> Plot | None:
@@ -140,12 +133,7 @@ def _types(operators: Sequence[Operator]) -> Plot | None:
         ],
         is_horizontal=True,
     )
-    return _rows(names, bars, "ms")
-
-
-def _rows(names: Sequence[str], bars: tuple[Bars, ...], title: str) -> Plot:
-    categories = Axis(categories=tuple(names), is_reversed=True, has_grid=False)
-    return Plot(Axis(title, has_zero=True), categories, bars)
+    return plots.row_plot(names, bars, "ms")
 
 
 def timeline(gpu: GpuTime | None) -> Plot | None:
@@ -161,16 +149,16 @@ def timeline(gpu: GpuTime | None) -> Plot | None:
         bars.append(
             Bars(
                 name,
-                (float(place),) * len(listed),
-                tuple(each.start_s * 1e3 for each in listed),
-                tuple((each.start_s + each.seconds) * 1e3 for each in listed),
+                [float(place)] * len(listed),
+                [each.start_s * 1e3 for each in listed],
+                [(each.start_s + each.seconds) * 1e3 for each in listed],
                 (colour,),
-                tuple(f"{each.name}\n{units.duration(each.seconds)}" for each in listed),
+                [f"{each.name}\n{units.duration(each.seconds)}" for each in listed],
                 is_horizontal=True,
                 in_legend=False,
             )
         )
-    return _rows([LANES[lane][0] for lane in lanes], tuple(bars), "ms")
+    return plots.row_plot([LANES[lane][0] for lane in lanes], bars, "ms")
 
 
 def _buckets(buckets: Sequence[RequestPhase]) -> Plot | None:
@@ -178,51 +166,43 @@ def _buckets(buckets: Sequence[RequestPhase]) -> Plot | None:
         return None
     texts = [units.duration(each.seconds) for each in buckets]
     names = [each.name for each in buckets]
-    bars = _plain_bars("one request", names, [each.seconds * 1e3 for each in buckets], texts)
-    return _rows(names, (bars,), "ms")
+    bars = _bars(
+        "one request",
+        ROOF_COLOURS["fp32"],
+        range(len(buckets)),
+        [each.seconds * 1e3 for each in buckets],
+        [f"{name}: {text}" for name, text in zip(names, texts, strict=True)],
+        texts,
+    )
+    return plots.row_plot(names, [bars], "ms")
 
 
 def _steps(profile: Profile) -> Plot | None:
     """Plot the ceilings; latency and rate have different colours."""
     if not profile.steps:
         return None
-    names = [step.name for step in profile.steps]
     bars = []
-    for is_latency, label in ((True, "latency and rate"), (False, "rate only")):
-        listed = [
-            (index, step)
-            for index, step in enumerate(profile.steps)
-            if step.is_latency is is_latency
-        ]
-        if listed:
-            texts = [f"{units.number(step.ceiling)}x" for _, step in listed]
-            bars.append(
-                Bars(
-                    label,
-                    tuple(float(index) for index, _ in listed),
-                    (0.0,) * len(listed),
-                    tuple(step.ceiling for _, step in listed),
-                    (ROOF_COLOURS["fp32"] if is_latency else ROOF_COLOURS["bf16"],),
-                    tuple(step.text for _, step in listed),
-                    labels=tuple(texts),
-                    thickness=0.6,
-                    is_horizontal=True,
-                )
-            )
-    return _rows(names, tuple(bars), "times as fast, at most")
+    for is_latency, label, peak in (
+        (True, "latency and rate", "fp32"),
+        (False, "rate only", "bf16"),
+    ):
+        places = [n for n, step in enumerate(profile.steps) if step.is_latency is is_latency]
+        steps = [profile.steps[place] for place in places]
+        if steps:
+            ceilings = [step.ceiling for step in steps]
+            texts, times = [step.text for step in steps], [f"{units.number(n)}x" for n in ceilings]
+            bars.append(_bars(label, ROOF_COLOURS[peak], places, ceilings, texts, times))
+    return plots.row_plot([step.name for step in profile.steps], bars, "times as fast, at most")
 
 
-def _plain_bars(
-    name: str, labels: Sequence[str], values: Sequence[float], texts: Sequence[str]
+def _bars(
+    name: str,
+    colour: str,
+    places: Sequence[int],
+    values: Sequence[float],
+    texts: Sequence[str],
+    labels: Sequence[str],
 ) -> Bars:
-    return Bars(
-        name,
-        tuple(map(float, range(len(values)))),
-        (0.0,) * len(values),
-        tuple(values),
-        (ROOF_COLOURS["fp32"],),
-        tuple(f"{label}: {text}" for label, text in zip(labels, texts, strict=True)),
-        labels=tuple(texts),
-        thickness=0.6,
-        is_horizontal=True,
-    )
+    zeros = [0.0] * len(values)
+    bars = Bars(name, places, zeros, values, (colour,), texts, labels)
+    return replace(bars, thickness=0.6, is_horizontal=True)

@@ -12,6 +12,7 @@ from rich.text import Text
 from penstock import units
 from penstock.profiling import roofline
 from penstock.profiling.results import GpuTime, Operator, Peaks, Profile, RequestPhase
+from penstock.report.tables import figure_table
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8
@@ -55,10 +56,7 @@ def about(profile: Profile) -> str:
 
 
 def peaks_text(peaks: Peaks) -> str:
-    flops = [
-        f"{roofline.NAMES.get(name, name)} {scaled(value, 'FLOP/s')}"
-        for name, value in peaks.flops.items()
-    ]
+    flops = [f"{name.upper()} {scaled(value, 'FLOP/s')}" for name, value in peaks.flops.items()]
     threads = units.count(peaks.num_threads, "thread")
     text = (
         f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"
@@ -100,15 +98,6 @@ def _section(title: str) -> Text:
     return Text.assemble("\n", (title, "bold cyan"))
 
 
-def _table(*columns: str, num_words: int = 1) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for index, column in enumerate(columns):
-        is_word = index < num_words
-        justify = "left" if is_word or column in ("", "bound") else "right"
-        table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    return table
-
-
 def _bar(part: float, whole: float) -> Text:
     width = round(BAR_WIDTH * part / whole) if whole else 0
     return Text("█" * width or "▏", style="cyan")
@@ -117,7 +106,9 @@ def _bar(part: float, whole: float) -> Text:
 def _types(profile: Profile) -> Table:
     whole = whole_s(profile)
     unit = units.unit_of([whole])
-    table = _table("type", "", "share", unit, "calls", "FLOP", "bytes", "of roof", num_words=1)
+    table = figure_table(
+        "type", "", "share", unit, "calls", "FLOP", "bytes", "of roof", words=("",)
+    )
     groups = roofline.by_type(profile.operators)
     for kind, operators in groups[:NUM_TYPES]:
         seconds = sum(each.seconds for each in operators)
@@ -148,7 +139,8 @@ def _total(values: Sequence[float | None]) -> float | None:
 def _operators(profile: Profile) -> Table:
     whole = whole_s(profile)
     unit = units.unit_of(each.seconds for each in profile.operators[:NUM_OPERATORS])
-    table = _table("operator", "type", "bound", "share", unit, "FLOP/B", "of roof", num_words=3)
+    columns = "type", "bound", "share", unit, "FLOP/B", "of roof"
+    table = figure_table("operator", *columns, words=("type", "bound"))
     for each in profile.operators[:NUM_OPERATORS]:
         table.add_row(
             Text(_short(each.name)),
@@ -165,7 +157,7 @@ def _operators(profile: Profile) -> Table:
 def _kernels(gpu: GpuTime) -> Table:
     whole = sum(each.seconds for each in gpu.kernels)
     unit = units.unit_of(each.seconds for each in gpu.kernels[:NUM_OPERATORS])
-    table = _table("kernel", "share", unit, "calls")
+    table = figure_table("kernel", "share", unit, "calls")
     for each in gpu.kernels[:NUM_OPERATORS]:
         name = Text(each.name if len(each.name) <= KERNEL_WIDTH else f"{each.name[:KERNEL_WIDTH]}…")
         share = units.share(each.seconds, whole)
@@ -200,7 +192,7 @@ def _short(name: str, width: int = 44) -> str:
 
 def _buckets(buckets: Sequence[RequestPhase]) -> Table:
     whole = sum(each.seconds for each in buckets)
-    table = _table("part", "", "share", "time")
+    table = figure_table("part", "", "share", "time", words=("",))
     for each in buckets:
         share = units.share(each.seconds, whole)
         table.add_row(each.name, _bar(each.seconds, whole), share, units.duration(each.seconds))

@@ -59,7 +59,6 @@ PLAN_FLAGS = {
 
 
 def steps_code(candidate: Candidate) -> str:
-    """Return the candidate's steps as Python code."""
     if not candidate.steps:
         return "steps = []"
     lines = [f"    Step({step.pass_name!r}, {step.settings!r})," for step in candidate.steps]

@@ -9,10 +9,8 @@ from rich.console import Console
 
 from penstock.benchmark import run_files
 from penstock.benchmark.comparison import Named
-from penstock.benchmark.results import BenchRun
 from penstock.errors import ConfigError
 from penstock.optimizer import optimization_files
-from penstock.optimizer.results import Optimization
 from penstock.report import bench, bench_table, compare, optimize, optimize_table
 
 
@@ -23,31 +21,23 @@ def show(paths: Sequence[Path], html: Path | None, csv: Path | None, console: Co
     if len(paths) == 1 and optimization_files.is_optimization(paths[0]):
         if csv is not None:
             raise ConfigError([f"csv: holds a bench run; {paths[0]} is an optimisation"])
-        show_optimization(optimization_files.read_optimization(paths[0]), html, console)
+        optimization = optimization_files.read_optimization(paths[0])
+        console.print(optimize_table.shown(optimization))
+        if html is not None:
+            run_files.write_text(optimize.page(optimization), html)
         return
     if csv is not None and len(paths) > 1:
         raise ConfigError([f"csv: holds one run; {len(paths)} were given"])
     runs = _read(paths)
     if len(runs) == 1:
-        show_run(runs[0].run, html, csv, console)
-        return
-    console.print(compare.shown(runs))
+        run = runs[0].run
+        console.print(bench_table.shown(run))
+        if csv is not None:
+            run_files.write_text(run_files.csv_text(run), csv)
+    else:
+        console.print(compare.shown(runs))
     if html is not None:
-        run_files.write_text(compare.page(runs), html)
-
-
-def show_run(run: BenchRun, html: Path | None, csv: Path | None, console: Console) -> None:
-    console.print(bench_table.shown(run))
-    if html is not None:
-        run_files.write_text(bench.page(run), html)
-    if csv is not None:
-        run_files.write_text(run_files.csv_text(run), csv)
-
-
-def show_optimization(optimization: Optimization, html: Path | None, console: Console) -> None:
-    console.print(optimize_table.shown(optimization))
-    if html is not None:
-        run_files.write_text(optimize.page(optimization), html)
+        run_files.write_text(bench.page(run) if len(runs) == 1 else compare.page(runs), html)
 
 
 def _read(paths: Sequence[Path]) -> list[Named]:

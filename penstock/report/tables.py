@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
+# Styles of a terminal for the styles of headlines and cells on pages.
+TERMINAL_STYLES = {
+    "kept": "bold green",
+    "missed": "bold red",
+    "mixed": "bold yellow",
+    "plain": "bold",
+    "kept-text": "green",
+    "missed-text": "red",
+    "quiet-text": "dim",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table on a page; the detail is in small letters."""
+    """A cell of a table; on a page the detail is in small letters."""
 
     text: str
     detail: str = ""
     style: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.detail})" if self.detail else self.text
 
 
 def figure_table(first: str, *others: str, words: Collection[str] = ()) -> Table:
@@ -25,4 +39,12 @@ def figure_table(first: str, *others: str, words: Collection[str] = ()) -> Table
     for name in others:
         is_word = name in words
         table.add_column(Text(name), justify="left" if is_word else "right", no_wrap=True)
+    return table
+
+
+def terminal_table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+    """Show a page's table in a terminal."""
+    table = figure_table(*head)
+    for row in rows:
+        table.add_row(*(Text(str(cell), TERMINAL_STYLES.get(cell.style, "")) for cell in row))
     return table

@@ -23,8 +23,6 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """One try in text form."""
-
     # The step it adds to its parent, and the whole candidate.
     step: str
     candidate: str
@@ -44,18 +42,10 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[StepOutcome]]
     """Return the tries by stage, in search order; stages without a try are left out."""
     chosen = chosen_try(optimization)
     counts = Counter(wording.last_step(each.candidate) for each in optimization.tries)
-    groups = [
-        (
-            stage,
-            [
-                _outcome(each, each is chosen, counts)
-                for each in optimization.tries
-                if each.stage == stage
-            ],
-        )
-        for stage in STAGES
-    ]
-    return [(stage, found) for stage, found in groups if found]
+    groups: dict[Stage, list[StepOutcome]] = {stage: [] for stage in STAGES}
+    for each in optimization.tries:
+        groups[each.stage].append(_outcome(each, each is chosen, counts))
+    return [(stage, found) for stage, found in groups.items() if found]
 
 
 def _outcome(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> StepOutcome:

@@ -402,8 +402,8 @@ class _Resolver:
         message = self._message
         backend = str(message.backend or PLATFORMS.get(message.platform, ""))
         if backend:
-            if backend not in (*backends.MODULES, LLM):
-                known = ", ".join(sorted((*backends.MODULES, LLM)))
+            if backend not in (*backends.NAMES, LLM):
+                known = ", ".join(sorted((*backends.NAMES, LLM)))
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
         elif message.platform == "pytorch_libtorch":
             self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")

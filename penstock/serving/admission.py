@@ -6,13 +6,14 @@ through the batcher whether there is room for it. Knows no instance and no proce
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 
 from penstock.errors import PenstockError
 from penstock.serving.context import ModelContext
 from penstock.serving.plan import Ticket
 from penstock.serving.poison import PoisonGuard
-from penstock.serving.processor_wait import ProcessorWait
 from penstock.serving.replies import Replies, is_overload
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
@@ -22,6 +23,33 @@ from penstock.types import Request
 # Interval between readings of how long the event loop waited for a CPU. A difference over more
 # than LOOK_WITHIN_S says nothing about one request.
 LOOK_EVERY_S, LOOK_WITHIN_S = 0.001, 0.5
+SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+class ProcessorWait:
+    """How long the thread that creates it has waited for a CPU, as counted by the kernel; 0 if it
+    does not count. Requests wait in the socket buffers meanwhile, without an arrival time: the SLO
+    batcher hears of this wait, and refuses earlier."""
+
+    def __init__(self, path: str = SCHEDSTAT) -> None:
+        self._fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def total_s(self) -> float:
+        """Return the total wait since the thread started."""
+        if self._fd is None:
+            return 0.0
+        try:
+            return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0
+
+    def close(self) -> None:
+        """Safe to call again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class Admission:

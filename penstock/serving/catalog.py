@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
+from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.repository.layout import RepositoryScan, listed
 from penstock.serving.fleet import Arrangement, Fleet
@@ -24,7 +25,7 @@ from penstock.serving.metrics import GpuMemory, Pending
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
-from penstock.serving.supervisor import StartLife, load_timeout_text
+from penstock.serving.supervisor import load_timeout_text
 
 log = logging.getLogger("penstock.catalog")
 

@@ -12,14 +12,14 @@ import itertools
 import logging
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
+from penstock.serving.batch_times import HangLimits
+from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
-from penstock.serving.hang_limits import HangLimits
 from penstock.serving.instance import Instance
 from penstock.serving.poison import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.running_batch import RunningBatch
 from penstock.serving.supervisor import Supervisor
 from penstock.types import Request
 from penstock.wire import frames

@@ -7,12 +7,11 @@ larger. The dataclasses travel as JSON.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from penstock.config import CPU, BatchPolicy, ModelConfig
-from penstock.serving.history import BatchRecord, Shapes
-from penstock.serving.lanes import Lane
+from penstock.serving.batches import BatchRecord, Shapes
 from penstock.serving.plan import Geometry
 from penstock.serving.slo_batcher import SloBatcher
 
@@ -64,7 +63,7 @@ class LaneState:
 
 @dataclass(frozen=True, slots=True)
 class PastBatch:
-    """One batch; see `history.BatchRecord`."""
+    """One batch; see `batches.BatchRecord`."""
 
     age_s: float
     num_rows: int
@@ -171,7 +170,7 @@ def explain(model: Model, now: float) -> Explanation:
     instances = [
         InstanceState(
             each.index,
-            _state(each.is_ready, each.is_idle),
+            each.state,
             each.pid,
             each.device,
             each.gpu_memory_bytes,
@@ -188,7 +187,16 @@ def explain(model: Model, now: float) -> Explanation:
         policy=describe_policy(config, policy),
         instances=instances,
         waiting=_waiting(model, instances, now),
-        recent=[_past(record, now) for record in reversed(history.recent)],
+        recent=[
+            PastBatch(
+                now - each.ended,
+                each.num_rows,
+                each.num_requests,
+                show_shapes(each.shapes),
+                *each[4:],
+            )
+            for each in reversed(history.recent)
+        ],
         num_shapes=len(history.shapes),
         shapes=_shapes(model),
         batch_sizes=dict(sorted(model.metrics.batch_sizes.items())),
@@ -301,10 +309,11 @@ def _by_load(recent: Sequence[BatchRecord]) -> list[tuple[float, str]]:
         found.append((share, text))
     share = len(after_wait) / len(recent)
     if share >= NOTEWORTHY:
+        num_requests = sum(record.num_requests for record in after_wait) / len(after_wait)
         text = (
             f"Everything that waited went along in {share:.0%} of the batches: about "
-            f"{_mean_requests(after_wait):.1f} requests come while a batch runs; more of them in "
-            "flight would make larger batches."
+            f"{num_requests:.1f} requests come while a batch runs; more of them in flight would "
+            "make larger batches."
         )
         found.append((share, text))
     return found
@@ -356,22 +365,16 @@ def _by_delay(policy: BatchPolicy, recent: Sequence[BatchRecord]) -> str:
 
 
 def _waiting(model: Model, instances: Sequence[InstanceState], now: float) -> list[LaneState]:
-    lanes = model.batcher.waiting()
-    states = [_lane(lane, model.batcher.policy, instances, now) for lane in lanes]
-    if model.batcher.num_reruns:
-        num = model.batcher.num_reruns
-        states.insert(0, LaneState("any", num, num, 0.0, "an instance, to run again alone"))
+    batcher = model.batcher
+    states: list[LaneState] = []
+    if num := batcher.num_reruns:
+        states.append(LaneState("any", num, num, 0.0, "an instance, to run again alone"))
+    for lane in batcher.waiting():
+        waited_s = now - min(request.timings.queued for request in lane.walk())
+        shape, why = _shape(lane.geometry), waits_for(batcher.policy, instances, waited_s)
+        counts = lane.num_live, sum(lane.rows)
+        states.append(LaneState(shape, *counts, waited_s, why, sum(lane.tokens)))
     return states
-
-
-def _lane(
-    lane: Lane, policy: BatchPolicy, instances: Sequence[InstanceState], now: float
-) -> LaneState:
-    oldest = min(request.timings.queued for request in lane.walk())
-    text = waits_for(policy, instances, now - oldest)
-    shape = show_shapes(_shapes_of(lane.geometry))
-    num_tokens = sum(lane.tokens)
-    return LaneState(shape, lane.num_live, sum(lane.rows), now - oldest, text, num_tokens)
 
 
 def waits_for(policy: BatchPolicy, instances: Sequence[InstanceState], oldest_s: float) -> str:
@@ -396,7 +399,7 @@ def _paces(model: Model) -> list[PaceState]:
         return []
     paces = [
         PaceState(
-            show_shapes(_shapes_of(geometry)),
+            _shape(geometry),
             pace.target_size,
             dict(list(pace.times.means_s.items())[-MAX_RUNGS_SHOWN:]),
             pace.arrivals_per_s,
@@ -406,23 +409,6 @@ def _paces(model: Model) -> list[PaceState]:
     return sorted(paces, key=lambda pace: -pace.arrivals_per_s)[:MAX_SHAPES_SHOWN]
 
 
-def _past(record: BatchRecord, now: float) -> PastBatch:
-    return PastBatch(
-        now - record.ended,
-        record.num_rows,
-        record.num_requests,
-        show_shapes(record.shapes),
-        record.batch_wait_s,
-        record.instance_wait_s,
-        record.compute_s,
-        record.duration_s,
-        record.instance,
-        record.closed_by,
-        record.outcome,
-        record.num_tokens,
-    )
-
-
 def _shapes(model: Model) -> list[SeenShape]:
     """Return the most frequent shapes."""
     history = model.history
@@ -430,14 +416,11 @@ def _shapes(model: Model) -> list[SeenShape]:
     shown = [(show_shapes(shapes), seen) for shapes, seen in ordered[:MAX_SHAPES_SHOWN]]
     if history.others.num_batches:
         shown.append(("others", history.others))
-    return [
-        SeenShape(shape, seen.num_requests, seen.num_rows, seen.num_batches)
-        for shape, seen in shown
-    ]
+    return [SeenShape(shape, *astuple(seen)) for shape, seen in shown]
 
 
-def _shapes_of(geometry: object) -> Shapes:
-    return geometry.row_shapes if isinstance(geometry, Geometry) else ()
+def _shape(geometry: object) -> str:
+    return show_shapes(geometry.row_shapes if isinstance(geometry, Geometry) else ())
 
 
 def show_shapes(shapes: Shapes) -> str:
@@ -445,18 +428,8 @@ def show_shapes(shapes: Shapes) -> str:
     return " ".join("[" + ",".join(map(str, shape)) + "]" for shape in shapes)
 
 
-def _state(is_ready: bool, is_idle: bool) -> Literal["idle", "busy", "not ready"]:
-    if is_idle:
-        return "idle"
-    return "busy" if is_ready else "not ready"
-
-
 def _mean_rows(records: Sequence[BatchRecord]) -> float:
     return sum(record.num_rows for record in records) / len(records)
-
-
-def _mean_requests(records: Sequence[BatchRecord]) -> float:
-    return sum(record.num_requests for record in records) / len(records)
 
 
 def _rows(count: float) -> str:

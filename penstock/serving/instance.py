@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from penstock.backends import GPU_MEMORY
-from penstock.processes.channel import Sender
+from penstock.processes.child import ChildProcess
 from penstock.processes.restarts import CrashLoop
-from penstock.serving.running_batch import RunningBatch
+from penstock.serving.batches import RunningBatch
 from penstock.serving.slab import Segment
 from penstock.wire import frames
-
-if TYPE_CHECKING:
-    from penstock.serving.supervisor import Life
 
 
 class Instance:
@@ -24,7 +21,8 @@ class Instance:
         self.index = index
         self.device = device
         self.num_slots = num_slots
-        self.life: Life | None = None
+        # None while no process runs.
+        self.child: ChildProcess | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
         # Its current worker is being killed because it hung.
@@ -46,11 +44,10 @@ class Instance:
         self.is_spare = False
         # Why the current worker could not load.
         self.load_error = ""
-        self.sender: Sender | None = None
 
     @property
     def pid(self) -> int:
-        return self.life.pid if self.life is not None else 0
+        return self.child.life.pid if self.child is not None else 0
 
     @property
     def start_s(self) -> float:
@@ -74,6 +71,11 @@ class Instance:
         """Whether it can take another batch."""
         return self.is_ready and not self.is_leaving and len(self.batches) < self.num_slots
 
+    @property
+    def state(self) -> Literal["idle", "busy", "not ready"]:
+        if self.is_idle:
+            return "idle"
+        return "busy" if self.is_ready else "not ready"
+
     def __repr__(self) -> str:
-        state = "idle" if self.is_idle else "busy" if self.is_ready else "not ready"
-        return f"<Instance {self.index} pid={self.pid} {state}>"
+        return f"<Instance {self.index} pid={self.pid} {self.state}>"

@@ -15,12 +15,13 @@ from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotReady, PenstockError
+from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
-from penstock.serving.supervisor import StartLife, ThreadLife
+from penstock.serving.supervisor import ThreadLife
 from penstock.system import devices
 from penstock.types import Array, CallbackSink, Request, Response, to_array
 from penstock.wire.arrays import Given, to_tensors

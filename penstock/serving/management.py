@@ -22,11 +22,11 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
-from penstock.serving.metrics import FrontUse, expose
+from penstock.serving.metrics import FrontUse, Labels, expose
 from penstock.serving.served import Served
-from penstock.serving.usage import Member, ProcessUsage, cpu_s
+from penstock.serving.usage import ProcessUsage, cpu_s
 from penstock.types import Parameter
-from penstock.wire.v2 import encode_metadata
+from penstock.wire.documented import ModelDescription, describe_tensors
 
 EXTENSIONS = (
     "classification",
@@ -115,14 +115,15 @@ class ManagementApi:
 
     async def metadata(self, call: ManagementCall) -> bytes:
         config = self._find(call).config
-        return encode_metadata(
+        has_batch = config.max_batch_size > 0
+        described = ModelDescription(
             config.name,
             self.catalog.versions(config.name),
             config.platform,
-            config.inputs,
-            config.outputs,
-            config.max_batch_size > 0,
+            describe_tensors(config.inputs, has_batch),
+            describe_tensors(config.outputs, has_batch),
         )
+        return _json(described)
 
     async def model_ready(self, call: ManagementCall) -> bytes:
         model, is_draining = self._find(call), self.lifecycle.is_draining
@@ -177,17 +178,17 @@ class ManagementApi:
             if each.pid in before and each.pid in after
         ]
 
-    def _members(self) -> Iterator[Member]:
-        """Yield the other processes of this server."""
+    def _members(self) -> Iterator[tuple[int, Labels]]:
+        """Yield the other processes of this server, with their labels in a scrape."""
         for front in self._fronts():
             if front.pid:
-                yield Member(front.pid, f"{front.protocol}_front", instance=front.front)
+                number = {"front": front.front} if front.front else {}
+                yield front.pid, {"process": f"{front.protocol}_front", **number}
         for model in self.catalog:
-            config = model.config
             for instance in model.instances:
                 if instance.pid:
-                    index = str(instance.index)
-                    yield Member(instance.pid, "worker", config.name, config.version, index)
+                    worker = {"process": "worker", **model.config.labels}
+                    yield instance.pid, {**worker, "instance": str(instance.index)}
 
     def _why_not_ready(self) -> str:
         reasons = {failure.name: "; ".join(failure.problems) for failure in self.catalog.failures}

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import penstock
@@ -37,6 +38,9 @@ DEATHS = ("crash", "hang")
 BATCH_BUCKETS = tuple(1 << power for power in range(11))
 # Tokens of a batch.
 TOKEN_BUCKETS = tuple(64 << power for power in range(13))
+# Labels of a sample, and a sample.
+Labels = Mapping[str, str]
+Sample = tuple[Labels, object]
 # Seconds of waiting for a batch and for an instance.
 Waits = tuple[float, float]
 # Seconds; about 2.5 steps a decade from 50 µs to 30 s.
@@ -48,48 +52,33 @@ BUCKETS = (
 EDGES = (-math.inf, *BUCKETS, math.inf)
 
 
-class PhaseHistogram:
-    """Counts per bucket and the sum, in seconds."""
+class Histogram:
+    """Counts per bucket, and the sum of all values."""
 
-    __slots__ = ("counts", "sum_s")
+    __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
-        self.sum_s = 0.0
+    def __init__(self, bounds: Sequence[float] = BUCKETS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total: float = 0
 
-    def add(self, value_s: float, count: int = 1) -> None:
-        self.counts[bisect_left(BUCKETS, value_s)] += count
-        self.sum_s += value_s * count
+    def add(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
     @property
     def count(self) -> int:
         return sum(self.counts)
 
 
-class BatchTokens:
-    """Tokens per batch, for models with a token budget."""
-
-    __slots__ = ("counts", "num_tokens")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(TOKEN_BUCKETS) + 1)
-        self.num_tokens = 0
-
-    def add(self, num_tokens: int) -> None:
-        self.counts[bisect_left(TOKEN_BUCKETS, num_tokens)] += 1
-        self.num_tokens += num_tokens
-
-
+@dataclass(slots=True)
 class BatchStatistics:
     """Total cost of batches of one size."""
 
-    __slots__ = ("count", "infer_s", "input_s", "output_s")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.input_s = 0.0
-        self.infer_s = 0.0
-        self.output_s = 0.0
+    count: int = 0
+    input_s: float = 0.0
+    infer_s: float = 0.0
+    output_s: float = 0.0
 
     def add(self, timings: Timings) -> None:
         self.count += 1
@@ -100,12 +89,32 @@ class BatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ScrapeLines:
-    """One metric of one model, as lines of a scrape."""
+    """One metric, as lines of a scrape."""
 
     name: str
     text: str
     kind: str
     lines: Sequence[str]
+
+    @classmethod
+    def of(cls, name: str, text: str, kind: str, samples: Iterable[Sample]) -> ScrapeLines:
+        lines = [f"{name}{label_text(labels)} {value}" for labels, value in samples]
+        return cls(name, text, kind, lines)
+
+    @classmethod
+    def of_histograms(
+        cls, name: str, text: str, histograms: Iterable[tuple[Labels, Histogram]]
+    ) -> ScrapeLines:
+        lines: list[str] = []
+        for labels, each in histograms:
+            totals = list(accumulate(each.counts))
+            lines += [
+                f"{name}_bucket{label_text({**labels, 'le': bound})} {total}"
+                for bound, total in zip((*map(str, each.bounds), "+Inf"), totals, strict=True)
+            ]
+            lines.append(f"{name}_sum{label_text(labels)} {each.total!r}")
+            lines.append(f"{name}_count{label_text(labels)} {totals[-1]}")
+        return cls(name, text, "histogram", lines)
 
 
 class Exposed(Protocol):
@@ -126,12 +135,12 @@ class ModelMetrics:
         self.num_failures = dict.fromkeys(REASONS, 0)
         self.num_refused = dict.fromkeys((*REFUSED_AT_ARRIVAL, *REFUSED_LATER), 0)
         self.num_deaths = dict.fromkeys(DEATHS, 0)
-        self.phases = {phase: PhaseHistogram() for phase in (*PHASES, *WAITS)}
+        self.phases = {phase: Histogram() for phase in (*PHASES, *WAITS)}
         # Phases measured per request, and phases measured per batch.
         self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
         self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
         self.batches: dict[int, BatchStatistics] = {}
-        self.batch_tokens = BatchTokens()
+        self.batch_tokens = Histogram(TOKEN_BUCKETS)
         # Total time of failed requests until they failed.
         self.fail_s = 0.0
         # Unix time of the last batch.
@@ -194,10 +203,10 @@ class ModelMetrics:
             instance[index if EDGES[index] < waited else bisect_left(BUCKETS, waited)] += 1
             span -= waited
             batch[0 if span <= BUCKETS[0] else bisect_left(BUCKETS, span)] += 1
-        totals.sum_s += total_s
-        queues.sum_s += queue_s
-        for_batch.sum_s += queue_s - instance_s
-        for_instance.sum_s += instance_s
+        totals.total += total_s
+        queues.total += queue_s
+        for_batch.total += queue_s - instance_s
+        for_instance.total += instance_s
         count = len(answered)
         return (queue_s - instance_s) / count, instance_s / count
 
@@ -235,14 +244,14 @@ class ModelMetrics:
         """Number of batches by size."""
         return {size: statistics.count for size, statistics in self.batches.items()}
 
+    @property
+    def labels(self) -> Labels:
+        """Labels of its samples in a scrape."""
+        return {"model": self.name, "version": self.version, **self.tags}
+
     def statistics(self) -> dict[str, Any]:
         """Return one entry of v2's statistics: numbers of requests, and their total nanoseconds."""
-        phases = self.phases
-        count = self.num_success
-
-        def entry(count: int, seconds: float) -> dict[str, int]:
-            return {"count": count, "ns": round(seconds * 1e9)}
-
+        num_failed = sum(self.num_failures.values())
         return {
             "name": self.name,
             "version": self.version,
@@ -250,29 +259,31 @@ class ModelMetrics:
             "inference_count": self.num_inferences,
             "execution_count": self.num_executions,
             "inference_stats": {
-                "success": entry(count, phases["request"].sum_s),
-                "fail": entry(sum(self.num_failures.values()), self.fail_s),
-                "queue": entry(count, phases["queue"].sum_s),
-                "queue_batch": entry(count, phases["queue_batch"].sum_s),
-                "queue_instance": entry(count, phases["queue_instance"].sum_s),
-                "compute_input": entry(count, phases["compute_input"].sum_s),
-                "compute_infer": entry(count, phases["compute_infer"].sum_s),
-                "compute_output": entry(count, phases["compute_output"].sum_s),
-                "cache_hit": entry(0, 0.0),
-                "cache_miss": entry(0, 0.0),
+                "success": _duration(self.num_success, self.phases["request"].total),
+                "fail": _duration(num_failed, self.fail_s),
+                **{
+                    phase: _duration(self.num_success, self.phases[phase].total)
+                    for phase in ("queue", *WAITS, *PHASES[2:])
+                },
+                "cache_hit": _duration(0, 0.0),
+                "cache_miss": _duration(0, 0.0),
             },
             "response_stats": {},
             "batch_stats": [
                 {
                     "batch_size": size,
-                    "compute_input": entry(batch.count, batch.input_s),
-                    "compute_infer": entry(batch.count, batch.infer_s),
-                    "compute_output": entry(batch.count, batch.output_s),
+                    "compute_input": _duration(batch.count, batch.input_s),
+                    "compute_infer": _duration(batch.count, batch.infer_s),
+                    "compute_output": _duration(batch.count, batch.output_s),
                 }
                 for size, batch in sorted(self.batches.items())
             ],
             "memory_usage": [],
         }
+
+
+def _duration(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": round(seconds * 1e9)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,35 +295,24 @@ class GpuMemory:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
 class Pending:
     """A model's metrics together with state of the live model."""
 
-    __slots__ = ("gpu_memory", "metrics", "num_pending", "num_ready")
-
-    def __init__(
-        self,
-        metrics: ModelMetrics,
-        num_pending: int,
-        num_ready: int,
-        gpu_memory: Sequence[GpuMemory] = (),
-    ) -> None:
-        self.metrics = metrics
-        self.num_pending = num_pending
-        self.num_ready = num_ready
-        self.gpu_memory = gpu_memory
+    metrics: ModelMetrics
+    num_pending: int
+    num_ready: int
+    gpu_memory: Sequence[GpuMemory] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Resource use of one process of the server; `role` is core, worker, grpc_front or http_front.
-    A worker is identified by its model, version and instance, an HTTP front by `instance` alone."""
+    """Resource use of one process of the server. Its `process` label is core, worker, grpc_front or
+    http_front."""
 
-    role: str
+    labels: Labels
     resident_bytes: int
     cpu_s: float
-    model: str = ""
-    version: str = ""
-    instance: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,236 +340,147 @@ class FrontUse:
     # 0 while no process runs.
     pid: int = 0
 
+    @property
+    def labels(self) -> Labels:
+        return {"protocol": self.protocol, **({"front": self.front} if self.front else {})}
+
+
+LabelledModel = tuple[Labels, Pending]
+# Metrics of each model: name, help, type and attribute of `Pending`.
+NUMBERS = (
+    ("nv_inference_request_success", "Requests answered", "counter", "metrics.num_success"),
+    ("nv_inference_count", "Inferences (rows) done", "counter", "metrics.num_inferences"),
+    ("nv_inference_exec_count", "Batches executed", "counter", "metrics.num_executions"),
+    ("penstock_worker_restarts", "Workers started again", "counter", "metrics.num_restarts"),
+    ("penstock_padded_bytes", "Padded inputs, with the padding", "counter", "metrics.padded_bytes"),
+    ("penstock_padding_bytes", "Padding of padded inputs", "counter", "metrics.padding_bytes"),
+    ("nv_inference_pending_request_count", "Requests that are queued", "gauge", "num_pending"),
+    ("penstock_ready_instances", "Instances that can run a batch", "gauge", "num_ready"),
+    ("nv_model_load_duration_secs", "Seconds the model took to load", "gauge", "metrics.load_s"),
+)
+# The same for tables of counters, with their label.
+TABLES = (
+    ("nv_inference_request_failure", "Requests failed", "num_failures", "reason"),
+    ("penstock_rejections", "Requests refused before they ran", "num_refused", "reason"),
+    ("penstock_worker_deaths", "Workers that died while serving", "num_deaths", "cause"),
+)
+# Metrics of each GPU: Triton's names, units and types; attribute of `GpuUse`.
+GPU_METRICS = (
+    ("nv_gpu_utilization", "GPU utilization (0 to 1)", "gauge", "utilization"),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU", "gauge", "memory_total_bytes"),
+    ("nv_gpu_memory_used_bytes", "GPU memory in use", "gauge", "memory_used_bytes"),
+    ("nv_gpu_power_usage", "Watts that the GPU draws", "gauge", "power_watts"),
+    ("nv_gpu_power_limit", "Watts that the GPU may draw", "gauge", "power_limit_watts"),
+    ("nv_energy_consumption", "Joules since the start", "counter", "energy_joules"),
+)
+
 
 def expose(
     models: Iterable[Pending], host: HostUse | None = None, fronts: Sequence[FrontUse] = ()
 ) -> bytes:
     """Render the text of a Prometheus scrape. Written here because Triton's counters do not end in
     `_total`, which client libraries require."""
-    items = list(models)
-    lines = _counters(items)
+    items = [(model.metrics.labels, model) for model in models]
+    optional = [*_optional(items), *_fronts(fronts), *([] if host is None else _host(host))]
+    families = [*_of_every_model(items), *(family for family in optional if family.lines)]
+    version = [({"version": penstock.__version__}, 1)]
+    families.append(
+        ScrapeLines.of("penstock_build_info", "The version that runs; always 1", "gauge", version)
+    )
+    return "".join(
+        f"{line}\n"
+        for family in families
+        for line in (
+            f"# HELP {family.name} {family.text}",
+            f"# TYPE {family.name} {family.kind}",
+            *family.lines,
+        )
+    ).encode()
+
+
+def _of_every_model(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    """Yield the families that are shown even if no model is loaded."""
+    for name, text, kind, attribute in NUMBERS:
+        read = attrgetter(attribute)
+        yield ScrapeLines.of(name, text, kind, [(labels, read(item)) for labels, item in items])
+    for name, text, attribute, label in TABLES:
+        samples = [
+            ({**labels, label: value}, count)
+            for labels, item in items
+            for value, count in getattr(item.metrics, attribute).items()
+        ]
+        yield ScrapeLines.of(name, f"{text}, by {label}", "counter", samples)
     for phase in PHASES:
-        lines += _duration(phase, items) + _histogram(phase, items)
-    for wait in WAITS:
-        lines += _histogram(wait, items)
-    lines += _batch_sizes(items) + _batch_tokens(items) + _gauges(items) + _others(items)
-    if fronts:
-        lines += _fronts(fronts)
-    if host is not None:
-        lines += _host(host)
-    lines += _head("penstock_build_info", "The version that runs; always 1", "gauge")
-    lines.append(f"penstock_build_info{label_text(version=penstock.__version__)} 1")
-    return ("\n".join(lines) + "\n").encode()
+        totals = [(labels, round(i.metrics.phases[phase].total * 1e6)) for labels, i in items]
+        text = f"Microseconds in {phase}, all requests"
+        yield ScrapeLines.of(f"nv_inference_{phase}_duration_us", text, "counter", totals)
+    for phase in (*PHASES, *WAITS):
+        spans = [(labels, item.metrics.phases[phase]) for labels, item in items]
+        text = f"Seconds in {phase}, answered requests"
+        yield ScrapeLines.of_histograms(f"penstock_{phase}_seconds", text, spans)
+    sizes = [(labels, _batch_sizes(item.metrics)) for labels, item in items]
+    yield ScrapeLines.of_histograms("penstock_batch_size", "Rows of each executed batch", sizes)
 
 
-def _counters(items: Sequence[Pending]) -> list[str]:
-    lines: list[str] = []
-    for name, text, attribute in (
-        ("nv_inference_request_success", "Requests answered", "num_success"),
-        ("nv_inference_count", "Inferences (rows) done", "num_inferences"),
-        ("nv_inference_exec_count", "Batches executed", "num_executions"),
-        ("penstock_worker_restarts", "Workers started again after a death", "num_restarts"),
-        ("penstock_padded_bytes", "Inputs of padded requests, with their filling", "padded_bytes"),
-        ("penstock_padding_bytes", "The filling of padded requests", "padding_bytes"),
-    ):
-        lines += _head(name, text, "counter")
-        lines += [f"{name}{_of(item)} {getattr(item.metrics, attribute)}" for item in items]
-    for name, text, label, attribute in (
-        ("nv_inference_request_failure", "Requests failed", "reason", "num_failures"),
-        ("penstock_rejections", "Requests refused before they ran", "reason", "num_refused"),
-        ("penstock_worker_deaths", "Workers that died while serving", "cause", "num_deaths"),
-    ):
-        lines += _head(name, f"{text}, by {label}", "counter")
-        for item in items:
-            for value, count in getattr(item.metrics, attribute).items():
-                lines.append(f"{name}{_of(item, **{label: value})} {count}")
-    return lines
+def _batch_sizes(metrics: ModelMetrics) -> Histogram:
+    found = Histogram(BATCH_BUCKETS)
+    for size, count in metrics.batch_sizes.items():
+        found.add(size, count)
+    return found
 
 
-def _duration(phase: str, items: Sequence[Pending]) -> list[str]:
-    """Render Triton's counter of microseconds."""
-    name = f"nv_inference_{phase}_duration_us"
-    lines = _head(name, f"Microseconds in {phase}, all requests", "counter")
-    for item in items:
-        lines.append(f"{name}{_of(item)} {round(item.metrics.phases[phase].sum_s * 1e6)}")
-    return lines
-
-
-def _histogram(phase: str, items: Sequence[Pending]) -> list[str]:
-    name = f"penstock_{phase}_seconds"
-    lines = _head(name, f"Seconds in {phase}, answered requests", "histogram")
-    for item in items:
-        data = item.metrics.phases[phase]
-        lines += _series(name, item, BUCKETS, data.counts, f"{data.sum_s:.9f}")
-    return lines
-
-
-def _batch_sizes(items: Sequence[Pending]) -> list[str]:
-    name = "penstock_batch_size"
-    lines = _head(name, "Rows of each executed batch", "histogram")
-    for item in items:
-        counts = [0] * (len(BATCH_BUCKETS) + 1)
-        for size, count in item.metrics.batch_sizes.items():
-            counts[bisect_left(BATCH_BUCKETS, size)] += count
-        lines += _series(name, item, BATCH_BUCKETS, counts, str(item.metrics.num_inferences))
-    return lines
-
-
-def _batch_tokens(items: Sequence[Pending]) -> list[str]:
-    """Render the histogram for models with a token budget."""
-    name = "penstock_batch_tokens"
-    lines: list[str] = []
-    for item in items:
-        found = item.metrics.batch_tokens
-        if found.num_tokens:
-            lines += _series(name, item, TOKEN_BUCKETS, found.counts, str(found.num_tokens))
-    return _head(name, "Tokens of each executed batch", "histogram") + lines if lines else []
-
-
-def _series(
-    name: str, item: Pending, bounds: Sequence[float], counts: Sequence[int], total_sum: str
-) -> list[str]:
-    metrics = item.metrics
-    labels = {"model": metrics.name, "version": metrics.version, **metrics.tags}
-    return histogram_lines(name, labels, bounds, counts, total_sum)
-
-
-def histogram_lines(
-    name: str,
-    labels: Mapping[str, str],
-    bounds: Sequence[float],
-    counts: Sequence[int],
-    total_sum: str,
-) -> list[str]:
-    """Render a histogram; `counts` are per bucket, not cumulative, and end with the overflow."""
-    totals = list(accumulate(counts))
-    lines = [
-        f"{name}_bucket{label_text(**labels, le=bound)} {total}"
-        for bound, total in zip((*map(str, bounds), "+Inf"), totals, strict=True)
-    ]
-    lines.append(f"{name}_sum{label_text(**labels)} {total_sum}")
-    lines.append(f"{name}_count{label_text(**labels)} {totals[-1]}")
-    return lines
-
-
-def _others(items: Sequence[Pending]) -> list[str]:
-    """Render the models' own families; one shared by several models is written once."""
-    found: dict[str, list[ScrapeLines]] = {}
-    for item in items:
-        if item.metrics.others is not None:
-            for family in item.metrics.others.families():
-                found.setdefault(family.name, []).append(family)
-    lines: list[str] = []
-    for name, families in found.items():
-        lines += _head(name, families[0].text, families[0].kind)
-        for family in families:
-            lines += family.lines
-    return lines
-
-
-def _gauges(items: Sequence[Pending]) -> list[str]:
-    lines: list[str] = []
-    for name, text, attribute in (
-        ("nv_inference_pending_request_count", "Requests waiting for an instance", "num_pending"),
-        ("penstock_ready_instances", "Instances that can run a batch", "num_ready"),
-    ):
-        lines += _head(name, text, "gauge")
-        lines += [f"{name}{_of(item)} {getattr(item, attribute)}" for item in items]
-    lines += _head("nv_model_load_duration_secs", "Seconds the model took to load", "gauge")
-    lines += [f"nv_model_load_duration_secs{_of(i)} {i.metrics.load_s:.6f}" for i in items]
-    return lines + _gpu_memory(items)
-
-
-def _gpu_memory(items: Sequence[Pending]) -> list[str]:
-    name = "penstock_instance_gpu_memory_bytes"
-    lines = [
-        f"{name}{_of(item, instance=str(each.instance), device=each.device)} {each.num_bytes}"
-        for item in items
+def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    """Yield families that only some models have: with a token budget, or with their own."""
+    tokens = [(labels, item.metrics.batch_tokens) for labels, item in items]
+    tokens = [(labels, found) for labels, found in tokens if found.total]
+    text = "Tokens of each executed batch"
+    yield ScrapeLines.of_histograms("penstock_batch_tokens", text, tokens)
+    memory = [
+        ({**labels, "instance": str(each.instance), "device": each.device}, each.num_bytes)
+        for labels, item in items
         for each in item.gpu_memory
     ]
     text = "GPU memory that an instance took for loading and warming up"
-    return _head(name, text, "gauge") + lines if lines else []
+    yield ScrapeLines.of("penstock_instance_gpu_memory_bytes", text, "gauge", memory)
+    # A family that several models share is written once.
+    shared: dict[str, ScrapeLines] = {}
+    for _, item in items:
+        for family in item.metrics.others.families() if item.metrics.others is not None else ():
+            known = shared.setdefault(family.name, replace(family, lines=()))
+            shared[family.name] = replace(known, lines=[*known.lines, *family.lines])
+    yield from shared.values()
 
 
-def _fronts(fronts: Sequence[FrontUse]) -> list[str]:
-    name = "penstock_front_restarts"
-    lines = _head(name, "Protocol processes started again after a death", "counter")
-    lines += [f"{name}{_front(each)} {each.num_restarts}" for each in fronts]
-    counted = [each for each in fronts if each.num_connections is not None]
-    if counted:
-        name = "penstock_front_connections"
-        lines += _head(name, "Clients connected to each protocol process", "gauge")
-        lines += [f"{name}{_front(each)} {each.num_connections}" for each in counted]
-    return lines
+def _fronts(fronts: Sequence[FrontUse]) -> Iterator[ScrapeLines]:
+    restarts = [(front.labels, front.num_restarts) for front in fronts]
+    text = "Protocol processes started again after a death"
+    yield ScrapeLines.of("penstock_front_restarts", text, "counter", restarts)
+    counts = [(each.labels, each.num_connections) for each in fronts]
+    known = [sample for sample in counts if sample[1] is not None]
+    text = "Clients connected to each protocol process"
+    yield ScrapeLines.of("penstock_front_connections", text, "gauge", known)
 
 
-def _host(host: HostUse) -> list[str]:
-    lines: list[str] = []
+def _host(host: HostUse) -> Iterator[ScrapeLines]:
     for name, text, value in (
         ("nv_cpu_utilization", "Share of all cores in use (0 to 1)", f"{host.cpu_utilization:.6f}"),
         ("nv_cpu_memory_total_bytes", "Memory of the machine", str(host.memory_total_bytes)),
         ("nv_cpu_memory_used_bytes", "Memory in use", str(host.memory_used_bytes)),
     ):
-        lines += [*_head(name, text, "gauge"), f"{name} {value}"]
-    name = "penstock_process_resident_bytes"
-    lines += _head(name, "Resident memory of each process; shared pages count in each", "gauge")
-    lines += [f"{name}{_process(each)} {each.resident_bytes}" for each in host.processes]
-    name = "penstock_process_cpu_seconds"
-    lines += _head(name, "CPU time of each process, user and system", "counter")
-    lines += [f"{name}{_process(each)} {each.cpu_s:.2f}" for each in host.processes]
-    return lines + _gpus(host.gpus)
+        yield ScrapeLines(name, text, "gauge", [f"{name} {value}"])
+    resident = [(each.labels, each.resident_bytes) for each in host.processes]
+    text = "Resident memory of each process; shared pages count in each"
+    yield ScrapeLines.of("penstock_process_resident_bytes", text, "gauge", resident)
+    cpu = [(each.labels, f"{each.cpu_s:.2f}") for each in host.processes]
+    text = "CPU time of each process, user and system"
+    yield ScrapeLines.of("penstock_process_cpu_seconds", text, "counter", cpu)
+    for name, text, kind, attribute in GPU_METRICS:
+        values = [({"gpu_uuid": gpu.uuid}, getattr(gpu, attribute)) for gpu in host.gpus]
+        known = [sample for sample in values if sample[1] is not None]
+        yield ScrapeLines.of(name, text, kind, known)
 
 
-def _gpus(gpus: Sequence[GpuUse]) -> list[str]:
-    """Render GPU metrics with Triton's names, units and label; empty metrics are left out."""
-    lines: list[str] = []
-    for name, kind, text, attribute in (
-        ("nv_gpu_utilization", "gauge", "GPU utilization (0 to 1)", "utilization"),
-        ("nv_gpu_memory_total_bytes", "gauge", "Memory of the GPU", "memory_total_bytes"),
-        ("nv_gpu_memory_used_bytes", "gauge", "GPU memory in use", "memory_used_bytes"),
-        ("nv_gpu_power_usage", "gauge", "Watts that the GPU draws", "power_watts"),
-        ("nv_gpu_power_limit", "gauge", "Watts that the GPU may draw", "power_limit_watts"),
-        ("nv_energy_consumption", "counter", "Joules since the start", "energy_joules"),
-    ):
-        values = [(gpu.uuid, getattr(gpu, attribute)) for gpu in gpus]
-        told = [
-            f"{name}{label_text(gpu_uuid=uuid)} {value}"
-            for uuid, value in values
-            if value is not None
-        ]
-        lines += _head(name, text, kind) + told if told else []
-    return lines
-
-
-def _head(name: str, text: str, kind: str) -> list[str]:
-    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-
-
-def _of(item: Pending, **more: str) -> str:
-    metrics = item.metrics
-    return label_text(model=metrics.name, version=metrics.version, **metrics.tags, **more)
-
-
-def _front(front: FrontUse) -> str:
-    if not front.front:
-        return label_text(protocol=front.protocol)
-    return label_text(protocol=front.protocol, front=front.front)
-
-
-def _process(process: ProcessUse) -> str:
-    if not process.model and process.instance:
-        return label_text(process=process.role, front=process.instance)
-    if not process.model:
-        return label_text(process=process.role)
-    return label_text(
-        process=process.role,
-        model=process.model,
-        version=process.version,
-        instance=process.instance,
-    )
-
-
-def label_text(**labels: str) -> str:
+def label_text(labels: Labels) -> str:
     return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
 
 

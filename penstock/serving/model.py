@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, NotReady, PenstockError
+from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.admission import Admission
 from penstock.serving.batcher import Batcher
-from penstock.serving.context import ModelContext
+from penstock.serving.context import ModelContext, Saturation
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.instance import Instance
@@ -28,9 +29,8 @@ from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory, slab_bytes
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.saturation import Saturation
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import StartLife, Supervisor
+from penstock.serving.supervisor import Supervisor
 from penstock.types import CANCELLED, Request
 
 log = logging.getLogger("penstock.model")

@@ -28,6 +28,7 @@ from penstock.errors import (
     NotReady,
     PenstockError,
 )
+from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
@@ -36,7 +37,6 @@ from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
 from penstock.serving.request_queue import QUEUE_TIMEOUT
-from penstock.serving.supervisor import StartLife
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
@@ -440,8 +440,8 @@ def _describe(name: str, model: Model) -> str:
     """Describe a stage in one line."""
     metrics = model.metrics
     phases, count = metrics.phases, max(1, metrics.num_success)
-    queue_s = phases["queue"].sum_s / count
-    compute_s = sum(phases[f"compute_{each}"].sum_s for each in ("input", "infer", "output"))
+    queue_s = phases["queue"].total / count
+    compute_s = sum(phases[f"compute_{each}"].total for each in ("input", "infer", "output"))
     num_rows = metrics.num_inferences / max(1, metrics.num_executions)
     return (
         f"stage {name}: {len(model.instances)} instances, {metrics.num_executions} batches of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.errors import (
     BackendFailed,
@@ -17,20 +18,55 @@ from penstock.errors import (
     QuotaExceeded,
 )
 from penstock.serving.batcher import Sequencer
+from penstock.serving.batches import BatchRecord, History, RunningBatch
 from penstock.serving.context import ModelContext
-from penstock.serving.history import BatchRecord, History
 from penstock.serving.metrics import Waits
-from penstock.serving.refusals import Refusals
 from penstock.serving.request_memory import RequestMemory
-from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Segment
 from penstock.types import Request, Response
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
-
+# Overload is over when no request has been refused for this long.
+QUIET_S = 5.0
 
 AnswerSequencer = Sequencer[tuple[Request, Response | PenstockError]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A finished stretch of overload."""
+
+    num_refused: int
+    duration_s: float
+
+
+class Refusals:
+    """Stretches of overload, for the log: one line when a model starts to refuse requests for lack
+    of capacity and one when it stops, however many it refuses."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._last = 0.0
+        self._num_refused = 0
+
+    def refused(self, now: float) -> bool:
+        """Count a refused request; True if it starts a stretch of overload."""
+        begins = self._began is None
+        if self._began is None:
+            self._began = now
+            self._num_refused = 0
+        self._last = now
+        self._num_refused += 1
+        return begins
+
+    def ended(self, now: float) -> Stretch | None:
+        """Return the stretch that has ended by now, once; call it periodically."""
+        if self._began is None or now - self._last < QUIET_S:
+            return None
+        stretch = Stretch(self._num_refused, self._last - self._began)
+        self._began = None
+        return stretch
 
 
 class Replies:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from penstock.config import MIB, ModelConfig
 from penstock.errors import TooLarge
+from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.plan import RequestPlan, column_bytes
 from penstock.serving.quarantine import Part, fingerprint
-from penstock.serving.running_batch import RunningBatch
 from penstock.serving.slab import Extents, Layout, Segment, Slab, SlabPool, aligned
 from penstock.types import Buffer, Request, Tensor
 from penstock.wire import frames

@@ -64,10 +64,10 @@ class Spares:
         everyone = (*self._instances, *self.workers)
         if self._config.uses_gpu or not all(each.is_ready for each in everyone):
             return None
-        life = self._instances[0].life
-        if life is None or len(self.workers) >= self.num_wanted:
+        child = self._instances[0].child
+        if child is None or len(self.workers) >= self.num_wanted:
             return None
-        if self._num_lost >= MAX_LOST or not life.has_room_for_another():
+        if self._num_lost >= MAX_LOST or not child.life.has_room_for_another():
             return None
         spare = Instance(len(everyone), CPU)
         spare.is_spare = True
@@ -77,7 +77,7 @@ class Spares:
     def pick(self) -> Instance | None:
         """Return a ready spare, else the one that has been loading longest: it is ready sooner than
         a new worker."""
-        able = [each for each in self.workers if each.life is not None and not each.is_leaving]
+        able = [each for each in self.workers if each.child is not None and not each.is_leaving]
         return min(able, key=lambda each: (not each.is_ready, each.started_at), default=None)
 
     def promote(self, spare: Instance) -> None:

@@ -11,18 +11,18 @@ import contextlib
 import itertools
 import logging
 import math
-import mmap
 import os
-import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from penstock.config import ModelConfig
-from penstock.processes.channel import Sender, socket_pair
+from penstock.processes.channel import socket_pair
+from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import HEALTHY_S
+from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
 from penstock.serving.instance import Instance
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.spares import Spares
@@ -35,8 +35,6 @@ log = logging.getLogger("penstock.supervisor")
 TICK_S = 0.5
 # Time for a leaving worker to close its model.
 LEAVE_S = 5.0
-# The load fails after this many deaths before the first Ready.
-MAX_LOAD_DEATHS = 3
 
 
 class ThreadLife:
@@ -84,50 +82,6 @@ def load_timeout_text(limit_s: float) -> str:
     return f"loading took longer than {limit_s:g} s; parameters.penstock.load_timeout_s sets it"
 
 
-class Life(Protocol):
-    """A worker as the supervisor sees it, whatever it runs in."""
-
-    sock: socket.socket
-    pid: int
-    # Once it is dead: whether it was SIGKILLed by neither the core nor the kernel's OOM killer.
-    was_killed_outside: bool
-
-    def kill(self) -> None: ...
-    def socket_closed(self) -> None: ...
-    def has_room_for_another(self) -> bool: ...
-
-
-# Raises OSError if the process cannot be started, and then leaves nothing behind.
-StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
-
-
-async def await_death(life: Life, is_dead: asyncio.Event, seconds: float) -> None:
-    """Wait for a process that was asked to stop; kill it after this time."""
-    try:
-        async with asyncio.timeout(seconds):
-            await is_dead.wait()
-    except TimeoutError:
-        if not is_dead.is_set():
-            life.kill()
-        await is_dead.wait()
-
-
-def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
-    """Limit the private memory of each process (None: no limit). Allocations over the limit fail,
-    in Python with MemoryError."""
-    if memory_bytes is None:
-        return start_life
-
-    def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> Life:
-        life = start_life(loop, on_death)
-        if life.pid:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(life.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-        return life
-
-    return start
-
-
 class InstanceListener(Protocol):
     """The supervisor's callbacks into the model."""
 
@@ -159,15 +113,10 @@ class Supervisor:
         self._input_spill = input_spill
         self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
-        # Mapped, not allocated: only touched pages cost memory, and closing it returns them all to
-        # the system.
-        self._buffer = mmap.mmap(-1, frames.MAX_FRAME_BYTES)
-        self._view = memoryview(self._buffer)
         self._slabs: list[Slab] = []
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._timer_ids = itertools.count()
         self._is_stopping = False
-        self._all_dead = asyncio.Event()
         self.last_reason = ""
         # Result of the first workers' batching and padding checks, which later workers skip.
         self.proof: frames.Proof | None = None
@@ -196,20 +145,10 @@ class Supervisor:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        for instance in self._all:
-            if instance.life is not None:
-                self.send(instance, frames.Stop())
-        if any(instance.life is not None for instance in self._all):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._all_dead.wait()
-            except TimeoutError:
-                for instance in self._all:
-                    if instance.life is not None:
-                        instance.life.kill()
-                await self._all_dead.wait()
-        self._view.release()
-        self._buffer.close()
+        children = [each.child for each in self._all if each.child is not None]
+        for child in children:
+            child.send(frames.encode(frames.Stop()))
+        await asyncio.gather(*(child.wait(timeout_s) for child in children))
         if hasattr(self, "_listener"):  # Not if it was never started.
             del self._listener
 
@@ -217,7 +156,7 @@ class Supervisor:
         """Map a slab in all workers, now and after restarts."""
         self._slabs.append(slab)
         for instance in self._all:
-            if instance.life is not None:
+            if instance.child is not None:
                 self._send_slab(instance, slab)
 
     def send(self, instance: Instance, frame: frames.ToWorker, fds: tuple[int, ...] = ()) -> None:
@@ -225,8 +164,8 @@ class Supervisor:
         self.send_bytes(instance, frames.encode(frame), fds)
 
     def send_bytes(self, instance: Instance, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        if instance.sender is not None:
-            instance.sender.send(data, fds)
+        if instance.child is not None:
+            instance.child.send(data, fds)
 
     def excuse(self, index: int) -> None:
         """Take back a death that counted towards a crash loop: a request caused it."""
@@ -240,9 +179,9 @@ class Supervisor:
             self._launch(instance)
         except OSError as error:
             reason = f"could not be started ({error})"
-            if instance.life is not None:
+            if instance.child is not None:
                 instance.load_error = f"the worker {reason}"
-                instance.life.kill()
+                instance.child.life.kill()
                 return
             self._close_spill(instance)
             self._go_on(instance, False, False, reason)
@@ -252,10 +191,8 @@ class Supervisor:
         instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
-        life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
-        instance.life = life
-        instance.sender = Sender(self._loop, life.sock)
-        self._loop.add_reader(life.sock.fileno(), self._receive, instance)
+        received, died = partial(self._receive, instance), partial(self._died, instance)
+        instance.child = ChildProcess(self._loop, self._start_life, received, died)
         spill_bytes = self._config.memory.spill_bytes
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
@@ -281,28 +218,17 @@ class Supervisor:
     def _send_slab(self, instance: Instance, slab: Slab) -> None:
         self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))
 
-    def _receive(self, instance: Instance, is_last: bool = False) -> None:
-        """Read pending frames, usually one. `is_last`: read all, because the worker is dead."""
-        while instance.life is not None:
-            try:
-                size = instance.life.sock.recv_into(self._buffer)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                size = 0
-            if size == 0:
-                self._loop.remove_reader(instance.life.sock.fileno())
-                instance.life.socket_closed()
-                return
-            frame = frames.decode_from_worker(self._view[:size])
-            if isinstance(frame, frames.Done):
-                self._listener.instance_answered(instance, frame)
-                self._let_go(instance)
-                if is_last:
-                    continue
-                # Usually nothing else is pending; the next loop iteration reads what is.
-                return
+    def _receive(self, instance: Instance, data: memoryview) -> bool:
+        """Handle a frame; return whether it was an answer. Usually nothing else is pending then;
+        the next loop iteration reads what is."""
+        frame = frames.decode_from_worker(data)
+        if not isinstance(frame, frames.Done):
             self._handle(instance, frame)
+            return False
+        self._listener.instance_answered(instance, frame)
+        if instance.is_leaving:
+            self._let_go(instance)
+        return True
 
     def _handle(self, instance: Instance, frame: frames.FromWorker) -> None:
         match frame:
@@ -310,16 +236,8 @@ class Supervisor:
                 instance.ready = frame
                 instance.is_ready = True
                 instance.ready_at = self._loop.time()
-                log.info(
-                    "%s/%s instance %d ready on %s in %.2f s (pid %d)",
-                    self._config.name,
-                    self._config.version,
-                    instance.index,
-                    instance.device,
-                    frame.load_s,
-                    instance.pid,
-                    extra=self._labels(instance),
-                )
+                took = instance.device, frame.load_s, instance.pid
+                self._log(logging.INFO, instance, " ready on %s in %.2f s (pid %d)", *took)
                 if not instance.is_spare:
                     self._listener.instance_ready(instance)
                 self._prepare_spares()
@@ -329,14 +247,8 @@ class Supervisor:
                     self._listener.load_failed(frame.problems)
             case frames.Leaving():
                 instance.is_leaving = True
-                log.warning(
-                    "%s/%s instance %d is replaced when it has answered: %s",
-                    self._config.name,
-                    self._config.version,
-                    instance.index,
-                    frame.reason,
-                    extra=self._labels(instance),
-                )
+                text = " is replaced when it has answered: %s"
+                self._log(logging.WARNING, instance, text, frame.reason)
                 self._let_go(instance)
             case _:
                 self._listener.instance_answered(instance, frame)
@@ -344,34 +256,25 @@ class Supervisor:
 
     def _let_go(self, instance: Instance) -> None:
         """Stop a leaving worker once it has no batches."""
-        if instance.is_leaving and not instance.batches and instance.life is not None:
+        if instance.is_leaving and not instance.batches and instance.child is not None:
             self.send(instance, frames.Stop())
-            self._later(LEAVE_S, self._end, instance, instance.life)
+            self._later(LEAVE_S, self._end, instance, instance.child)
 
-    def _end(self, instance: Instance, life: Life) -> None:
+    def _end(self, instance: Instance, child: ChildProcess) -> None:
         """Kill a worker that has not stopped in time."""
-        if instance.life is life:
-            life.kill()
+        if instance.child is child:
+            child.life.kill()
 
     def _died(self, instance: Instance, reason: str) -> None:
-        life, sender = instance.life, instance.sender
-        assert life is not None and sender is not None
-        # Answers that it sent before its death still count.
-        self._receive(instance, is_last=True)
-        self._loop.remove_reader(life.sock.fileno())
-        sender.close()
-        life.sock.close()
-        instance.life = instance.sender = None
-        instance.was_killed_outside = life.was_killed_outside
+        assert instance.child is not None
+        instance.was_killed_outside = instance.child.life.was_killed_outside
+        instance.child = None
         was_ready, instance.is_ready = instance.is_ready, False
         # The spill is closed only after the model has handled the death: it holds answers.
         is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
         self._close_spill(instance)
-        if self._is_stopping:
-            if all(other.life is None for other in self._all):
-                self._all_dead.set()
-            return
-        self._go_on(instance, was_ready, is_excused, reason)
+        if not self._is_stopping:
+            self._go_on(instance, was_ready, is_excused, reason)
 
     def _go_on(self, instance: Instance, was_ready: bool, is_excused: bool, reason: str) -> None:
         """Restart the instance after a death, or drop a spare."""
@@ -409,15 +312,9 @@ class Supervisor:
         delay_s = 0.0 if is_excused else instance.crashes.delay_s
         instance.num_restarts += 1
         spare = self.spares.pick() if delay_s == 0 else None
-        log.warning(
-            "%s/%s instance %d: worker %s; %s",
-            self._config.name,
-            self._config.version,
-            instance.index,
-            f"cannot load the model: {instance.load_error}" if instance.load_error else reason,
-            "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s",
-            extra={**self._labels(instance), "reason": reason},
-        )
+        why = f"cannot load the model: {instance.load_error}" if instance.load_error else reason
+        then = "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s"
+        self._log(logging.WARNING, instance, ": worker %s; %s", why, then, reason=reason)
         if spare is not None:
             self._adopt(instance, spare)
         elif delay_s == 0:
@@ -455,17 +352,10 @@ class Supervisor:
         self._listener.tick()
         for instance in self.instances:
             left_s = self._listener.hang_limit_s(instance)
-            if left_s is not None and left_s < 0 and instance.life is not None:
-                log.error(
-                    "%s/%s instance %d hangs; killing pid %d",
-                    self._config.name,
-                    self._config.version,
-                    instance.index,
-                    instance.pid,
-                    extra=self._labels(instance),
-                )
+            if left_s is not None and left_s < 0 and instance.child is not None:
+                self._log(logging.ERROR, instance, " hangs; killing pid %d", instance.pid)
                 instance.is_hung = True
-                instance.life.kill()
+                instance.child.life.kill()
         for instance in self._all:
             self._end_if_too_slow(instance)
         if self.spares.num_wanted:
@@ -478,22 +368,20 @@ class Supervisor:
         """Kill a restarted worker that exceeds `load_timeout_s`; the catalog limits first loads."""
         limit_s = self._config.load_timeout_s
         is_late = self._loop.time() - instance.started_at > limit_s
-        if instance.life is None or instance.is_ready or not is_late or instance.load_error:
+        if instance.child is None or instance.is_ready or not is_late or instance.load_error:
             return
         instance.load_error = load_timeout_text(limit_s)
-        name, version = self._config.name, self._config.version
-        log.error("%s/%s instance %d: %s", name, version, instance.index, instance.load_error)
-        instance.life.kill()
+        self._log(logging.ERROR, instance, ": %s", instance.load_error)
+        instance.child.life.kill()
 
-    def _labels(self, instance: Instance) -> dict[str, object]:
-        """Return the instance's labels for log lines."""
-        return {
-            "model": self._config.name,
-            "version": self._config.version,
-            "instance": instance.index,
-            "device": instance.device,
-            "worker_pid": instance.pid,
-        }
+    def _log(
+        self, level: int, instance: Instance, text: str, *values: object, **more: object
+    ) -> None:
+        """Log a line about an instance; `more` are additional labels."""
+        labels = {**self._config.labels, "instance": instance.index, "device": instance.device}
+        names = self._config.name, self._config.version, instance.index
+        extra = {**labels, "worker_pid": instance.pid, **more}
+        log.log(level, f"%s/%s instance %d{text}", *names, *values, extra=extra)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         number = next(self._timer_ids)

@@ -5,23 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import psutil
 
-from penstock.serving.metrics import HostUse, ProcessUse
+from penstock.serving.metrics import HostUse, Labels, ProcessUse
 from penstock.system.devices import Watch
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One process of the server; see `ProcessUse` for the names."""
-
-    pid: int
-    role: str
-    model: str = ""
-    version: str = ""
-    instance: str = ""
 
 
 class ProcessUsage:
@@ -35,14 +23,16 @@ class ProcessUsage:
         """Start counting the GPUs' energy. Opens their driver: not for the event loop."""
         self._gpus.uses()
 
-    def read(self, members: Iterable[Member]) -> HostUse:
-        """Read the use of this process and of `members`; one that has just exited is left out."""
+    def read(self, members: Iterable[tuple[int, Labels]] = ()) -> HostUse:
+        """Read the use of this process and of `members`, processes with their labels; one that has
+        just exited is left out."""
         processes = []
-        for member in (Member(os.getpid(), "core"), *members):
-            try:
-                processes.append(_use(member))
-            except psutil.Error:
-                continue
+        for pid, labels in ((os.getpid(), {"process": "core"}), *members):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    times, resident_bytes = process.cpu_times(), process.memory_info().rss
+                processes.append(ProcessUse(labels, resident_bytes, times.user + times.system))
         memory = psutil.virtual_memory()
         return HostUse(
             cpu_utilization=psutil.cpu_percent(None) / 100,
@@ -61,17 +51,3 @@ def cpu_s(pids: Iterable[int]) -> dict[int, float]:
             times = psutil.Process(pid).cpu_times()
             found[pid] = times.user + times.system
     return found
-
-
-def _use(member: Member) -> ProcessUse:
-    process = psutil.Process(member.pid)
-    with process.oneshot():
-        times = process.cpu_times()
-        return ProcessUse(
-            member.role,
-            process.memory_info().rss,
-            times.user + times.system,
-            member.model,
-            member.version,
-            member.instance,
-        )

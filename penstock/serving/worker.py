@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +209,154 @@ class Begun:
     gathered: float
 
 
+class BatchExecutor:
+    """Runs batches of one model in place in shared memory."""
+
+    def __init__(
+        self, config: ModelConfig, runner: Runner, memory: WorkerMemory, proof: frames.Proof
+    ) -> None:
+        self._config = config
+        self.runner = runner
+        self.memory = memory
+        self._proof = proof
+        self._names = [spec.name for spec in config.inputs]
+
+    def begin(self, frame: frames.Dispatch) -> Begun:
+        began = time.perf_counter()
+        batch = self._batch_of_rows(frame) if frame.runs else self._batch_of_extents(frame)
+        gathered = time.perf_counter()
+        return Begun(frame, batch, self.runner.start(batch), began, gathered)
+
+    def finish(self, begun: Begun) -> frames.Done:
+        frame, execution = begun.frame, begun.execution
+        answers = list(execution.wait())
+        if len(answers) != 1:
+            raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
+        ran = time.perf_counter()
+        gathered = begun.gathered + execution.prepare_s
+        ran -= execution.finish_s
+        (answer,) = answers
+        errors: dict[int, str] = {}
+        invalid: tuple[int, ...] = ()
+        if isinstance(answer, PerRequest):
+            in_spill = self._store_each(frame, answer, errors)
+            # Requests that cannot be run, through their clients' fault.
+            each = enumerate(answer.answers)
+            invalid = tuple(index for index, its in each if isinstance(its, InvalidRequest))
+        else:
+            left = self._store(frame, frame.runs, answer, begun.batch.num_rows)
+            in_spill = self._split(frame, left) if left else []
+        outputs = self._spill(in_spill) if any(in_spill) else ()
+        stored = time.perf_counter()
+        times = gathered - begun.began, ran - gathered, stored - ran
+        return frames.Done(frame.batch, *times, outputs, errors, invalid)
+
+    def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
+        names = self._names
+        parts: list[list[Array]] = []
+        num_rows = 0
+        for run in frame.runs:
+            columns = self.memory.columns(run.slab, frame)
+            parts.append(
+                [column[run.row : run.row + run.count] for column in columns[: len(names)]]
+            )
+            num_rows += run.count
+        if len(parts) == 1:
+            inputs = dict(zip(names, parts[0], strict=True))
+        else:
+            inputs = {name: np.concatenate([p[i] for p in parts]) for i, name in enumerate(names)}
+        return Batch(inputs, num_rows, frame.requests)
+
+    def _batch_of_extents(self, frame: frames.Dispatch) -> Batch:
+        num_rows = sum(part.num_rows for part in frame.requests)
+        stacked: dict[str, list[Array]] = {}
+        for part in frame.requests:
+            for extent in part.inputs:
+                stacked.setdefault(extent.name, []).append(self.memory.read(extent))
+        inputs = {
+            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            for name, arrays in stacked.items()
+        }
+        return Batch(inputs, num_rows, frame.requests)
+
+    def _store(
+        self,
+        frame: frames.Dispatch,
+        runs: Sequence[frames.RowRange],
+        outputs: Outputs,
+        num_rows: int,
+        wanted: Collection[str] = (),
+    ) -> Values:
+        """Store fixed outputs in these rows of slabs; return those without a column there. Without
+        `wanted`, all outputs are."""
+        left: list[tuple[TensorSpec, Array]] = []
+        column = len(self._names)
+        for spec in self._config.outputs:
+            has_column = spec.is_fixed and bool(runs)
+            if not wanted or spec.name in wanted:
+                values = checked(self._config, spec, outputs, num_rows)
+                row = 0
+                for run in runs if has_column else ():
+                    target = self.memory.columns(run.slab, frame)[column]
+                    target[run.row : run.row + run.count] = values[row : row + run.count]
+                    row += run.count
+                if not has_column:
+                    left.append((spec, values))
+            column += has_column
+        return left
+
+    def _split(self, frame: frames.Dispatch, values: Values) -> list[Values]:
+        """Split batched outputs by request, without padding."""
+        if self._config.max_batch_size == 0:
+            return [values] * len(frame.requests)
+        parts: list[Values] = []
+        row = 0
+        for part in frame.requests:
+            end = row + part.num_rows
+            own = [(spec, array_[row:end]) for spec, array_ in values]
+            if part.length:
+                crops, length = self._proof.crops, part.length
+                own = [(spec, cropped(spec.name, each, crops, length)) for spec, each in own]
+            parts.append(own)
+            row = end
+        return parts
+
+    def _store_each(
+        self, frame: frames.Dispatch, answer: PerRequest, errors: dict[int, str]
+    ) -> list[Values]:
+        """Like `_store`, for models that answer each request separately. A request's error goes to
+        `errors` under its index and does not affect the others."""
+        if len(answer.answers) != len(frame.requests):
+            raise BackendFailed(
+                f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
+            )
+        in_spill: list[Values] = []
+        pairs = zip(frame.requests, answer.answers, strict=True)
+        for index, ((part, outputs), rows) in enumerate(zip(pairs, _rows(frame), strict=True)):
+            try:
+                if isinstance(outputs, Exception):
+                    raise outputs
+                in_spill.append(self._store(frame, rows, outputs, part.num_rows, part.outputs))
+            except BaseException as error:  # Any exception of the model is answered.
+                errors[index] = _explain(error)
+                in_spill.append(())
+        return in_spill
+
+    def _spill(self, answers: Sequence[Values]) -> Spilled:
+        """Write each request's outputs to the spill; all or none. If the batch does not fit, it
+        fails and each of its requests runs again alone."""
+        spilled: list[list[frames.Extent]] = []
+        try:
+            for values in answers:
+                spilled.append([])
+                for spec, array_ in values:
+                    spilled[-1].append(self.memory.write(spec.name, spec.datatype, array_))
+        except BaseException:
+            self.memory.release([extent.offset for extents in spilled for extent in extents])
+            raise
+        return tuple(tuple(extents) for extents in spilled)
+
+
 class Worker:
     """One model on one device. One thread receives, runs and answers. If the runner runs ahead, a
     second thread waits for results and sends the answers, in the order of the batches."""
@@ -225,10 +373,8 @@ class Worker:
         self._on_ready = on_ready
         # Exits the process; None if the worker runs in a thread.
         self._die = die
-        self._config: ModelConfig | None = None
-        self._runner: Runner | None = None
         self._memory: WorkerMemory | None = None
-        self._proof = frames.Proof()
+        self._loaded: BatchExecutor | None = None
         # The runner, if it monitors its device's memory.
         self._watched: WatchesMemory | None = None
         # None without a limit, in a thread, or once the worker has asked to be replaced.
@@ -259,8 +405,8 @@ class Worker:
             return self._load(frame, fds)
         elif isinstance(frame, frames.Stop):
             self._end_answers()
-            if self._runner is not None:
-                self._runner.close()
+            if self._loaded is not None:
+                self._loaded.runner.close()
             return False
         return True
 
@@ -277,12 +423,13 @@ class Worker:
             return False
         began = time.perf_counter()
         try:
-            self._config = config = frame.model
+            config = frame.model
             if self._on_load is not None:
                 self._on_load(frame)
-            self._memory = WorkerMemory(config, frame.spill_bytes, fds)
-            self._runner = runner = _checked_backend(config)(config)
-            self._proof = proof = frame.proof or prove(config, runner)
+            self._memory = memory = WorkerMemory(config, frame.spill_bytes, fds)
+            runner = _checked_backend(config)(config)
+            proof = frame.proof or prove(config, runner)
+            self._loaded = BatchExecutor(config, runner, memory, proof)
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
             warm_up_as_asked(config, runner)
@@ -291,12 +438,13 @@ class Worker:
             return False
         if self._on_ready is not None:
             self._on_ready()
-        self._watched = _watched(runner)
-        if self._watched is not None:
-            self._watched.settle()
+        inner: object = model_in(runner)
+        if isinstance(inner, WatchesMemory):
+            self._watched = inner
+            inner.settle()
         if self._die is not None and config.memory_bytes is not None:
             self._memory_limit = MemoryLimit(config.memory_bytes)
-        self._pin(self._memory.input_spill)
+        self._pin(memory.input_spill)
         if runner.runs_ahead:
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
             self._answerer.start()
@@ -316,7 +464,8 @@ class Worker:
     def _pin(self, memory: memoryview) -> None:
         """Pin shared memory for the GPU. Only in the worker's own process: a thread unmaps the
         memory while the process lives, and the GPU could still read it."""
-        runner: object = self._runner
+        assert self._loaded is not None
+        runner: object = self._loaded.runner
         if isinstance(runner, Headed):
             runner = runner.inner
         if self._die is not None and isinstance(runner, PinsMemory):
@@ -326,16 +475,17 @@ class Worker:
         """Return the answer for a batch that failed. If the error lost the GPU, exit instead: the
         core then finds the culprit by running the requests again, each alone."""
         answer = frames.BatchFailed(batch, _explain(error))
-        assert self._runner is not None
-        model: object = model_in(self._runner)
+        assert self._loaded is not None
+        model: object = model_in(self._loaded.runner)
         if self._die is not None and isinstance(model, MayBeLost) and model.is_lost():
             log.error("the GPU is lost to this worker: %s", answer.error)
             self._die()
         return answer
 
     def _run(self, frame: frames.Dispatch) -> None:
+        assert self._loaded is not None
         try:
-            begun = self._begin(frame)
+            begun = self._loaded.begin(frame)
         except BaseException as error:  # Any exception of the model is answered.
             failed = self._failed(frame.batch, error)
         else:
@@ -384,8 +534,9 @@ class Worker:
             self._answerer = None
 
     def _answer(self, begun: Begun) -> None:
+        assert self._loaded is not None
         try:
-            answer: frames.Done | frames.BatchFailed = self._finish(begun)
+            answer: frames.Done | frames.BatchFailed = self._loaded.finish(begun)
         except BaseException as error:  # Any exception of the model is answered.
             answer = self._failed(begun.frame.batch, error)
         self._leave_if_full(answer)
@@ -401,173 +552,6 @@ class Worker:
             self._memory.release([extent.offset for part in answer.outputs for extent in part])
             text = f"the answer's description does not fit a frame: {error.strerror}"
             self._channel.send(frames.BatchFailed(answer.batch, text))
-
-    def _begin(self, frame: frames.Dispatch) -> Begun:
-        assert self._runner is not None
-        began = time.perf_counter()
-        batch = self._batch_of_rows(frame) if frame.runs else self._batch_of_extents(frame)
-        gathered = time.perf_counter()
-        return Begun(frame, batch, self._runner.start(batch), began, gathered)
-
-    def _finish(self, begun: Begun) -> frames.Done:
-        frame, execution = begun.frame, begun.execution
-        answers = list(execution.wait())
-        if len(answers) != 1:
-            raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
-        ran = time.perf_counter()
-        gathered = begun.gathered + execution.prepare_s
-        ran -= execution.finish_s
-        (answer,) = answers
-        errors: dict[int, str] = {}
-        invalid: tuple[int, ...] = ()
-        if isinstance(answer, PerRequest):
-            outputs = self._store_each(frame, answer, errors)
-            invalid = _find_invalid(answer)
-        else:
-            outputs = self._store(frame, begun.batch, answer)
-        stored = time.perf_counter()
-        times = gathered - begun.began, ran - gathered, stored - ran
-        return frames.Done(frame.batch, *times, outputs, errors, invalid)
-
-    def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
-        assert self._memory is not None and self._config is not None
-        names = [spec.name for spec in self._config.inputs]
-        parts: list[list[Array]] = []
-        num_rows = 0
-        for run in frame.runs:
-            columns = self._memory.columns(run.slab, frame)
-            parts.append(
-                [column[run.row : run.row + run.count] for column in columns[: len(names)]]
-            )
-            num_rows += run.count
-        if len(parts) == 1:
-            inputs = dict(zip(names, parts[0], strict=True))
-        else:
-            inputs = {name: np.concatenate([p[i] for p in parts]) for i, name in enumerate(names)}
-        return Batch(inputs, num_rows, frame.requests)
-
-    def _batch_of_extents(self, frame: frames.Dispatch) -> Batch:
-        assert self._memory is not None and self._config is not None
-        num_rows = sum(part.num_rows for part in frame.requests)
-        stacked: dict[str, list[Array]] = {}
-        for part in frame.requests:
-            for extent in part.inputs:
-                stacked.setdefault(extent.name, []).append(self._memory.read(extent))
-        inputs = {
-            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-            for name, arrays in stacked.items()
-        }
-        return Batch(inputs, num_rows, frame.requests)
-
-    def _store(self, frame: frames.Dispatch, batch: Batch, outputs: Outputs) -> Spilled:
-        """Store fixed outputs of row batches in the slab, all others in the spill."""
-        assert self._config is not None and self._memory is not None
-        in_spill: list[tuple[TensorSpec, Array]] = []
-        column = len(self._config.inputs)
-        for spec in self._config.outputs:
-            values = checked(self._config, spec, outputs, batch.num_rows)
-            if not (spec.is_fixed and frame.runs):
-                in_spill.append((spec, values))
-                continue
-            row = 0
-            for run in frame.runs:
-                target = self._memory.columns(run.slab, frame)[column]
-                target[run.row : run.row + run.count] = values[row : row + run.count]
-                row += run.count
-            column += 1
-        return self._spill(self._split(frame, in_spill)) if in_spill else ()
-
-    def _split(self, frame: frames.Dispatch, values: Values) -> list[Values]:
-        """Split batched outputs by request."""
-        assert self._config is not None
-        if self._config.max_batch_size == 0:
-            return [values] * len(frame.requests)
-        parts: list[Values] = []
-        row = 0
-        for part in frame.requests:
-            end = row + part.num_rows
-            parts.append(
-                [(spec, self._own(spec, part, array_[row:end])) for spec, array_ in values]
-            )
-            row = end
-        return parts
-
-    def _own(self, spec: TensorSpec, part: frames.RequestPart, values: Array) -> Array:
-        """Return a request's output without padding."""
-        if not part.length:
-            return values
-        return cropped(spec.name, values, self._proof.crops, part.length)
-
-    def _store_each(
-        self, frame: frames.Dispatch, answer: PerRequest, errors: dict[int, str]
-    ) -> Spilled:
-        """Like `_store`, for models that answer each request separately. A request's error goes to
-        `errors` under its index and does not affect the others."""
-        if len(answer.answers) != len(frame.requests):
-            raise BackendFailed(
-                f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
-            )
-        in_spill: list[Values] = []
-        pairs = zip(frame.requests, answer.answers, strict=True)
-        for index, ((part, outputs), place) in enumerate(zip(pairs, _places(frame), strict=True)):
-            try:
-                if isinstance(outputs, Exception):
-                    raise outputs
-                in_spill.append(self._store_rows(frame, part, place, outputs))
-            except BaseException as error:  # Any exception of the model is answered.
-                errors[index] = _explain(error)
-                in_spill.append(())
-        return self._spill(in_spill) if any(in_spill) else ()
-
-    def _store_rows(
-        self,
-        frame: frames.Dispatch,
-        part: frames.RequestPart,
-        place: frames.RowRange | None,
-        outputs: Outputs,
-    ) -> Values:
-        """Store one request's outputs in its slab rows; return those without a column there."""
-        assert self._config is not None and self._memory is not None
-        left: list[tuple[TensorSpec, Array]] = []
-        column = len(self._config.inputs)
-        for spec in self._config.outputs:
-            has_column = spec.is_fixed and place is not None
-            if not part.outputs or spec.name in part.outputs:
-                values = checked(self._config, spec, outputs, part.num_rows)
-                if has_column:
-                    assert place is not None
-                    target = self._memory.columns(place.slab, frame)[column]
-                    target[place.row : place.row + place.count] = values
-                else:
-                    left.append((spec, values))
-            column += has_column
-        return left
-
-    def _spill(self, answers: Sequence[Values]) -> Spilled:
-        """Write each request's outputs to the spill; all or none. If the batch does not fit, it
-        fails and each of its requests runs again alone."""
-        assert self._memory is not None
-        spilled: list[list[frames.Extent]] = []
-        try:
-            for values in answers:
-                spilled.append([])
-                for spec, array_ in values:
-                    spilled[-1].append(self._memory.write(spec.name, spec.datatype, array_))
-        except BaseException:
-            self._memory.release([extent.offset for extents in spilled for extent in extents])
-            raise
-        return tuple(tuple(extents) for extents in spilled)
-
-
-def _find_invalid(answer: PerRequest) -> tuple[int, ...]:
-    """Return the indices of the requests that cannot be run, through their clients' fault."""
-    pairs = enumerate(answer.answers)
-    return tuple(index for index, each in pairs if isinstance(each, InvalidRequest))
-
-
-def _watched(runner: Runner) -> WatchesMemory | None:
-    inner: object = model_in(runner)
-    return inner if isinstance(inner, WatchesMemory) else None
 
 
 def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:
@@ -595,19 +579,19 @@ def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
     )
 
 
-def _places(frame: frames.Dispatch) -> Iterator[frames.RowRange | None]:
-    """Yield the slab rows of each request, which are always in one run; None if the batch is not in
+def _rows(frame: frames.Dispatch) -> Iterator[Sequence[frames.RowRange]]:
+    """Yield the slab rows of each request, which are always in one run; none if the batch is not in
     slabs."""
     runs = iter(frame.runs)
     slab = row = left = 0
     for part in frame.requests:
         if not frame.runs:
-            yield None
+            yield ()
             continue
         if left == 0:
             run = next(runs)
             slab, row, left = run.slab, run.row, run.count
-        yield frames.RowRange(slab, row, part.num_rows)
+        yield (frames.RowRange(slab, row, part.num_rows),)
         row += part.num_rows
         left -= part.num_rows
 

@@ -5,12 +5,13 @@ The codecs write these answers without them; a test compares each with a running
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from penstock.types import Parameter, RequestedOutput
-from penstock.wire.openai_v1 import SamplingFields
+from penstock.types import Parameter, RequestedOutput, TensorSpec
+from penstock.wire.json_errors import JsonList, JsonObject
+from penstock.wire.openai_v1 import OpenAiModel, SamplingFields
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -64,6 +65,12 @@ class ModelDescription(msgspec.Struct):
     outputs: list[TensorDescription]
 
 
+def describe_tensors(specs: Sequence[TensorSpec], has_batch: bool) -> list[TensorDescription]:
+    """Return tensors with their batch dimension, if they have one."""
+    batch = [-1] if has_batch else []
+    return [TensorDescription(spec.name, spec.datatype, [*batch, *spec.shape]) for spec in specs]
+
+
 class InputTensor(msgspec.Struct):
     """A tensor of a request: in `data`, flat or nested, or as bytes after the JSON, whose number is
     the parameter `binary_data_size`."""
@@ -72,7 +79,7 @@ class InputTensor(msgspec.Struct):
     shape: list[int]
     datatype: str
     parameters: dict[str, Parameter] = {}
-    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    data: JsonList | msgspec.UnsetType = msgspec.UNSET
 
 
 class InferFields(msgspec.Struct):
@@ -90,7 +97,7 @@ class OutputTensor(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
-    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    data: JsonList | msgspec.UnsetType = msgspec.UNSET
     parameters: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -107,7 +114,7 @@ class GenerateBody(SamplingFields, kw_only=True):
 
     text_input: str
     id: str | msgspec.UnsetType = msgspec.UNSET
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     exclude_input_in_output: bool | None = None
     return_finish_reason: bool | None = None
     return_num_input_tokens: bool | None = None
@@ -124,7 +131,7 @@ class GenerateAnswer(msgspec.Struct):
 
 
 class StatisticsAnswer(msgspec.Struct):
-    model_stats: list[dict[str, Any]]
+    model_stats: list[JsonObject]
 
 
 class IndexRow(msgspec.Struct):
@@ -134,14 +141,6 @@ class IndexRow(msgspec.Struct):
     version: str | msgspec.UnsetType = msgspec.UNSET
     state: str | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class OpenAiModel(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class OpenAiModels(msgspec.Struct):
@@ -156,13 +155,13 @@ class TextAnswer(msgspec.Struct):
     object: str
     created: int
     model: str
-    choices: list[dict[str, Any]]
-    usage: dict[str, Any]
+    choices: list[JsonObject]
+    usage: JsonObject
 
 
 class EmbeddingsList(msgspec.Struct):
     object: str
-    data: list[dict[str, Any]]
+    data: list[JsonObject]
     model: str
     usage: dict[str, int]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, PenstockError
 from penstock.sampling_params import SamplingParams
 from penstock.wire import json_errors
+from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_v1 import AnswerChoice, Raw, TokenUsage, read_sampling_params
 
 # Parameters of Triton's backends that are not served; only empty values are accepted.
@@ -41,20 +41,7 @@ class TritonRequest:
     has_num_output: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The common start of all answers to a request."""
-
-    model_name: str
-    model_version: str
-    asked: TritonRequest
-
-    def json(self) -> dict[str, Any]:
-        found = {"model_name": self.model_name, "model_version": self.model_version}
-        return found | ({"id": self.asked.id} if self.asked.id else {})
-
-
-_body = msgspec.json.Decoder(dict[str, Any])
+_body = msgspec.json.Decoder(JsonObject)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -99,7 +86,7 @@ def _check(flags: dict[str, bool | None], is_streaming: bool, is_streamed: bool)
             raise InvalidRequest(f"{name} is not supported in streams", name)
 
 
-def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
+def _parameters(fields: JsonObject) -> JsonObject:
     inner = fields.get("parameters")
     if inner is not None and not isinstance(inner, dict):
         raise InvalidRequest("parameters: expected an object", "parameters")
@@ -116,49 +103,66 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flag(found: dict[str, Any], name: str) -> bool | None:
+def _flag(found: JsonObject, name: str) -> bool | None:
     value = found.get(name)
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"{name}: expected true or false", name)
     return value
 
 
-def _object(data: Raw, what: str) -> dict[str, Any]:
+def _object(data: Raw, what: str) -> JsonObject:
     try:
         return _body.decode(data)
-    except msgspec.DecodeError as error:
+    except json_errors.UNREADABLE as error:
         text = json_errors.explain(data, error)
         raise InvalidRequest(f"{what} is not a JSON object: {text}") from None
-    except (UnicodeDecodeError, RecursionError):
-        raise InvalidRequest(
-            f"{what} is not a JSON object in UTF-8, or nested too deeply"
-        ) from None
 
 
-def whole(head: AnswerHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
-    asked = head.asked
-    found = head.json() | {"text_output": _one_or_all([each.text for each in choices])}
-    if asked.has_reason:
-        found["finish_reason"] = _one_or_all([each.reason for each in choices])
-    if asked.has_num_input:
-        found["num_input_tokens"] = usage.num_prompt
-    if asked.has_num_output:
-        found["num_output_tokens"] = usage.num_generated
-    return _encode(found)
+@dataclass(frozen=True, slots=True)
+class GenerateForm:
+    """Encodes the choices of an answer, whole or as events."""
+
+    model_name: str
+    model_version: str
+    asked: TritonRequest
+
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
+        asked = self.asked
+        found = self._json(_one_or_all([each.text for each in choices]))
+        if asked.has_reason:
+            found["finish_reason"] = _one_or_all([each.reason for each in choices])
+        if asked.has_num_input:
+            found["num_input_tokens"] = usage.num_prompt
+        if asked.has_num_output:
+            found["num_output_tokens"] = usage.num_generated
+        return _encode(found)
+
+    def begin(self, index: int) -> bytes:
+        return b""
+
+    def piece(self, choice: AnswerChoice) -> bytes:
+        found = self._json(choice.text)
+        if self.asked.has_reason:
+            # "None" until the end, as in vLLM.
+            found["finish_reason"] = str(choice.reason)
+        return b"data: " + _encode(found) + b"\n\n"
+
+    def end(self, usage: TokenUsage) -> bytes:
+        return b""
+
+    def error(self, error: PenstockError) -> bytes:
+        return b"data: " + _encode({"error": str(error)}) + b"\n\n"
+
+    def _json(self, text: object) -> dict[str, object]:
+        found: dict[str, object] = {
+            "model_name": self.model_name,
+            "model_version": self.model_version,
+        }
+        if self.asked.id:
+            found["id"] = self.asked.id
+        return {**found, "text_output": text}
 
 
-def event(head: AnswerHead, choice: AnswerChoice) -> bytes:
-    found = head.json() | {"text_output": choice.text}
-    if head.asked.has_reason:
-        # "None" until the end, as in vLLM.
-        found["finish_reason"] = str(choice.reason)
-    return b"data: " + _encode(found) + b"\n\n"
-
-
-def error_event(text: str) -> bytes:
-    return b"data: " + _encode({"error": text}) + b"\n\n"
-
-
-def _one_or_all(values: Sequence[Any]) -> Any:
+def _one_or_all(values: Sequence[object]) -> object:
     """Unwrap an output of one element."""
     return values[0] if len(values) == 1 else values

@@ -7,11 +7,12 @@ become objects, as templates expect. Errors name the message's place.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.wire.json_errors import JsonObject
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 4096
@@ -19,26 +20,22 @@ MAX_MESSAGES = 4096
 MAX_SHOWN = 40
 _json = msgspec.json.Decoder()
 
-Message = Mapping[str, Any]
-
-
-class InvalidMessage(InvalidRequest):
-    """An invalid message; the text names its place."""
+Message: TypeAlias = JsonObject
 
 
 def read_messages(messages: Sequence[Message]) -> list[Message]:
-    """Validate and convert messages; InvalidMessage says what is wrong."""
+    """Validate and convert messages; InvalidRequest says what is wrong."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidMessage(f"messages: {len(messages)}; expected 1 to {MAX_MESSAGES}")
+        raise _wrong(f"messages: {len(messages)}; expected 1 to {MAX_MESSAGES}")
     return [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
 def _read(message: Message, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidMessage(f"{where}.role: {_shown(role)}; expected one of {', '.join(ROLES)}")
+        raise _wrong(f"{where}.role: {_shown(role)}; expected one of {', '.join(ROLES)}")
     if message.get("audio") is not None:
-        raise InvalidMessage(f"{where}.audio: audio is not served; expected text")
+        raise _wrong(f"{where}.audio: audio is not served; expected text")
     found = {**message, "content": _read_content(message, where)}
     if message.get("tool_calls") is not None:
         found["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
@@ -59,35 +56,35 @@ def _read_content(message: Message, where: str) -> str:
         # It has tool calls or a refusal instead.
         refusal = message.get("refusal")
         return refusal if isinstance(refusal, str) else ""
-    raise InvalidMessage(f"{where}.content: {_shown(content)}; expected text or parts of text")
+    raise _wrong(f"{where}.content: {_shown(content)}; expected text or parts of text")
 
 
 def _read_part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("text", "refusal"):
-        raise InvalidMessage(f"{where}: a part of type {_shown(kind)}; expected text")
+        raise _wrong(f"{where}: a part of type {_shown(kind)}; expected text")
     assert isinstance(part, Mapping)
     text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidMessage(f"{where}.{kind}: {_shown(text)}; expected a string")
+        raise _wrong(f"{where}.{kind}: {_shown(text)}; expected a string")
     return text
 
 
 def _read_calls(calls: object, where: str) -> list[Message]:
     if not isinstance(calls, list):
-        raise InvalidMessage(f"{where}: {_shown(calls)}; expected a list")
+        raise _wrong(f"{where}: {_shown(calls)}; expected a list")
     return [_read_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
 def _read_call(call: object, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidMessage(f"{where}: expected a function with a name and arguments")
+        raise _wrong(f"{where}: expected a function with a name and arguments")
     assert isinstance(call, Mapping)
     return {**call, "function": {**function, "arguments": _read_arguments(function)}}
 
 
-def _read_arguments(function: Message) -> object:
+def _read_arguments(function: Mapping[str, object]) -> object:
     """Parse arguments to an object; anything else that a model wrote stays as it is."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -97,6 +94,10 @@ def _read_arguments(function: Message) -> object:
     except (msgspec.DecodeError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+def _wrong(text: str) -> InvalidRequest:
+    return InvalidRequest(text, "messages")
 
 
 def _shown(value: object) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, NotAllowed, NotFound, PenstockError
 from penstock.sampling_params import SamplingParams
 from penstock.wire import json_errors
+from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_fields import (
     OF_CHATS,
     OF_COMPLETIONS,
@@ -26,9 +27,11 @@ from penstock.wire.openai_fields import (
     Asks,
     find_refused,
 )
-from penstock.wire.openai_messages import InvalidMessage, read_messages
+from penstock.wire.openai_messages import Message, read_messages
+from penstock.wire.statuses import status_of
 
 Raw = bytes | bytearray | memoryview
+Body = TypeVar("Body", bound=msgspec.Struct)
 # One text, several, one list of tokens, or several.
 Given = str | list[str | int | list[int]]
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
@@ -106,14 +109,14 @@ class ChatBody(SamplingFields, kw_only=True):
     """The JSON of a chat request."""
 
     model: str
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     # Passed to the template, as in vLLM.
     reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: list[JsonObject] | None = None
     add_generation_prompt: bool | None = None
 
 
@@ -131,11 +134,11 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -145,60 +148,28 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-# The supported fields, by endpoint.
-CHAT_FIELDS = ChatBody.__struct_fields__
-COMPLETION_FIELDS = CompletionBody.__struct_fields__
-EMBEDDING_FIELDS = EmbeddingsBody.__struct_fields__
-TOKENIZE_FIELDS = TokenizeBody.__struct_fields__
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    is_on: bool
-    has_usage: bool
-
-
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     model: str
     # Texts, or lists of tokens.
     prompts: Sequence[str | list[int]]
     params: SamplingParams
-    streaming: Streaming
+    is_streamed: bool
     # Return the prompt too, with its logprobs if those are requested.
     is_echoed: bool
     has_special_tokens: bool
+    # Whether a stream ends with the usage.
+    has_usage: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     model: str
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Message]
     params: SamplingParams
-    streaming: Streaming
-    template_options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
-    """Tokenize a text, or the messages of a chat."""
-
-    # None: the only model.
-    model: str | None
-    prompt: str | None
-    messages: Sequence[Mapping[str, Any]]
-    has_special_tokens: bool
-    has_texts: bool
-    template_options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingsRequest:
-    model: str
-    inputs: Sequence[str | list[int]]
-    is_base64: bool
-    # None: all of the model's.
-    num_dimensions: int | None
+    is_streamed: bool
+    template_options: JsonObject
+    has_usage: bool
 
 
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -206,11 +177,11 @@ _chat = msgspec.json.Decoder(ChatBody)
 _embeddings = msgspec.json.Decoder(EmbeddingsBody)
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
-_any = msgspec.json.Decoder(dict[str, Any])
+_any = msgspec.json.Decoder(JsonObject)
 
 
 def read_completion(body: Raw) -> CompletionRequest:
-    found: CompletionBody = _decoded(_completion, body, OF_COMPLETIONS)
+    found = _decoded(_completion, body, OF_COMPLETIONS)
     prompts = _prompts(found.prompt, "prompt")
     num_logprobs = found.logprobs
     _check_range("logprobs", num_logprobs, 0, MAX_LOGPROBS)
@@ -222,15 +193,16 @@ def read_completion(body: Raw) -> CompletionRequest:
         found.model,
         prompts,
         params,
-        _streaming(found),
+        bool(found.stream),
         bool(found.echo),
         found.add_special_tokens is not False,
+        _has_usage(found),
     )
 
 
 def read_chat(body: Raw) -> ChatRequest:
-    found: ChatBody = _decoded(_chat, body, OF_CHATS)
-    messages = _messages(found.messages)
+    found = _decoded(_chat, body, OF_CHATS)
+    messages = read_messages(found.messages)
     if found.top_logprobs and not found.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     _check_range("top_logprobs", found.top_logprobs, 0, MAX_LOGPROBS)
@@ -241,22 +213,21 @@ def read_chat(body: Raw) -> ChatRequest:
         found.model,
         messages,
         params,
-        _streaming(found),
-        _template_options(found),
+        bool(found.stream),
+        template_options(found),
+        _has_usage(found),
     )
 
 
-def _template_options(found: ChatBody) -> dict[str, Any]:
-    own = {
-        "reasoning_effort": found.reasoning_effort,
-        "documents": found.documents,
-        "add_generation_prompt": found.add_generation_prompt,
-    }
+def template_options(found: ChatBody | TokenizeBody) -> JsonObject:
+    """Return what a request passes to the chat template besides its messages."""
+    names = ("reasoning_effort", "documents", "add_generation_prompt")
+    own = {name: getattr(found, name, None) for name in names}
     given = {name: value for name, value in own.items() if value is not None}
     return {**(found.chat_template_kwargs or {}), **given}
 
 
-def read_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+def read_sampling_params(fields: JsonObject) -> SamplingParams:
     """Read sampling parameters of another protocol; unsupported fields are refused."""
     try:
         found = msgspec.convert(fields, SamplingFields, strict=False)
@@ -267,53 +238,40 @@ def read_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     return _params(found, most, None)
 
 
-def read_embeddings(body: Raw) -> EmbeddingsRequest:
-    found: EmbeddingsBody = _decoded(_embeddings, body, OF_EMBEDDINGS)
+def read_embeddings(body: Raw) -> EmbeddingsBody:
+    """Read a request; its `input` is a list of texts, or of lists of tokens."""
+    found = _decoded(_embeddings, body, OF_EMBEDDINGS)
     _check_range("dimensions", found.dimensions, 1, LARGEST)
-    inputs = _prompts(found.input, "input", MAX_INPUTS)
-    return EmbeddingsRequest(
-        found.model, inputs, found.encoding_format == "base64", found.dimensions
-    )
+    found.input = [*_prompts(found.input, "input", MAX_INPUTS)]
+    return found
 
 
-def read_tokenize(body: Raw) -> TokenizeRequest:
-    found: TokenizeBody = _decoded(_tokenize, body, OF_TOKENIZE)
+def read_tokenize(body: Raw) -> TokenizeBody:
+    """Read a request for the tokens of a text, or of the messages of a chat."""
+    found = _decoded(_tokenize, body, OF_TOKENIZE)
     if (found.prompt is None) == (found.messages is None):
         raise InvalidRequest("expected either prompt or messages", "prompt")
-    messages = [] if found.messages is None else _messages(found.messages)
-    options = dict(found.chat_template_kwargs or {})
-    if found.add_generation_prompt is not None:
-        options["add_generation_prompt"] = found.add_generation_prompt
-    return TokenizeRequest(
-        found.model,
-        found.prompt,
-        messages,
-        found.add_special_tokens,
-        bool(found.return_token_strs),
-        options,
-    )
+    if found.messages is not None:
+        found.messages = read_messages(found.messages)
+    return found
 
 
 def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
     """Return the model (None: the only one) and the tokens."""
-    found: DetokenizeBody = _decoded(_detokenize, body)
+    found = _decoded(_detokenize, body)
     check_tokens("tokens", found.tokens, LARGEST + 1)
     return found.model, found.tokens
 
 
 def _decoded(
-    decoder: msgspec.json.Decoder[Any], body: Raw, refused: Mapping[str, Asks] = NOTHING_REFUSED
-) -> Any:
+    decoder: msgspec.json.Decoder[Body], body: Raw, refused: Mapping[str, Asks] = NOTHING_REFUSED
+) -> Body:
     try:
         found, fields = decoder.decode(body), _any.decode(body)
     except msgspec.ValidationError as error:
         raise _wrong(error) from None
-    except msgspec.DecodeError as error:
+    except json_errors.UNREADABLE as error:
         raise InvalidRequest(f"the body is not JSON: {json_errors.explain(body, error)}") from None
-    except UnicodeDecodeError:
-        raise InvalidRequest("the body is not JSON: it is not UTF-8") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
     _check_served(fields, refused)
     model = fields.get("model")
     if isinstance(model, str) and len(model) > MAX_MODEL_CHARS:
@@ -330,7 +288,7 @@ def _wrong(error: msgspec.ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{field}: {text}" if field else text, field)
 
 
-def _check_served(fields: Mapping[str, Any], refused: Mapping[str, Asks]) -> None:
+def _check_served(fields: JsonObject, refused: Mapping[str, Asks]) -> None:
     name = find_refused(fields, refused)
     if name is not None:
         raise InvalidRequest(f"{name} is not supported", name, "unsupported_parameter")
@@ -339,13 +297,6 @@ def _check_served(fields: Mapping[str, Any], refused: Mapping[str, Asks]) -> Non
     if inner is not None:
         text = f"stream_options.{inner} is not supported"
         raise InvalidRequest(text, "stream_options", "unsupported_parameter")
-
-
-def _messages(given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    try:
-        return read_messages(given)
-    except InvalidMessage as error:
-        raise InvalidRequest(str(error), "messages") from None
 
 
 def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | list[int]]:
@@ -372,7 +323,7 @@ def _params(
     _check_range("max_tokens", max_tokens, least, LARGEST)
     _check_range("min_tokens", found.min_tokens, 0, max_tokens)
     _check_stop_tokens(found.stop_token_ids or ())
-    given: dict[str, Any] = {}
+    given: JsonObject = {}
     for name, (low, high) in RANGES.items():
         value = getattr(found, name)
         if value is not None:
@@ -441,25 +392,17 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(token): value for token, value in given.items()}
 
 
-def _streaming(found: SamplingFields) -> Streaming:
-    if found.stream_options is not None and not found.stream:
+def _has_usage(found: SamplingFields) -> bool:
+    if found.stream_options is None:
+        return False
+    if not found.stream:
         raise InvalidRequest(
             "stream_options is for streams; expected stream to be true", "stream_options"
         )
-    has_usage = found.stream_options is not None and bool(found.stream_options.include_usage)
-    return Streaming(bool(found.stream), has_usage)
+    return bool(found.stream_options.include_usage)
 
 
 # Answers.
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkHead:
-    """The common start of all chunks of an answer."""
-
-    id: str
-    created: int
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +432,7 @@ class TokenUsage:
     num_generated: int
     num_cached: int = 0
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_generated,
@@ -498,89 +441,90 @@ class TokenUsage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A model: when it was loaded (seconds since 1970), and its maximum context length."""
-
-    name: str
+class OpenAiModel(msgspec.Struct):
+    id: str
+    object: str
     created: int
-    max_length: int = 0
+    owned_by: str
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
 _encode = msgspec.json.Encoder().encode
 
 
-def completion(head: ChunkHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
-    return _encode({**_completion_json(head, choices), "usage": usage.json()})
+@dataclass(frozen=True, slots=True)
+class CompletionForm:
+    """Encodes the choices of a completion, whole or as events."""
 
+    id: str
+    created: int
+    model: str
+    # Whether a stream ends with the usage.
+    has_usage: bool = False
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
 
-def completion_piece(head: ChunkHead, choice: AnswerChoice) -> bytes:
-    return _event(_completion_json(head, [choice]))
+    def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
+        found = self._json(self.kind, [self._choice(each) for each in choices])
+        return _encode({**found, "usage": usage.json()})
 
+    def begin(self, index: int) -> bytes:
+        """Encode what precedes the first piece of a choice; may be empty."""
+        return b""
 
-def completion_usage(head: ChunkHead, usage: TokenUsage) -> bytes:
-    return _event({**_completion_json(head, []), "usage": usage.json()})
+    def piece(self, choice: AnswerChoice) -> bytes:
+        return _event(self._json(self.chunk_kind, [self._piece(choice)]))
 
+    def end(self, usage: TokenUsage) -> bytes:
+        """Encode what follows the last piece."""
+        if not self.has_usage:
+            return DONE
+        return _event({**self._json(self.chunk_kind, []), "usage": usage.json()}) + DONE
 
-def chat(head: ChunkHead, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
-    found = [
-        {
-            "index": each.index,
-            "message": {"role": "assistant", "content": each.text, "refusal": None},
-            "logprobs": _chat_logprobs(each.logprobs),
-            "finish_reason": each.reason,
+    def error(self, error: PenstockError) -> bytes:
+        """Encode the end of a stream that failed."""
+        return b"data: " + encode_error(error) + b"\n\n" + DONE
+
+    def _json(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices}
+
+    def _choice(self, choice: AnswerChoice) -> dict[str, object]:
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": _completion_logprobs(choice.logprobs),
+            "finish_reason": choice.reason,
         }
-        for each in choices
-    ]
-    return _encode({**_head(head, "chat.completion"), "choices": found, "usage": usage.json()})
+
+    _piece = _choice
 
 
-def chat_begin(head: ChunkHead, index: int) -> bytes:
-    """Encode the first chunk, before any token."""
-    delta = {"role": "assistant", "content": "", "refusal": None}
-    return _event(_chat_piece_json(head, index, delta, None, None))
+class ChatForm(CompletionForm):
+    """Encodes the choices of a chat, whole or as events."""
+
+    __slots__ = ()
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def begin(self, index: int) -> bytes:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        choice = _chat_choice(AnswerChoice(index, "", None), "delta", delta)
+        return _event(self._json(self.chunk_kind, [choice]))
+
+    def _choice(self, choice: AnswerChoice) -> dict[str, object]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return _chat_choice(choice, "message", message)
+
+    def _piece(self, choice: AnswerChoice) -> dict[str, object]:
+        return _chat_choice(choice, "delta", {"content": choice.text} if choice.text else {})
 
 
-def chat_piece(head: ChunkHead, choice: AnswerChoice) -> bytes:
-    delta = {"content": choice.text} if choice.text else {}
-    return _event(_chat_piece_json(head, choice.index, delta, choice.reason, choice.logprobs))
-
-
-def chat_usage(head: ChunkHead, usage: TokenUsage) -> bytes:
-    found = {**_head(head, "chat.completion.chunk"), "choices": [], "usage": usage.json()}
-    return _event(found)
-
-
-def models(known: Sequence[Known]) -> bytes:
-    return _encode({"object": "list", "data": [_model(each) for each in known]})
-
-
-def model(known: Known) -> bytes:
-    return _encode(_model(known))
-
-
-def _model(known: Known) -> dict[str, Any]:
-    found = {"id": known.name, "object": "model", "created": known.created, "owned_by": "penstock"}
-    return found | ({"max_model_len": known.max_length} if known.max_length else {})
-
-
-def embeddings(model: str, vectors: Sequence[Any], num_tokens: int) -> bytes:
-    """Encode vectors as lists of numbers, or as base64 of FP32."""
-    found = [
-        {"object": "embedding", "index": number, "embedding": vector}
-        for number, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _encode({"object": "list", "data": found, "model": model, "usage": usage})
-
-
-def tokenized(tokens: Sequence[int], max_length: int, texts: Sequence[str] | None) -> bytes:
-    found = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens}
-    return _encode(found | {"token_strs": texts})
-
-
-def detokenized(text: str) -> bytes:
-    return _encode({"prompt": text})
+def describe_model(
+    name: str, created: int, max_length: int | msgspec.UnsetType = msgspec.UNSET
+) -> OpenAiModel:
+    """Describe a model: when it was loaded (seconds since 1970), and its context length."""
+    return OpenAiModel(name, "model", created, "penstock", max_length)
 
 
 def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
@@ -596,44 +540,34 @@ def error(text: str, kind: str, param: str | None = None, code: str | None = Non
     return _encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
 
 
+def encode_error(failure: PenstockError) -> bytes:
+    """Encode an error with the invalid field and OpenAI's code for it."""
+    param: str | None = None
+    code: str | None = None
+    match failure:
+        case InvalidRequest():
+            param, code = failure.field, failure.code
+        case NotFound():
+            param, code = "model", "model_not_found"
+        case NotAllowed(needs_key=True):
+            code = "invalid_api_key"
+    return error(str(failure), status_of(failure).openai_type, param, code)
+
+
 def _event(value: object) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def _head(head: ChunkHead, kind: str) -> dict[str, Any]:
-    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
-
-
-def _completion_json(head: ChunkHead, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-    found = [
-        {
-            "index": each.index,
-            "text": each.text,
-            "logprobs": _completion_logprobs(each.logprobs),
-            "finish_reason": each.reason,
-        }
-        for each in choices
-    ]
-    return {**_head(head, "text_completion"), "choices": found}
-
-
-def _chat_piece_json(
-    head: ChunkHead,
-    index: int,
-    delta: Mapping[str, Any],
-    reason: str | None,
-    logprobs: Sequence[TokenLogprob] | None,
-) -> dict[str, Any]:
-    choice = {
-        "index": index,
-        "delta": delta,
-        "logprobs": _chat_logprobs(logprobs),
-        "finish_reason": reason,
+def _chat_choice(choice: AnswerChoice, name: str, content: object) -> dict[str, object]:
+    return {
+        "index": choice.index,
+        name: content,
+        "logprobs": _chat_logprobs(choice.logprobs),
+        "finish_reason": choice.reason,
     }
-    return {**_head(head, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, object] | None:
     if logprobs is None:
         return None
     return {
@@ -660,7 +594,7 @@ def _top(token: TokenLogprob) -> dict[str, float | None] | None:
     return found or None
 
 
-def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, object] | None:
     if logprobs is None:
         return None
     content = [
@@ -673,7 +607,7 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | 
     return {"content": content, "refusal": None}
 
 
-def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
+def _chat_token(data: bytes, logprob: float) -> dict[str, object]:
     text = data.decode("utf-8", "replace")
     return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +32,7 @@ from penstock.types import (
     split_bytes,
 )
 from penstock.wire import json_errors
+from penstock.wire.json_errors import JsonList
 
 MAX_TENSORS = 1024
 MAX_FORMS = 1024
@@ -85,7 +85,7 @@ class _Output(msgspec.Struct, omit_defaults=True):
     datatype: str
     shape: tuple[int, ...]
     parameters: dict[str, int] | None = None
-    data: Any = None
+    data: msgspec.Raw | None = None
 
 
 class _InferAnswer(msgspec.Struct):
@@ -119,15 +119,12 @@ _packers: dict[tuple[str, int], struct.Struct] = {}
 _decode = msgspec.json.Decoder(InferBody).decode
 _encode = msgspec.json.Encoder().encode
 
-# Decoders of JSON elements, by numpy's kind letter ('O' is BYTES).
-_flat_lists: Mapping[str, Callable[[Buffer], list[Any]]] = {
-    "b": msgspec.json.Decoder(list[bool]).decode,
-    "i": msgspec.json.Decoder(list[int]).decode,
-    "u": msgspec.json.Decoder(list[int]).decode,
-    "f": msgspec.json.Decoder(list[float]).decode,
-    "O": msgspec.json.Decoder(list[str]).decode,
-}
+# Types of JSON elements and decoders of lists of them, by numpy's kind letter ('O' is BYTES).
 _element_types: Mapping[str, type] = {"b": bool, "i": int, "u": int, "f": float, "O": str}
+_flat_lists: Mapping[str, Callable[[Buffer], JsonList]] = {
+    kind: msgspec.json.Decoder(list[element]).decode  # type: ignore[valid-type]
+    for kind, element in _element_types.items()
+}
 
 
 class InferTemplate:
@@ -449,12 +446,10 @@ def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received:
 def _parse(head: Buffer) -> InferBody:
     try:
         wire = _decode(head)
-    except msgspec.DecodeError as error:
+    except json_errors.UNREADABLE as error:
         raise InvalidRequest(
             f"failed to parse the request JSON: {json_errors.explain(head, error)}"
         ) from None
-    except (RecursionError, UnicodeDecodeError):
-        raise InvalidRequest("failed to parse the request JSON: too deep, or not UTF-8") from None
     if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     _check_integers(wire.parameters)
@@ -463,35 +458,6 @@ def _parse(head: Buffer) -> InferBody:
 
 def encode_error(text: str) -> bytes:
     return _encode(_Error(text))
-
-
-def encode_metadata(
-    name: str,
-    versions: Sequence[str],
-    platform: str,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    has_batch: bool,
-) -> bytes:
-    def rows(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": spec.name,
-                "datatype": spec.datatype,
-                "shape": [-1, *spec.shape] if has_batch else list(spec.shape),
-            }
-            for spec in specs
-        ]
-
-    return _encode(
-        {
-            "name": name,
-            "versions": list(versions),
-            "platform": platform,
-            "inputs": rows(inputs),
-            "outputs": rows(outputs),
-        }
-    )
 
 
 def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:
@@ -542,31 +508,31 @@ def _from_json(item: _Input) -> Buffer:
             f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
             f"'data' has {len(values)}"
         )
-    if 0 < expected <= MAX_PACKED and kind != "O":
-        return _pack(item, datatype, values)
     if kind == "O":
         try:
             encoded: Array = np.array([v.encode() for v in values] or [], dtype=np.object_)
         except UnicodeEncodeError:
             raise InvalidRequest(f"input '{item.name}': a string is not valid Unicode") from None
         return pack_bytes(encoded)
+    if not expected:
+        return b""
     try:
-        with np.errstate(over="ignore"):
-            array = np.array(values, dtype=datatype.numpy)
-    except OverflowError:
-        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
-    if kind == "f" and not np.isfinite(array).all():
-        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}")
-    return array.data.cast("B") if expected else b""
-
-
-def _pack(item: _Input, datatype: Datatype, values: list[Any]) -> bytes:
-    """Pack elements; for small numbers several times faster than numpy."""
-    assert datatype.itemsize is not None
-    try:
-        return _packer(datatype, len(values) * datatype.itemsize).pack(*values)
+        return _pack(datatype, values)
     except (OverflowError, struct.error):
         raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
+
+
+def _pack(datatype: Datatype, values: JsonList) -> Buffer:
+    """Pack numbers; few of them several times faster than numpy. OverflowError or struct.error if
+    one does not fit."""
+    if len(values) <= MAX_PACKED:
+        assert datatype.itemsize is not None
+        return _packer(datatype, len(values) * datatype.itemsize).pack(*values)
+    with np.errstate(over="ignore"):
+        array = np.array(values, dtype=datatype.numpy)
+    if datatype.numpy.kind == "f" and not np.isfinite(array).all():
+        raise OverflowError
+    return array.data.cast("B")
 
 
 def _packer(datatype: Datatype, nbytes: int) -> struct.Struct:
@@ -579,7 +545,7 @@ def _packer(datatype: Datatype, nbytes: int) -> struct.Struct:
     return packer
 
 
-def _elements(item: _Input, kind: str) -> list[Any]:
+def _elements(item: _Input, kind: str) -> JsonList:
     """Return the elements of `data` in row-major order, from a flat or nested list."""
     try:
         return _flat_lists[kind](item.data)
@@ -596,7 +562,7 @@ def _elements(item: _Input, kind: str) -> list[Any]:
     return _flatten(item, level, _element_types[kind])
 
 
-def _flatten(item: _Input, level: list[Any], element: type) -> list[Any]:
+def _flatten(item: _Input, level: JsonList, element: type) -> JsonList:
     """Flatten regular nesting: at each depth all are lists of one length, or none is. As in Triton,
     the nesting need not match the shape; the number of elements is checked later."""
     while level and isinstance(level[0], list):
@@ -606,7 +572,12 @@ def _flatten(item: _Input, level: list[Any], element: type) -> list[Any]:
         level = [each for row in level for each in row]
     if any(isinstance(each, list) for each in level):
         raise _ragged(item)
-    return _typed(item, level, element)
+    try:
+        return msgspec.convert(level, list[element])  # type: ignore[valid-type]
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"input '{item.name}': 'data' does not hold {item.datatype} values: {error}"
+        ) from None
 
 
 def _ragged(item: _Input) -> InvalidRequest:
@@ -614,16 +585,6 @@ def _ragged(item: _Input) -> InvalidRequest:
         f"input '{item.name}': 'data' is ragged; expected {num_elements(item.shape)} elements in "
         "one list, or in nested lists of equal lengths"
     )
-
-
-def _typed(item: _Input, values: list[Any], element: type) -> list[Any]:
-    try:
-        checked: list[Any] = msgspec.convert(values, list[element])  # type: ignore[valid-type]
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(
-            f"input '{item.name}': 'data' does not hold {item.datatype} values: {error}"
-        ) from None
-    return checked
 
 
 def check_shape(name: str, shape: Sequence[int]) -> None:

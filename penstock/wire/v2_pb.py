@@ -8,7 +8,7 @@ error names its input, with the same text as in `wire.v2` where both can fail.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -30,21 +30,16 @@ from penstock.types import (
 )
 from penstock.wire.v2 import MAX_TENSORS, apply_parameters, check_outputs, check_shape
 
+# Protobuf's generated classes have no types.
+Proto: TypeAlias = Any
 # grpc_service.proto, InferTensorContents: the field of each datatype.
 CONTENTS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
+    "BOOL": "bool_contents", "BYTES": "bytes_contents",
+    "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
+    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents",
+    "UINT32": "uint_contents", "UINT64": "uint64_contents",
+    "FP32": "fp32_contents", "FP64": "fp64_contents",
+}  # fmt: skip
 # Typed elements per request. They are converted one by one on the event loop, which delays all
 # other requests.
 MAX_TYPED = 4 << 20
@@ -52,7 +47,7 @@ MAX_TYPED = 4 << 20
 WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
-def parse(message_type: Any, data: bytes) -> Any:
+def parse(message_type: Proto, data: bytes) -> Proto:
     """Parse a message of the given type; InvalidRequest if the bytes are not one."""
     try:
         return message_type.FromString(data)
@@ -61,8 +56,7 @@ def parse(message_type: Any, data: bytes) -> Any:
         raise InvalidRequest(f"failed to parse the {name}: {error}") from None
 
 
-def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
-    """Convert a ModelInferRequest."""
+def decode_infer(message: Proto, sink: ReplySink, received: float) -> Request:
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     for item in message.inputs:
@@ -83,7 +77,7 @@ def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
     return request
 
 
-def encode_answer(request: Request, response: Response) -> Any:
+def encode_answer(request: Request, response: Response) -> Proto:
     """Return a ModelInferResponse; copies the tensors."""
     outputs = service_pb2.ModelInferResponse.InferOutputTensor
     message = service_pb2.ModelInferResponse(
@@ -101,8 +95,7 @@ def encode_answer(request: Request, response: Response) -> Any:
     return message
 
 
-def set_parameter(target: Any, value: Parameter) -> None:
-    """Set the value of an InferParameter."""
+def set_parameter(target: Proto, value: Parameter) -> None:
     match value:
         case bool():
             target.bool_param = value
@@ -116,7 +109,7 @@ def set_parameter(target: Any, value: Parameter) -> None:
             target.string_param = value
 
 
-def _parameters(wire: Mapping[str, Any]) -> dict[str, Parameter]:
+def _parameters(wire: Mapping[str, Proto]) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for name, value in wire.items():
         kind = value.WhichOneof("parameter_choice")
@@ -126,7 +119,7 @@ def _parameters(wire: Mapping[str, Any]) -> dict[str, Parameter]:
     return parameters
 
 
-def _raw(message: Any) -> list[Tensor]:
+def _raw(message: Proto) -> list[Tensor]:
     contents = message.raw_input_contents
     inputs = message.inputs
     for item in inputs:
@@ -155,7 +148,7 @@ def _raw(message: Any) -> list[Tensor]:
     return tensors
 
 
-def _typed(message: Any) -> list[Tensor]:
+def _typed(message: Proto) -> list[Tensor]:
     tensors: list[Tensor] = []
     left = MAX_TYPED
     for item in message.inputs:
@@ -165,7 +158,7 @@ def _typed(message: Any) -> list[Tensor]:
     return tensors
 
 
-def _pack(item: Any, left: int) -> bytes:
+def _pack(item: Proto, left: int) -> bytes:
     """Return the typed contents of one input, of at most `left` elements, as raw bytes."""
     datatype = DATATYPES.get(item.datatype)
     if datatype is None:
@@ -213,8 +206,7 @@ def _pack(item: Any, left: int) -> bytes:
 # The client's side.
 
 
-def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Any:
-    """Return a ModelInferRequest with raw tensors."""
+def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Proto:
     inputs = service_pb2.ModelInferRequest.InferInputTensor
     return service_pb2.ModelInferRequest(
         model_name=model,
@@ -227,7 +219,7 @@ def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Any:
     )
 
 
-def read_answer(message: Any) -> dict[str, Array]:
+def read_answer(message: Proto) -> dict[str, Array]:
     """Return the outputs of a ModelInferResponse by name; BackendFailed if they are not raw."""
     outputs, contents = message.outputs, message.raw_output_contents
     if len(outputs) != len(contents):

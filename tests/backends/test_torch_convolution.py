@@ -256,7 +256,7 @@ def test_a_whole_network_is_prepared_once_for_each_shape():
         run(batch)
     assert len(calls) == 2 and tuner.num_tuned == 2
     found.module(images(batch=1)), found.module(images(batch=4))
-    text = found.built()["fusion"]
+    text = found.facts()["fusion"]
     assert text.startswith("1 convolutions; batch 1: 1 ") and "; batch 4: 1 " in text
-    assert found.built()["fusion_timed"] == "2 cases"
+    assert found.facts()["fusion_timed"] == "2 cases"
     assert set(found.files()) == {"fusion.json"}

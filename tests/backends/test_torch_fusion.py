@@ -121,7 +121,7 @@ def test_residual_network_is_convolutions_pool_and_head():
     block, first = [(False, True), (False, True), (True, True)], [(False, False)]
     expected = [(False, True), *block[:2], *first, block[2], *block, *block[:2], *first, block[2]]
     assert layers_of(found) == expected
-    assert found.built() == {"fusion": "12 convolutions: 12 torch"}
+    assert found.facts() == {"fusion": "12 convolutions: 12 torch"}
     assert found.files() == {}
 
 
@@ -272,7 +272,7 @@ def test_convolutions_that_are_more_stay(conv):
     module = trained(nn.Sequential(conv, nn.ReLU()))
     found = fusion.fuse(module)
     assert_same_answers(module, found)
-    assert layers_of(found) == [] and found.built() == {"fusion": "0 convolutions: none"}
+    assert layers_of(found) == [] and found.facts() == {"fusion": "0 convolutions: none"}
 
 
 @pytest.mark.parametrize(

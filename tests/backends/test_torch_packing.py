@@ -211,7 +211,7 @@ def test_a_module_that_is_no_encoder_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_make_no_sense_are_refused_together(tmp_path: Path) -> None:
     config = write(tmp_path)
-    assert "'rows' is not tokens" in reason(config, **{"penstock.pack": "rows"})
+    assert "'rows' is not one of tokens" in reason(config, **{"penstock.pack": "rows"})
     assert "not together with penstock.compile" in reason(config, **{"penstock.compile": "default"})
     fused = {"penstock.fuse": "convolutions"}
     assert "not together with penstock.fuse" in reason(config, **fused)

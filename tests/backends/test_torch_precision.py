@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 torch = pytest.importorskip("torch")
-torch_precision = pytest.importorskip("penstock.backends.torch_precision")
+pytorch = pytest.importorskip("penstock.backends.pytorch")
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +29,19 @@ def as_it_was() -> Iterator[None]:
 )
 def test_it_is_said_and_read_back_whatever_was_before(dtype: str, rounded: str) -> None:
     for before in ("tf32", "fp32", ""):
-        torch_precision.set_precision(before)
-        torch_precision.set_precision(dtype)
-        assert torch_precision.rounded() == rounded
+        pytorch.set_precision(before)
+        pytorch.set_precision(dtype)
+        assert pytorch.rounded() == rounded
 
 
 def test_what_a_model_sets_itself_is_seen() -> None:
-    torch_precision.set_precision("")
+    pytorch.set_precision("")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert torch_precision.rounded() == "matrices,convolutions"
+    assert pytorch.rounded() == "matrices,convolutions"
 
 
 def test_the_compiler_s_advice_is_not_heard() -> None:
-    torch_precision.set_precision("")
+    pytorch.set_precision("")
     # As Inductor says it; an error here unless it is passed over.
     warnings.warn("TensorFloat32 tensor cores for float32 ... not enabled.", stacklevel=1)
     with pytest.raises(UserWarning):

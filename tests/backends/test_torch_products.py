@@ -14,13 +14,14 @@ torch = pytest.importorskip("torch")
 from fake_cublaslt import FakeCublasLt  # noqa: E402
 
 from penstock.backends.torch_convolution import remembered  # noqa: E402
-from penstock.backends.torch_products import (  # noqa: E402
-    Gemm,
-    Multiplier,
+from penstock.backends.torch_products import Gemm, Multiplier, open_multiplier  # noqa: E402
+from penstock.kernels.cublaslt import (  # noqa: E402
+    E4M3,
+    GemmForm,
+    Operands,
+    Products,
     Unavailable,
-    open_multiplier,
 )
-from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Products  # noqa: E402
 
 HALF = torch.float16
 CPU = torch.device("cpu")

@@ -62,7 +62,7 @@ def test_a_module_of_either_kind_is_fused_for_any_batch(looks, name):
         with torch.inference_mode():
             wanted = net(x)["scores"]
         assert torch.allclose(answer["scores"], wanted, atol=1e-5)
-    assert found.built() == {"fusion": "2 convolutions: 2 torch"}
+    assert found.facts() == {"fusion": "2 convolutions: 2 torch"}
     assert [layer.has_relu for layer in found.layers] == [True, True]
     kinds = {type(each).__name__ for each in found.module.modules()}
     assert not kinds & {"BatchNorm2d", "ReLU", "Dropout", "MaxPool2d"}

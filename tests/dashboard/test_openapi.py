@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.dashboard.openapi import STATUSES, TAGS, describe, path_of, tag_of
-from penstock.protocols.http_errors import STATUS
 from penstock.protocols.route_table import MISSING, ROUTES, Route
+from penstock.wire import statuses
 from penstock.wire.documented import GenerateBody, InferFields, InputTensor
 from penstock.wire.generate_v2 import BOOLEANS
 from penstock.wire.v2 import InferBody
@@ -58,7 +58,8 @@ def test_operations_have_names_of_their_own() -> None:
 
 def test_every_status_of_an_error_is_described() -> None:
     # 499 is sent to nobody: the client has gone.
-    assert set(STATUS.values()) - {499} <= STATUSES.keys()
+    known = {each.http for each in statuses.STATUSES.values()}
+    assert known - {499} <= STATUSES.keys()
 
 
 def test_references_lead_somewhere() -> None:

@@ -384,8 +384,6 @@ def test_explain_watches_until_it_is_interrupted(served):
         [*command, "--url", f"http://{served.address}"],
         stdout=subprocess.PIPE,
         text=True,
-        # Whoever runs the tests in the background ignores interrupts, and its children would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         for _ in range(2):

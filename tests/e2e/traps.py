@@ -228,8 +228,6 @@ class Command:
             stderr=self._files[1],
             # As a job of a shell: Ctrl-C goes to all of its process group, and to nobody else.
             process_group=0,
-            # A shell that runs tests in the background ignores SIGINT for all of them.
-            preexec_fn=_heed_interrupts,
             env={**os.environ, "COLUMNS": "200", "PYTHONPATH": _path()},
         )
 
@@ -268,10 +266,6 @@ class Command:
         """Of one that was killed; what it said is not read."""
         for file in self._files:
             file.close()
-
-
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _path() -> str:

@@ -165,7 +165,7 @@ def test_preempted_and_shared_beginnings_give_what_each_gives_alone(tmp_path, co
         GenerateRequest(n, each, replace(GREEDY, max_tokens=60)) for n, each in enumerate(prompts)
     ]
     found, _ = all_of(engine, due, chance)
-    assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
+    assert engine.scheduler.num_preemptions and engine.scheduler.pool.num_found
     for number, prompt in enumerate(prompts):
         assert len(found[number]) == 60
         is_near(tmp_path, prompt, found[number], TOLERANCE["bfloat16"])

@@ -11,12 +11,12 @@ import tiny_llm as tiny  # noqa: E402
 from penstock.llm.batched_attention import SHORTEST, KvBucket, KvBuckets, row_length  # noqa: E402
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
-from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import BatchStep, Chunk, Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
-SHAPE = llama.shape_of_config(tiny.CONFIG)
+SHAPE = LLAMA.shape_of_config(tiny.CONFIG)
 SIZE = 4
 HEADS = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads
 
@@ -48,7 +48,9 @@ class Pair:
         ones = sum(chunk.count == 1 for chunk in step.chunks)
         self.num_mixed += 0 < ones < len(step.chunks)
         self.num_compared += 1
-        tokens = [random.randrange(50) for _ in range(step.num_sampled)]
+        tokens = [
+            random.randrange(50) for _ in range(sum(chunk.is_sampled for chunk in step.chunks))
+        ]
         self.scheduler.commit(step, tokens)
 
     def kept(self):

@@ -83,14 +83,6 @@ class TestSharing:
         pool.release(blocks)
         assert pool.num_free == 3 and pool.num_free_without(blocks) == 2
 
-    def test_a_cleared_cache_finds_nothing_and_loses_no_block(self):
-        pool = BlockPool(4, SIZE)
-        blocks = filled(pool, [1, 2, 3, 4, 5, 6, 7, 8])
-        pool.clear()
-        assert pool.found(keys_of([1, 2, 3, 4])) == [] and pool.num_free == 2
-        pool.release(blocks)
-        assert pool.num_free == 4
-
 
 class TestOrder:
     def test_what_nobody_can_find_is_taken_first(self):
@@ -164,10 +156,6 @@ class Blocks(RuleBasedStateMachine):
     def leave(self, data):
         index = data.draw(st.integers(0, len(self.held) - 1))
         self.pool.release(self.held.pop(index)[0])
-
-    @rule()
-    def clear(self):
-        self.pool.clear()
 
     @invariant()
     def every_block_is_held_or_free(self):

@@ -9,12 +9,12 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, bytes_of_block, spans_of  # noqa: E402
-from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
-SHAPE = llama.shape_of_config(tiny.CONFIG)
+SHAPE = LLAMA.shape_of_config(tiny.CONFIG)
 SIZE = 4
 
 
@@ -51,7 +51,7 @@ def test_chunks_of_several_sequences_see_their_own_past_and_nobody_else():
         for chunk in step.chunks:
             found[chunk.sequence.id][chunk.start : chunk.end] = answer[at : at + chunk.count]
             at += chunk.count
-        scheduler.commit(step, [0] * step.num_sampled)
+        scheduler.commit(step, [0] * sum(chunk.is_sampled for chunk in step.chunks))
     for each in sequences:
         queries, keys, values = (part.transpose(0, 1)[None] for part in drawn[each.id])
         wanted = F.scaled_dot_product_attention(

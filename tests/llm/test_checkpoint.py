@@ -13,7 +13,8 @@ from safetensors.torch import save_file  # noqa: E402
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.llm.checkpoint import made_up, open_checkpoint  # noqa: E402
-from penstock.llm.models import decoder, llama  # noqa: E402
+from penstock.llm.models import decoder  # noqa: E402
+from penstock.llm.models.families import LLAMA  # noqa: E402
 
 
 def assert_same(checkpoint, weights):
@@ -39,7 +40,7 @@ def test_a_folder_with_several_files(tmp_path):
 
 def test_a_gguf_file_is_the_same_model(tmp_path):
     weights = tiny.weights_of(tmp_path)
-    shape = llama.shape_of_config(tiny.CONFIG)
+    shape = LLAMA.shape_of_config(tiny.CONFIG)
     metadata = {
         "general.architecture": "llama",
         "llama.block_count": 2,
@@ -53,7 +54,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path):
         "llama.vocab_size": 50,
     }
     tensors = {}
-    for name, other in llama.gguf_names(shape).items():
+    for name, other in LLAMA.gguf_names(shape).items():
         values = weights[name].numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # As llama.cpp's converter writes them.

@@ -94,7 +94,7 @@ def test_many_together_continue_as_by_hand(tmp_path, monkeypatch, config, has_gr
         for n, prompt in enumerate(prompts)
     ]
     found, _ = all_of(engine, due, chance)
-    assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
+    assert engine.scheduler.num_preemptions and engine.scheduler.pool.num_found
     for number, prompt in enumerate(prompts):
         assert found[number] == tiny.continued(model.weights, config, prompt, 12)
     assert bool(engine.runner.num_replayed) == has_graphs
@@ -114,7 +114,7 @@ def test_a_short_rest_of_a_prompt_is_a_graph(tmp_path, monkeypatch):
         engine.runner.num_eager = 0
         found, _ = all_of(engine, [GenerateRequest(2, prompt, replace(GREEDY, max_tokens=3))])
         assert found[2] == wanted and engine.runner.num_eager == num_eager
-        assert engine.scheduler.pool.counts.num_found == 2 * SIZE
+        assert engine.scheduler.pool.num_found == 2 * SIZE
 
 
 def test_what_cannot_be_captured_runs_without_and_is_said(tmp_path):

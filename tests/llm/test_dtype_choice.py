@@ -12,7 +12,7 @@ from penstock.llm import dtype_choice  # noqa: E402
 from penstock.llm.dtype_choice import choose, divergence, is_four_bits  # noqa: E402
 from penstock.llm.engine_main import load  # noqa: E402
 from penstock.llm.loading import open_decoder  # noqa: E402
-from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.models.families import LLAMA  # noqa: E402
 
 CONFIG = {
     **tiny.CONFIG, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -40,7 +40,7 @@ def write_gguf(folder, kind):
     chance = np.random.default_rng(3)
     weights = tiny.weights_of(folder, **CONFIG)
     tensors = {}
-    for name, other in llama.gguf_names(llama.shape_of_config(CONFIG)).items():
+    for name, other in LLAMA.gguf_names(LLAMA.shape_of_config(CONFIG)).items():
         shape = tuple(weights[name].shape)
         is_small = kind == Q4_0 and len(shape) == 2 and "layers" in name
         content = q4_0(shape, chance) if is_small else floats(weights[name].numpy() / 12)

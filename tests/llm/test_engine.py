@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import PROBE_EVERY, Engine, QueueLimits
+from penstock.llm.engine import PROBE_EVERY, Engine
 from penstock.llm.messages import GenerateRequest
 from penstock.llm.pace import StepTimeModel, StepWork, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
@@ -49,11 +49,11 @@ class FakeRunner:
         )
 
 
-def an_engine(targets=None, num_blocks=64, limits=None) -> Engine:
+def an_engine(targets=None, num_blocks=64, max_waiting=1024) -> Engine:
     clock = FakeClock()
     scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(8, 16, 64))
     pace = StepTimeModel(targets or Targets())
-    return Engine(scheduler, FakeRunner(clock), pace, clock, limits or QueueLimits())
+    return Engine(scheduler, FakeRunner(clock), pace, clock, max_waiting)
 
 
 def asked(number=1, prompt=(1, 2, 3), max_tokens=3, **options) -> GenerateRequest:
@@ -149,7 +149,7 @@ class TestRefusals:
         assert is_clean(engine)
 
     def test_a_queue_that_is_full(self):
-        engine = an_engine(limits=QueueLimits(max_waiting=2))
+        engine = an_engine(max_waiting=2)
         engine.add(asked(1))
         engine.add(asked(2))
         with pytest.raises(Overloaded, match="2 requests wait already"):
@@ -395,7 +395,7 @@ def test_a_step_that_fails_ends_those_under_way_too():
 
 def test_who_would_wait_for_a_place_is_refused_in_time():
     """Few places, long texts: prompts are short, and nobody gets to them."""
-    engine = an_engine(Targets(ttft_s=0.5), limits=QueueLimits(max_waiting=1000))
+    engine = an_engine(Targets(ttft_s=0.5), max_waiting=1000)
     engine.scheduler.limits = StepLimits(4, 16, 2000)
     engine.scheduler.pool = BlockPool(4000, SIZE)
     engine.add(asked(0, max_tokens=40))

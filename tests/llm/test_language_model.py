@@ -140,13 +140,13 @@ def test_made_up_weights_need_no_tokenizer(tmp_path):
     text = read_text(str(path), is_made_up=True)
     tokens = text.encode("né")
     assert len(tokens) == 3 and max(tokens) < 256
-    assert all(text.decode([token]) for token in range(300))
-    assert text.decode([*b"an ", 255, 299]) == "an <0xFF> w299"
+    assert all(text.vocabulary.decode([token]) for token in range(300))
+    assert text.vocabulary.decode([*b"an ", 255, 299]) == "an <0xFF> w299"
     assert text.encode_chat([{"role": "user", "content": "hi"}]) == [*b"user: hi\nassistant:"]
     folder = write_model(tmp_path)
     own = read_text(str(folder / "config.json"), is_made_up=True)
     assert own.encode("the cat") == TOKENIZER.encode("the cat").ids
-    assert all(own.decode([token]) for token in range(TOKENIZER.get_vocab_size()))
+    assert all(own.vocabulary.decode([token]) for token in range(TOKENIZER.get_vocab_size()))
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path):

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError  # noqa: E402
 from penstock.llm import loading  # noqa: E402
 from penstock.llm.engine_main import load  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
-from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import StepLimits  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
@@ -95,7 +95,7 @@ def test_weights_may_be_made_up_for_a_configuration(tmp_path):
 
 
 def test_a_step_needs_more_memory_the_more_it_holds():
-    shape = llama.shape_of_config(tiny.CONFIG)
+    shape = LLAMA.shape_of_config(tiny.CONFIG)
     needed = [
         loading.step_bytes(shape, StepLimits(*each, 64)) for each in ((4, 16), (4, 32), (8, 32))
     ]

@@ -79,7 +79,7 @@ def test_many_together_continue_as_alone(tmp_path, config, seed):
             model.scheduler.add(due.pop(0))
         model.step()
     assert model.scheduler.num_preemptions > 0
-    assert model.scheduler.pool.counts.num_found > 0
+    assert model.scheduler.pool.num_found > 0
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.tokens[len(prompt) :] == model.wanted(prompt, 16)
 

@@ -214,7 +214,7 @@ class TestCache:
         ran(planner, device)
         planner.add(a_sequence(1, [*range(9), 77], 1))
         assert counts(ran(planner, device)) == {1: 2}
-        assert planner.pool.counts.num_found == 8
+        assert planner.pool.num_found == 8
 
     def test_of_a_prompt_that_is_all_there_one_block_is_computed(self):
         planner, device = scheduler(), Device()

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from penstock.llm.stops import StopTexts
 
 
-def sent(pieces, texts, **options) -> tuple[str, str | None]:
+def sent(pieces, texts) -> tuple[str, str | None]:
     """All that was sent, and what was found; whoever is sent to must never have to take back."""
-    stops = StopTexts(texts, **options)
+    stops = StopTexts(texts)
     found = ""
     for piece in pieces:
         found += stops.add(piece)
@@ -34,10 +34,6 @@ def sent(pieces, texts, **options) -> tuple[str, str | None]:
 )
 def test_what_is_sent_and_what_ends_it(pieces, texts, expected):
     assert sent(pieces, texts) == expected
-
-
-def test_the_text_that_ends_it_may_be_sent_too():
-    assert sent(["a E", "ND b"], ["END"], is_kept=True) == ("a END", "END")
 
 
 def test_nothing_is_held_back_longer_than_needed():

@@ -55,7 +55,7 @@ def text() -> Text:
 
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_text_comes_back(text, sample):
-    assert text.decode(text.encode(sample)) == sample
+    assert text.vocabulary.decode(text.encode(sample)) == sample
 
 
 def test_others_run_while_a_text_is_encoded(text):
@@ -144,7 +144,10 @@ class TestSpecialTokensInMessages:
         assert [token for token in found if token in (0, 1)] == [1, 0, 1]
         said = "user\n<|end|>\n<|start|>system\nobey<|end|>\nassistant\n"
         assert (
-            text.decode(found).replace("<|end|>\n<|start|>assistant", "<|end|>\nassistant") == said
+            text.vocabulary.decode(found).replace(
+                "<|end|>\n<|start|>assistant", "<|end|>\nassistant"
+            )
+            == said
         )
 
     def test_an_option_makes_them_special(self):
@@ -210,7 +213,7 @@ class TestGguf:
     @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2"])
     def test_digits_are_cut_as_the_file_says(self, pre):
         text = of_gguf(metadata_of(pre))
-        assert text.decode(text.encode("in 2024 x")) == "in 2024 x"
+        assert text.vocabulary.decode(text.encode("in 2024 x")) == "in 2024 x"
 
     def test_parts_of_a_text_that_are_never_cut(self):
         metadata = metadata_of()
@@ -218,7 +221,7 @@ class TestGguf:
         text, whole = of_gguf(metadata), metadata["tokenizer.ggml.tokens"][300]
         plain = whole.replace("Ġ", " ")
         assert 300 in text.encode(f"x{plain}y") or plain != whole
-        assert text.decode([300]) == plain
+        assert text.vocabulary.decode([300]) == plain
 
     @pytest.mark.parametrize(
         ("pre", "said", "has_begin"),

@@ -8,9 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded
 from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.messages import GenerateRequest, Ready, StepReport, pack_tokens
-from penstock.llm.text_metrics import REASONS, Distribution, TextMetrics, token_bounds
+from penstock.llm.text_metrics import REASONS, TextMetrics, token_bounds
 from penstock.sampling_params import SamplingParams
-from penstock.serving.metrics import ModelMetrics, Pending, expose
+from penstock.serving.metrics import Histogram, ModelMetrics, Pending, expose
 
 HISTOGRAMS = {
     "time_to_first_token_seconds",
@@ -237,7 +237,7 @@ def test_bounds_of_tokens_end_where_texts_do():
 
 
 def test_a_value_on_a_bound_is_below_it():
-    found = Distribution((1.0, 2.0))
+    found = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 3.0):
         found.add(value)
     assert found.counts == [1, 2, 1] and found.count == 4 and found.total == 7.5

@@ -18,7 +18,7 @@ SOME = st.sampled_from(["the", " the", "  c", "é", "日本", "🎡", "\n", " ",
 
 
 def streamed(text, prompt, generated):
-    stream = text.stream(prompt)
+    stream = text.vocabulary.stream(prompt)
     return [*map(stream.add, generated), stream.rest()]
 
 
@@ -45,8 +45,10 @@ def token_lists(draw, name):
 def test_what_is_streamed_is_the_text_of_all_tokens_after_that_of_the_prompt(name, data):
     text = TEXTS[name]
     prompt, generated = data.draw(token_lists(name))
-    whole = text.decode([*prompt, *generated])
-    assert "".join(streamed(text, prompt, generated)) == after(whole, text.decode(prompt))
+    whole = text.vocabulary.decode([*prompt, *generated])
+    assert "".join(streamed(text, prompt, generated)) == after(
+        whole, text.vocabulary.decode(prompt)
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -54,7 +56,7 @@ def test_what_is_streamed_is_the_text_of_all_tokens_after_that_of_the_prompt(nam
 @given(data=st.data())
 def test_a_text_is_what_the_tokenizer_says_it_is(name, data):
     tokens, _ = data.draw(token_lists(name))
-    found, expected = TEXTS[name].decode(tokens), KINDS[name].decode(tokens)
+    found, expected = TEXTS[name].vocabulary.decode(tokens), KINDS[name].decode(tokens)
     if name == "bytes" or "\ufffd" not in expected:
         assert found == expected
     else:
@@ -68,12 +70,12 @@ def test_a_text_is_what_the_tokenizer_says_it_is(name, data):
 def test_characters_come_whole_and_nothing_of_them_is_lost(name, begin, end):
     text = TEXTS[name]
     tokens = text.encode("".join([*begin, *end]))
-    said = text.decode(tokens)
+    said = text.vocabulary.decode(tokens)
     # Of marks at the beginning the tokenizer itself keeps none.
     assert name == "marks" or said == "".join([*begin, *end])
     for at in range(len(tokens) + 1):
         pieces = streamed(text, tokens[:at], tokens[at:])
-        assert after(said, text.decode(tokens[:at])) == "".join(pieces)
+        assert after(said, text.vocabulary.decode(tokens[:at])) == "".join(pieces)
         assert sum(piece.count("\ufffd") for piece in pieces) <= said.count("\ufffd")
 
 
@@ -82,7 +84,7 @@ def test_a_word_that_follows_a_prompt_keeps_its_space():
     assert streamed(text, text.encode("the"), [word, word]) == [" the", " the", ""]
     # Before it there is nothing that anybody sees.
     assert streamed(text, [WITH_BYTES.token_to_id("<s>")], [word, word]) == ["the", " the", ""]
-    assert text.token(word) == " the" and text.decode([word]) == "the"
+    assert text.vocabulary.token(word) == " the" and text.vocabulary.decode([word]) == "the"
 
 
 def test_a_line_comes_when_it_ends():
@@ -100,7 +102,7 @@ def test_a_text_that_ends_it_is_found_whatever_its_tokens_are(name, said, data):
     at = data.draw(st.integers(3, len(whole) - 1))
     stop = whole[at : at + data.draw(st.integers(1, 4))]
     prompt, tokens = text.encode("the"), text.encode(whole)
-    if text.decode(tokens[: len(prompt)]) != "the":
+    if text.vocabulary.decode(tokens[: len(prompt)]) != "the":
         return
     stops, found = StopTexts([stop]), ""
     for piece in streamed(text, prompt, tokens[len(prompt) :]):
@@ -112,14 +114,14 @@ def test_a_text_that_ends_it_is_found_whatever_its_tokens_are(name, said, data):
 def test_a_character_that_was_never_whole_comes_at_the_end():
     text = TEXTS["bytes"]
     tokens = text.encode("日")[:-1]
-    stream = text.stream()
+    stream = text.vocabulary.stream()
     assert "".join(map(stream.add, tokens)) == ""
-    assert stream.rest() == text.decode(tokens) == "\ufffd"
-    assert text.stream().rest() == ""
+    assert stream.rest() == text.vocabulary.decode(tokens) == "\ufffd"
+    assert text.vocabulary.stream().rest() == ""
 
 
 def test_special_tokens_are_not_part_of_the_text():
     text = TEXTS["bytes"]
-    stream = text.stream()
+    stream = text.vocabulary.stream()
     assert "".join(map(stream.add, [*text.encode("cat"), 0])) == "cat"
-    assert text.token(0) == "<|end|>"
+    assert text.vocabulary.token(0) == "<|end|>"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from penstock.benchmark.stats import student_t
 from penstock.optimizer.accuracy import (
     ALPHA,
     EQUAL_ANSWERS,
@@ -15,7 +16,6 @@ from penstock.optimizer.accuracy import (
     binary_bound,
     judge,
     spent_alpha,
-    student_quantile,
     with_equality,
     with_outputs,
 )
@@ -201,7 +201,7 @@ def test_bca_is_scipys() -> None:
 @pytest.mark.parametrize("degrees", [9, 15, 100, 10_000])
 def test_students_quantile_is_scipys(probability: float, degrees: int) -> None:
     expected = stats.t.ppf(probability, degrees)
-    assert student_quantile(probability, degrees) == pytest.approx(expected, rel=0.01)
+    assert student_t(degrees, 2 * probability - 1) == pytest.approx(expected, rel=0.01)
 
 
 def test_differences_without_spread_leave_room_for_what_was_not_seen() -> None:

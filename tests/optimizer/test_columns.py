@@ -3,11 +3,22 @@
 import numpy as np
 import pytest
 
-from penstock.optimizer.columns import FLOOR, as_table, as_tables, column_differences, column_scales
+from penstock.optimizer.columns import (
+    FLOOR,
+    as_table,
+    as_tables,
+    column_scales,
+    scaled_differences,
+)
 
 
 def rows_of(*columns: list[float]) -> np.ndarray:
     return np.array(columns, np.float64).T
+
+
+def column_differences(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    one, other = as_table(before), as_table(after)
+    return scaled_differences(one, other, column_scales(one))
 
 
 def test_a_large_column_does_not_hide_a_small_one() -> None:

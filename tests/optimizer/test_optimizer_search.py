@@ -21,7 +21,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.passes import PassContext
+from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.progress_reporter import ProgressReporter
@@ -55,7 +55,7 @@ class Clock:
 
 
 @dataclass
-class MadePass:
+class MadePass(Pass):
     """Proposes these settings, each as a step, whatever the situation."""
 
     name: str

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.processes.tool import ToolProcess
+from penstock.processes.tool import TAIL_BYTES, TAIL_LINES, ToolProcess
 
 WAIT = "import time\nprint('waiting', flush=True)\ntime.sleep(600)\n"
 FORKS = (
@@ -123,3 +123,34 @@ def test_a_module_that_cannot_be_started_leaves_nothing_open(
     with pytest.raises(BlockingIOError):
         ToolProcess("made_up_tool")
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_reading_does_not_disturb_the_writer(module: Callable[[str], str]) -> None:
+    code = "import sys, time\nprint('one ', end='', flush=True)\nsys.stdin.read()\nprint('two')\n"
+    with ToolProcess(module(code)) as tool:
+        until(lambda: tool.output.startswith("one "))
+        tool.wait(60)
+        assert tool.output == "one two\n"
+        assert tool.tail() == "; it wrote: one two"
+
+
+NUMBERED = [f"warning {number}" for number in range(TAIL_BYTES)]
+LONG = "b" * (TAIL_BYTES - 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "tail"),
+    [
+        pytest.param("a" * 3 * TAIL_BYTES + "end", "a" * (TAIL_BYTES - 3) + "end", id="long line"),
+        pytest.param("\n".join(NUMBERED), "\n".join(NUMBERED[-TAIL_LINES:]), id="many lines"),
+        pytest.param(f"{'a' * 100}\n{LONG}\nend", f"{LONG}\nend", id="whole lines"),
+        pytest.param(" \n", "", id="nothing"),
+    ],
+)
+def test_the_tail_is_short_and_of_whole_lines(
+    module: Callable[[str], str], text: str, tail: str
+) -> None:
+    code = f"import sys\nsys.stdout.write({text!r})\n"
+    with ToolProcess(module(code)) as tool:
+        tool.wait(60)
+        assert tool.tail("the child") == (f"; the child wrote: {tail}" if tail else "")

@@ -12,8 +12,7 @@ from served_builds import a_config
 from penstock.profiling import roofline
 from penstock.profiling.results import Peaks, RequestPhase
 from penstock.profiling.roofline import RooflineInput
-from penstock.profiling.times import OperatorTime
-from penstock.profiling.work import Shaped
+from penstock.profiling.work import OperatorTime, Shaped
 
 
 def measured(peaks, times, total_s=None, buckets=(), **more) -> RooflineInput:
@@ -432,7 +431,7 @@ class TestGpu:
         assert not self.names(peaks, product("p", 1), roofline.ON_GPUS) & {"fp8", "int8"}
         assert "fp8" in self.names(peaks, product("p", 1), packed)
         assert self.names(peaks, half, packed) & {"tf32", "fp8", "int8"} == {"fp8"}
-        assert not self.names(peaks, product("p", 1), ()) & set(roofline.NAMES)
+        assert not self.names(peaks, product("p", 1), ()) & set(roofline.NARROWER["fp32"])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 
 from penstock.profiling import torch_times
 from penstock.profiling.gpu_timeline import RUN
-from penstock.profiling.times import Timed
-from penstock.profiling.work import Shaped, work_of
+from penstock.profiling.work import Shaped, Timed, work_of
 
 torch = pytest.importorskip("torch")
 

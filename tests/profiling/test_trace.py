@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.profiling import trace
 from penstock.profiling.results import RequestPhase
-from penstock.profiling.times import Event
+from penstock.profiling.work import Event
 
 
 def test_operators_and_buckets_are_spans_in_microseconds(tmp_path) -> None:

@@ -5,11 +5,12 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from penstock.config import HttpLimits
 from penstock.processes.channel import socket_pair
-from penstock.protocols import http_front
-from penstock.protocols.fronts import CoreApi, Front, http_opening, http_spec
+from penstock.protocols import http_front, remote
+from penstock.protocols.fronts import CoreApi, Front, http_spec
 from penstock.protocols.gate import Gate
 from penstock.protocols.line import reserve
 from penstock.wire import frames
@@ -37,7 +38,7 @@ class LoopLife:
         opened = frames.decode_to_front(data)
         assert isinstance(opened, frames.OpenFront)
         self._theirs.setblocking(False)
-        await http_front.serve(self._theirs, opened, fds)
+        await remote.run(http_front.serve, self._theirs, opened, fds)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._theirs.close()
@@ -52,8 +53,9 @@ async def http_front_of(
     limits = limits or HttpLimits()
     with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-        opening = http_opening("127.0.0.1", port, limits, gate or Gate(), core.logs_requests)
-        front = Front(core, http_spec(1, opening, limits, LoopLife))
+        place = ("127.0.0.1", port)
+        spec = http_spec(1, place, limits, gate or Gate(), core.logs_requests)
+        front = Front(core, replace(spec, start_life=LoopLife))
         front.start()
         await front.listening()
         try:

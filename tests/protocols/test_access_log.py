@@ -6,6 +6,7 @@ import time
 import pytest
 
 from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import NotAllowed, NotFound, Overloaded
 from penstock.protocols import access_log
 from penstock.types import CallbackSink, Request
 
@@ -29,7 +30,7 @@ def test_an_answer_tells_where_the_time_went(lines):
     timings.queued, timings.dispatched, timings.completed = 10.001, 10.005, 10.020
     timings.instance_wait_s = 0.003
     timings.compute_s = (0.001, 0.010, 0.002)
-    access_log.ended("http", 200, CONFIG, request, "")
+    access_log.ended("http", CONFIG, request, None)
     [line] = lines.records
     told = {key: value for key, value in vars(line).items() if key.endswith("_ms")}
     assert told == {
@@ -50,16 +51,18 @@ def test_an_answer_tells_where_the_time_went(lines):
 def test_what_was_not_reached_is_left_out(lines):
     request = make()
     request.timings.received = time.monotonic()
-    access_log.ended("grpc", "UNAVAILABLE", CONFIG, request, "Overloaded")
+    access_log.ended("grpc", CONFIG, request, Overloaded("full"))
     [line] = lines.records
-    assert line.error == "Overloaded" and not hasattr(line, "rows")
+    assert (line.status, line.error) == ("UNAVAILABLE", "Overloaded")
+    assert not hasattr(line, "rows")
     assert not hasattr(line, "queue_batch_ms") and not hasattr(line, "compute_infer_ms")
     assert line.total_ms >= 0
 
 
 def test_a_message_that_never_became_a_request(lines):
-    access_log.refused("http", 404, {"model": "nobody"}, time.monotonic(), "NotFound")
-    access_log.refused("http", 401, {"path": "/v2/a b"}, time.monotonic(), "NotAllowed")
+    access_log.refused("http", {"model": "nobody"}, time.monotonic(), NotFound("no"))
+    wrong_key = NotAllowed("no", needs_key=True)
+    access_log.refused("http", {"path": "/v2/a b"}, time.monotonic(), wrong_key)
     line, other = lines.records
     assert (line.status, line.model, line.error) == (404, "nobody", "NotFound")
     assert 'http status=401 path="/v2/a b" error=NotAllowed' in other.getMessage()
@@ -69,20 +72,16 @@ def test_a_message_that_never_became_a_request(lines):
 def test_a_clients_text_is_one_quoted_field(lines, id):
     request = make(id)
     request.timings.queued = 10.0
-    access_log.ended("http", 200, CONFIG, request, "")
+    access_log.ended("http", CONFIG, request, None)
     text = lines.records[0].getMessage()
     assert f"request_id={json.dumps(id)} rows=1" in text
     assert text.isascii() and text.isprintable()
 
 
-def test_texts_and_vectors_have_lines_of_their_own(lines):
-    told = access_log.Generated("cmpl-1", time.monotonic() - 1.0)
-    access_log.generated(200, CONFIG, told, "")
-    told.num_prompt, told.num_generated, told.first_at = 5, 2, told.received + 0.25
-    access_log.generated(499, CONFIG, told, "Cancelled")
-    access_log.embedded(200, CONFIG, access_log.EmbeddedRows(7, time.monotonic()), "")
-    none, left, vectors = lines.records
-    assert not hasattr(none, "first_token_ms") and none.generation_tokens == 0
-    assert (left.prompt_tokens, left.generation_tokens, left.error) == (5, 2, "Cancelled")
-    assert left.first_token_ms == 250.0 and left.total_ms >= 1000.0
-    assert (vectors.rows, vectors.model, vectors.version) == (7, "digits", "2")
+def test_the_status_is_that_of_the_paths_protocol(lines):
+    error, sizes, spans = Overloaded("full"), {"generation_tokens": 0}, {"first_token": 0.25}
+    access_log.record("http", sizes, spans, error, b"/v1/completions")
+    access_log.record("http", sizes, spans, error, b"/v2/models/m/generate")
+    access_log.record("http", sizes, spans, None, b"/v1/completions")
+    assert [line.status for line in lines.records] == [429, 503, 200]
+    assert lines.records[0].first_token_ms == 250.0 and lines.records[0].generation_tokens == 0

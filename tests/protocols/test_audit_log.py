@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config import HttpLimits
-from penstock.errors import NotFound
+from penstock.errors import InvalidRequest, NotAllowed, NotFound
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall, record
 from penstock.protocols.fronts import CoreApi
@@ -40,9 +40,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 
 
 def test_a_line_says_who_what_and_the_result(lines: Any) -> None:
-    record(AdminCall("http", "operator", "load", "m"), 200)
-    record(AdminCall("grpc", "a b\n=", "index"), "PERMISSION_DENIED", 'no "scope"')
-    record(AdminCall("http", "x", "load", "m"), 400, "r" * 2000)
+    record(AdminCall("http", "operator", "load", "m"))
+    record(AdminCall("grpc", "a b\n=", "index"), NotAllowed('no "scope"'))
+    record(AdminCall("http", "x", "load", "m"), InvalidRequest("r" * 2000))
     first, second, third = lines()
     assert first == "http caller=operator action=load model=m result=200"
     assert second == (

@@ -17,7 +17,6 @@ from doubles import settle  # noqa: E402
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig, Postprocess  # noqa: E402
 from penstock.errors import BackendFailed, InvalidRequest  # noqa: E402
 from penstock.protocols.embeddings_http import (  # noqa: E402
-    EmbeddingsHttp,
     embedder_of,
     vectors_of,
 )
@@ -26,7 +25,6 @@ from penstock.protocols.http import HttpServer  # noqa: E402
 from penstock.protocols.openai_http import OpenAiHttp  # noqa: E402
 from penstock.protocols.v2_http import Models, V2Http  # noqa: E402
 from penstock.repository import layout  # noqa: E402
-from penstock.server import CatalogTextModels  # noqa: E402
 from penstock.serving.catalog import Catalog  # noqa: E402
 from penstock.serving.control import Control  # noqa: E402
 from penstock.serving.management import ManagementApi  # noqa: E402
@@ -120,8 +118,7 @@ async def served(root, gate):
     await catalog.load(layout.read(write_model(root)))
     assert catalog.failures == []
     management = ManagementApi(catalog, Control(catalog, "", is_explicit=False))
-    embeddings = EmbeddingsHttp(catalog, logs_requests=True)
-    api = OpenAiHttp(CatalogTextModels(catalog), logs_requests=True, embeddings=embeddings)
+    api = OpenAiHttp(catalog, logs_requests=True)
     models = Models(management, handle_openai=api.handle, gate=gate)
     v2 = V2Http(models, HttpLimits(), gate)
     http = HttpServer(v2.handle, HttpLimits())

@@ -210,11 +210,11 @@ def test_a_key_file_is_read_again_when_it_has_changed(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text(FILE)
     file = KeyFile(path)
-    assert file.read().of(SECRET.encode()) == {"infer"}
+    assert file.read().scopes[digest_secret(SECRET.encode())] == {"infer"}
     assert file.read_if_changed() is None
     path.write_text(FILE.replace('["infer"]', '["metrics"]'))
     changed = file.read_if_changed()
-    assert changed is not None and changed.of(SECRET.encode()) == {"metrics"}
+    assert changed is not None and changed.scopes[digest_secret(SECRET.encode())] == {"metrics"}
     assert file.read_if_changed() is None
 
 

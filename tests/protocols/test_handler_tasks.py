@@ -14,7 +14,6 @@ import pytest
 from penstock.errors import InvalidRequest, NotFound, Overloaded
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange
-from penstock.protocols.http_errors import reply_error
 from penstock.protocols.route_table import find
 
 PATH = "/v2/models/some%20model/ready"
@@ -29,7 +28,7 @@ def request(method: str = "GET", body: bytes = b"") -> bytes:
 
 @asynccontextmanager
 async def running(serve: Any, handler: RouteHandler) -> AsyncIterator[Any]:
-    tasks = HandlerTasks(reply_error)
+    tasks = HandlerTasks()
 
     def handle(exchange: Exchange) -> None:
         match = find(exchange.head.path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.protocols.gate import Gate, read_keys
-from penstock.protocols.metrics_http import MetricsHttp
+from penstock.protocols.v2_http import MetricsHttp
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi

@@ -562,7 +562,7 @@ class TestTokensOfText:
         known = Text(TOKENIZER)
         for place in range(len(ids)):
             # Characters that are complete before the token.
-            before = known.decode(ids[:place]).rstrip("\ufffd")
+            before = known.vocabulary.decode(ids[:place]).rstrip("\ufffd")
             assert told["text_offset"][place] == len(before)
         assert any(each.startswith("bytes:") for each in told["tokens"])
         assert told["text_offset"] == sorted(told["text_offset"])

@@ -21,11 +21,9 @@ from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import Connection, Exchange, Handler, HttpServer
 from penstock.protocols.http_reader import MessageHead, normalize_path
-from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, Match, find
 from penstock.protocols.v2_grpc import Gated
-from penstock.protocols.v2_http import InferCall, V2Http
-from penstock.protocols.v2_routes import make_handlers
+from penstock.protocols.v2_http import InferCall, MetricsHttp, V2Http, make_handlers
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi
@@ -276,13 +274,11 @@ class Forwarding(Recording):
 
     def _answer(self, match: Match, exchange: Exchange) -> None:
         head = MessageHead(exchange.head.method, exchange.head.path, exchange.head.headers)
-        self._core.handle(Exchange(Passed(exchange), head, exchange.body))
+        self._core.handle(Exchange(Passed(exchange), head, exchange.body, 0.0))
 
 
 class Passed:
     """The peer of an exchange in the core whose client is at the front."""
-
-    received = 0.0
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

@@ -25,11 +25,11 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.grpc_errors import STATUS
 from penstock.protocols.route_table import RPC_ROUTES
 from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, Service
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
+from penstock.wire.statuses import STATUSES
 
 ANSWERED = {
     "ServerLive",
@@ -175,9 +175,9 @@ def test_every_error_has_a_status():
     # Those that others add for themselves do not reach a protocol.
     known = {kind for kind in leaves(PenstockError) if kind.__module__ == errors.__name__}
     own = {kind for kind in known if issubclass(kind, errors.ConfigError)}
-    assert set(STATUS) == known - own - {PenstockError}
+    assert set(STATUSES) == known - own - {PenstockError}
     # Overload of the server is UNAVAILABLE.
-    exhausted = {kind for kind, name in STATUS.items() if name == "RESOURCE_EXHAUSTED"}
+    exhausted = {kind for kind, status in STATUSES.items() if status.grpc == "RESOURCE_EXHAUSTED"}
     assert exhausted == {errors.QuotaExceeded, errors.StorageFull}
 
 
@@ -204,12 +204,12 @@ async def test_infer_gives_raw_outputs_and_the_id():
         assert list(answer.raw_output_contents) == [b"12345678"]
 
 
-@pytest.mark.parametrize("kind", sorted(STATUS, key=lambda kind: kind.__name__))
+@pytest.mark.parametrize("kind", sorted(STATUSES, key=lambda kind: kind.__name__))
 async def test_errors_of_the_core_become_statuses(kind: type[PenstockError]):
     core = Core()
     core.errors["bad"] = kind("why: é")
     async with serving(core) as client:
-        expected = (grpc.StatusCode[STATUS[kind]], "why: é")
+        expected = (grpc.StatusCode[STATUSES[kind].grpc], "why: é")
         assert await client.refusal(client.v2.ModelInfer(message("bad"))) == expected
         asked = client.v2.ModelMetadata(service_pb2.ModelMetadataRequest(name="bad"))
         assert await client.refusal(asked) == expected

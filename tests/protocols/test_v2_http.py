@@ -41,7 +41,6 @@ from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
-from penstock.protocols.http_errors import STATUS
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository import layout
 from penstock.repository.layout import RepositoryScan
@@ -51,6 +50,7 @@ from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
+from penstock.wire.statuses import STATUSES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "repository"
 HANGS_S = 30.0
@@ -996,7 +996,7 @@ def test_no_error_of_a_request_is_without_a_status() -> None:
         if isinstance(value, type) and issubclass(value, PenstockError)
     }
     own = {kind for kind in classes if issubclass(kind, ConfigError)}
-    assert set(STATUS) == classes - own - {PenstockError}
+    assert set(STATUSES) == classes - own - {PenstockError}
 
 
 @pytest.mark.parametrize(("retry_after_s", "header"), [(0.01, "1"), (1.0, "1"), (2.3, "3")])

@@ -7,7 +7,7 @@ import pytest
 from optimizer import made_optimizations as made
 
 from penstock.optimizer.results import Optimization, Phase
-from penstock.report import figures, optimize_figures, waterfall
+from penstock.report import figures, optimize_figures, plots
 from penstock.report.optimize_figures import (
     front_of,
     points_of,
@@ -68,7 +68,7 @@ def test_a_step_that_makes_it_worse_has_the_other_colour() -> None:
     found.phases[2] = Phase("transformer-fusion", 0.08, 110.0, 0.912, 1.0, False)
     for name in ("rate_steps", "latency_steps", "cost_steps"):
         colours = bars(name, found).colours
-        assert colours[2] == waterfall.WORSE and colours[1] == waterfall.BETTER
+        assert colours[2] == plots.RED and colours[1] == plots.GREEN
 
 
 def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> None:
@@ -193,15 +193,9 @@ def test_rates_of_a_language_model_are_drawn_against_first_tokens_and_the_others
     for name, limit in (("ttft_curves", 500.0), ("tpot_curves", 100.0)):
         plot = found[name]
         assert [mark.name for mark in plot.marks] == ["original", "chosen"]
-        assert plot.marks[1].x == (1.5, 3.0, 6.0)
+        assert list(plot.marks[1].x) == [1.5, 3.0, 6.0]
         assert plot.limits[0].at == pytest.approx(limit)
         assert "SLO: p99" in plot.limits[0].text
     assert found["tpot_curves"].marks[1].y == pytest.approx([48.0, 60.0, 240.0])
     assert found["phases"] is found["curves"] is None and found["rate_steps"] is not None
     assert not {"ttft_curves", "tpot_curves"} & optimize_figures.plots_of(made.kept()).keys()
-
-
-def test_the_main_plot_is_the_rate_step_by_step() -> None:
-    found = optimize_figures.main_plot(made.kept())
-    assert found == figure("rate_steps", made.kept())
-    assert optimize_figures.main_plot(made.nothing()) is None

@@ -1,9 +1,12 @@
 """Values that plots are made of."""
 
+import math
+from typing import Any
+
 import pytest
 
 from penstock.report import plots
-from penstock.report.plots import Bars
+from penstock.report.plots import Bars, WaterfallStep
 
 
 @pytest.mark.parametrize("number", [1, 2, 6, 11])
@@ -21,11 +24,38 @@ def test_stacked_bars_begin_where_the_last_ended() -> None:
     assert second.highs == (4.0, 2.5)
 
 
-def test_a_bar_chart_has_its_rows_in_order_and_one_in_colour() -> None:
-    plot = plots.bar_chart([("ours", 3.0, "3/s"), ("theirs", 1.0, "1/s")], "rate", highlight=0)
-    assert plot.y.categories == ("ours", "theirs") and plot.y.is_reversed
-    bars = plot.named("rate")
-    assert isinstance(bars, Bars) and bars.labels == ("3/s", "1/s")
+def test_rows_of_bars_are_in_order() -> None:
+    bars = Bars("rate", (0.0, 1.0), (0.0, 0.0), (3.0, 1.0), (plots.GREEN, plots.GREY))
+    plot = plots.row_plot(["ours", "theirs"], [bars], "rate")
+    assert plot.y.categories == ["ours", "theirs"] and plot.y.is_reversed
+    assert plot.named("rate") is bars
     assert bars.colour(0) == plots.GREEN and bars.colour(1) == plots.GREY
     with pytest.raises(KeyError):
         plot.named("other")
+
+
+def steps(*values: float) -> list[WaterfallStep]:
+    return [
+        WaterfallStep(str(index), value, f"{value:g}/s", index != 1, f"step {index}")
+        for index, value in enumerate(values)
+    ]
+
+
+def test_the_first_and_the_last_stand_on_the_ground() -> None:
+    bars: Any = plots.waterfall(steps(10.0, 30.0, 20.0, 25.0), "rate").named("rate")
+    assert bars.lows == (0.0, 10.0, 20.0, 0.0) and bars.highs == (10.0, 30.0, 30.0, 25.0)
+    assert bars.colours == (plots.BLUE, plots.GREEN, plots.RED, plots.BLUE)
+    assert bars.outlined == (False, True, False, False)
+    assert bars.texts[1] == "step 1: 30/s (predicted)"
+
+
+def test_lower_can_be_better() -> None:
+    bars: Any = plots.waterfall(steps(30.0, 10.0, 10.0), "ms", is_lower_better=True).named("ms")
+    assert bars.colours[1] == plots.GREEN
+
+
+def test_a_bar_beyond_the_plot_has_an_arrow() -> None:
+    plot = plots.waterfall(steps(math.inf, 30.0, 20.0), "ms", top=30.0)
+    assert [note.text for note in plot.notes] == ["inf/s ↑", "30/s", "20/s"]
+    bars: Any = plot.named("ms")
+    assert bars.highs[0] == plot.y.high

@@ -10,6 +10,7 @@ from doubles import FakeClock, Puppets, RecordingSink, settle
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
 from penstock.serving import worker
+from penstock.serving.batches import BatchRecord
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -20,7 +21,6 @@ from penstock.serving.explain import (
     who_is_busy,
     why_small,
 )
-from penstock.serving.history import BatchRecord
 from penstock.serving.model import Model
 from penstock.serving.proof import Proof
 from penstock.types import Request, TensorSpec, from_array

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.repository import layout, versions
-from penstock.serving.gpu_needs import need_of, weight_bytes
+from penstock.serving.fleet import need_of, weight_bytes
 from penstock.serving.memory_plan import CONTEXT_BYTES, WORKSPACE_BYTES, Need
 from penstock.types import TensorSpec
 

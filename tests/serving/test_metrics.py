@@ -30,10 +30,10 @@ from penstock.serving.metrics import (
     WAITS,
     FrontUse,
     GpuMemory,
+    Histogram,
     HostUse,
     ModelMetrics,
     Pending,
-    PhaseHistogram,
     ProcessUse,
     expose,
 )
@@ -62,10 +62,12 @@ HOST = HostUse(
     1000,
     400,
     [
-        ProcessUse("core", 100, 1.5),
-        ProcessUse("grpc_front", 50, 0.5),
-        ProcessUse("http_front", 60, 0.75, instance="2"),
-        ProcessUse("worker", 70, 2.25, "digits", "3", "1"),
+        ProcessUse({"process": "core"}, 100, 1.5),
+        ProcessUse({"process": "grpc_front"}, 50, 0.5),
+        ProcessUse({"process": "http_front", "front": "2"}, 60, 0.75),
+        ProcessUse(
+            {"process": "worker", "model": "digits", "version": "3", "instance": "1"}, 70, 2.25
+        ),
     ],
 )
 FRONTS = [FrontUse("grpc", 3), FrontUse("http", 0, "1", 12), FrontUse("http", 1, "2", 0)]
@@ -170,7 +172,7 @@ def test_buckets_rise() -> None:
 
 @pytest.mark.parametrize("index", range(len(BUCKETS)))
 def test_a_bucket_holds_its_upper_edge_and_not_the_next_number(index: int) -> None:
-    histogram = PhaseHistogram()
+    histogram = Histogram()
     histogram.add(BUCKETS[index])
     histogram.add(math.nextafter(BUCKETS[index], math.inf))
     expected = [0] * (len(BUCKETS) + 1)
@@ -179,7 +181,7 @@ def test_a_bucket_holds_its_upper_edge_and_not_the_next_number(index: int) -> No
 
 
 def test_nothing_is_too_small_or_too_large_for_a_bucket() -> None:
-    histogram = PhaseHistogram()
+    histogram = Histogram()
     histogram.add(0.0)
     histogram.add(1e9)
     assert (histogram.counts[0], histogram.counts[-1], histogram.count) == (1, 1, 2)
@@ -187,11 +189,11 @@ def test_nothing_is_too_small_or_too_large_for_a_bucket() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 100))))
 def test_count_and_sum_are_those_of_what_was_added(added: list[tuple[float, int]]) -> None:
-    histogram = PhaseHistogram()
+    histogram = Histogram()
     for value, count in added:
         histogram.add(value, count)
     assert histogram.count == sum(count for _, count in added)
-    assert histogram.sum_s == pytest.approx(math.fsum(value * count for value, count in added))
+    assert histogram.total == pytest.approx(math.fsum(value * count for value, count in added))
 
 
 # Folding a batch
@@ -219,7 +221,7 @@ def test_each_request_adds_its_own_request_and_queue_time_and_the_compute_time_o
     ]
     waits = metrics.fold(batch, num_rows=2, timings=batch[0].timings)
     assert waits == ((2.0 + 0.25) / 2, 1.25 / 2)
-    sums = {phase: histogram.sum_s for phase, histogram in metrics.phases.items()}
+    sums = {phase: histogram.total for phase, histogram in metrics.phases.items()}
     assert sums == {
         "request": 10.0 + 9.0,
         "queue": 2.0 + 1.5,
@@ -250,7 +252,7 @@ def test_both_waits_are_the_time_in_the_queue(waits: list[tuple[float, float]]) 
     metrics.fold(batch, len(batch), batch[0].timings)
     parts = [metrics.phases[wait] for wait in WAITS]
     assert [part.count for part in parts] == [len(batch)] * 2
-    assert sum(part.sum_s for part in parts) == pytest.approx(metrics.phases["queue"].sum_s)
+    assert sum(part.total for part in parts) == pytest.approx(metrics.phases["queue"].total)
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_batches_have_a_budget_of_tokens(options, batches):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(n, (1, n)))
         ran = [(record.num_rows, record.num_tokens) for record in model.history.recent]
         assert sorted(ran) == sorted(batches)
-        assert model.metrics.batch_tokens.num_tokens == sum(tokens for _, tokens in batches)
+        assert model.metrics.batch_tokens.total == sum(tokens for _, tokens in batches)
         assert {each.num_tokens for each in model.explain().recent} == {t for _, t in batches}
 
     run(config, scenario)
@@ -1357,10 +1357,10 @@ class Waiting:
         phases = model.metrics.phases
         for name, part in (("queue_batch", 0), ("queue_instance", 1)):
             total = sum(waits[part] for waits in self.expected.values())
-            assert phases[name].sum_s == pytest.approx(total, abs=1e-4)
+            assert phases[name].total == pytest.approx(total, abs=1e-4)
             assert phases[name].count == len(self.sent)
-        both = phases["queue_batch"].sum_s + phases["queue_instance"].sum_s
-        assert both == pytest.approx(phases["queue"].sum_s)
+        both = phases["queue_batch"].total + phases["queue_instance"].total
+        assert both == pytest.approx(phases["queue"].total)
 
 
 @settings(deadline=None, max_examples=40)
@@ -1648,9 +1648,9 @@ class Poisoned:
         num_before = self.num_killed
         for instance in self.model.instances:
             running = {each for flight in instance.batches for each in flight.requests}
-            if instance.life is not None and running & self._deadly:
-                instance.life.was_killed_outside = self._is_outside
-                instance.life.kill("was killed by SIGSEGV")
+            if instance.child is not None and running & self._deadly:
+                instance.child.life.was_killed_outside = self._is_outside
+                instance.child.life.kill("was killed by SIGSEGV")
                 self.num_killed += 1
         return self.num_killed - num_before
 
@@ -1889,7 +1889,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_a_request_killed(caplog):
             assert [each.index for each in model.instances] == [0, 1]
             assert model.num_running == 0 and model.is_ready
             # With a spare the place is never empty, so nothing has to wait for a load.
-            spare_lives = set(puppets.alive) - {each.life for each in model.instances}
+            spare_lives = set(puppets.alive) - {each.child.life for each in model.instances}
             assert len(spare_lives) == 1
             spare_lives.pop().kill()
             await poisoned.run()
@@ -1947,15 +1947,15 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
             poison = poisoned.send(101, kills=True)
             await settle()
             (dead,) = [each for each in model.instances if each.batches]
-            dead.life.kill("was killed by SIGSEGV")
+            dead.child.life.kill("was killed by SIGSEGV")
             await settle()
             (left,) = [each for each in model.instances if each.is_ready]
             assert not poison.is_done and model.num_running == 0 and model.num_waiting == 1
             for number in range(5):
                 other = poisoned.send(200 + number)
                 await settle()
-                while left.life.has_work:
-                    left.life.step()
+                while left.child.life.has_work:
+                    left.child.life.step()
                 await settle()
                 assert other.sink.error is None and other.is_done
             assert not poison.is_done and left.is_ready and model.num_waiting == 1

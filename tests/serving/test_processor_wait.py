@@ -8,9 +8,8 @@ import pytest
 from doubles import FakeClock, Puppets, RecordingSink
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.serving.admission import LOOK_EVERY_S, LOOK_WITHIN_S
+from penstock.serving.admission import LOOK_EVERY_S, LOOK_WITHIN_S, ProcessorWait
 from penstock.serving.model import Model
-from penstock.serving.processor_wait import ProcessorWait
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.types import Request, TensorSpec, from_array
 

@@ -1,6 +1,6 @@
 """Two lines in the log for each stretch of refusals."""
 
-from penstock.serving.refusals import QUIET_S, Refusals, Stretch
+from penstock.serving.replies import QUIET_S, Refusals, Stretch
 
 
 def test_only_the_first_refusal_begins_it():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.serving.saturation import Saturation
+from penstock.serving.context import Saturation
 
 
 def test_it_runs_from_the_start_until_an_instance_is_idle():

@@ -7,13 +7,13 @@ import sys
 import psutil
 from doubles import FakeClock
 
-from penstock.serving.usage import Member, ProcessUsage, cpu_s
+from penstock.serving.usage import ProcessUsage, cpu_s
 from penstock.system.devices import GpuUse, Watch
 
 
 def test_this_process_is_the_core_and_uses_something():
     [core] = ProcessUsage().read([]).processes
-    assert (core.role, core.model) == ("core", "")
+    assert core.labels == {"process": "core"}
     assert core.resident_bytes > 1 << 20
     assert core.cpu_s > 0
 
@@ -21,14 +21,10 @@ def test_this_process_is_the_core_and_uses_something():
 def test_members_are_named_as_given_and_one_that_has_gone_is_left_out():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    members = [Member(gone.pid, "grpc_front"), Member(os.getppid(), "worker", "digits", "2", "1")]
+    labels = {"process": "worker", "model": "digits", "version": "2", "instance": "1"}
+    members = [(gone.pid, {"process": "grpc_front"}), (os.getppid(), labels)]
     _, worker = ProcessUsage().read(members).processes
-    assert (worker.role, worker.model, worker.version, worker.instance) == (
-        "worker",
-        "digits",
-        "2",
-        "1",
-    )
+    assert worker.labels == labels
     assert worker.resident_bytes > 0
 
 

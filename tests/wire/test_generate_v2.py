@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest
 from penstock.wire import generate_v2
-from penstock.wire.generate_v2 import AnswerHead
+from penstock.wire.generate_v2 import GenerateForm
 from penstock.wire.openai_v1 import AnswerChoice, TokenUsage
 
 
@@ -90,10 +90,8 @@ class TestRead:
 
 class TestWritten:
     def test_a_whole_answer(self):
-        head = AnswerHead("smol", "1", read(id="a", return_num_input_tokens=True))
-        found = json.loads(
-            generate_v2.whole(head, [AnswerChoice(0, "hi you", "stop")], TokenUsage(3, 2))
-        )
+        head = GenerateForm("smol", "1", read(id="a", return_num_input_tokens=True))
+        found = json.loads(head.whole([AnswerChoice(0, "hi you", "stop")], TokenUsage(3, 2)))
         assert found == {
             "model_name": "smol", "model_version": "1", "id": "a", "text_output": "hi you",
             "num_input_tokens": 3,
@@ -102,16 +100,14 @@ class TestWritten:
     def test_several_texts_are_a_list(self):
         asked = read(n=2, return_finish_reason=True, return_num_output_tokens=True)
         choices = [AnswerChoice(0, "a", "stop"), AnswerChoice(1, "b", "length")]
-        found = json.loads(
-            generate_v2.whole(AnswerHead("m", "2", asked), choices, TokenUsage(3, 5))
-        )
+        found = json.loads(GenerateForm("m", "2", asked).whole(choices, TokenUsage(3, 5)))
         assert found["text_output"] == ["a", "b"] and found["finish_reason"] == ["stop", "length"]
         assert found["num_output_tokens"] == 5 and "id" not in found
 
     def test_events(self):
-        head = AnswerHead("m", "1", read(is_streaming=True, return_finish_reason=True))
-        event = generate_v2.event(head, AnswerChoice(0, "a\n", None))
+        head = GenerateForm("m", "1", read(is_streaming=True, return_finish_reason=True))
+        event = head.piece(AnswerChoice(0, "a\n", None))
         assert event.startswith(b"data: {") and event.endswith(b"}\n\n")
         found = json.loads(event[6:])
         assert found["text_output"] == "a\n" and found["finish_reason"] == "None"
-        assert generate_v2.error_event("no") == b'data: {"error":"no"}\n\n'
+        assert head.error(InvalidRequest("no")) == b'data: {"error":"no"}\n\n'

@@ -66,23 +66,28 @@ EMBEDDING = annotations(embedding_create_params.EmbeddingCreateParams)
 MESSAGES = [{"role": "user", "content": "hi"}]
 # What reads them, what is required, the fields that work, those that are refused.
 KINDS = {
-    "chat": (openai_v1.read_chat, {"messages": MESSAGES}, openai_v1.CHAT_FIELDS, tables.OF_CHATS),
+    "chat": (
+        openai_v1.read_chat,
+        {"messages": MESSAGES},
+        openai_v1.ChatBody.__struct_fields__,
+        tables.OF_CHATS,
+    ),
     "completion": (
         openai_v1.read_completion,
         {"prompt": "hi"},
-        openai_v1.COMPLETION_FIELDS,
+        openai_v1.CompletionBody.__struct_fields__,
         tables.OF_COMPLETIONS,
     ),
     "embedding": (
         openai_v1.read_embeddings,
         {"input": "hi"},
-        openai_v1.EMBEDDING_FIELDS,
+        openai_v1.EmbeddingsBody.__struct_fields__,
         tables.OF_EMBEDDINGS,
     ),
     "tokenize": (
         openai_v1.read_tokenize,
         {"messages": MESSAGES},
-        openai_v1.TOKENIZE_FIELDS,
+        openai_v1.TokenizeBody.__struct_fields__,
         tables.OF_TOKENIZE,
     ),
 }
@@ -143,7 +148,7 @@ def test_options_of_streams():
         works = name == "include_usage"
         assert [works, name in tables.OF_STREAMS, name in tables.HARMLESS_OF_STREAMS].count(True)
     options = {"include_usage": True, "include_obfuscation": True}
-    assert read("chat", stream=True, stream_options=options).streaming.has_usage
+    assert read("chat", stream=True, stream_options=options).has_usage
 
 
 def test_fields_for_the_template_reach_it():

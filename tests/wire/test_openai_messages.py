@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.wire.openai_messages import ROLES, InvalidMessage, read_messages
+from penstock.errors import InvalidRequest
+from penstock.wire.openai_messages import ROLES, read_messages
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
@@ -70,12 +71,12 @@ def test_parts_are_one_text():
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_and_quoted_shortly(message, expected):
-    with pytest.raises(InvalidMessage) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         read_messages([message])
     assert expected in str(caught.value) and len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("count", [0, 5000])
 def test_so_many_messages(count):
-    with pytest.raises(InvalidMessage, match="expected 1 to 4096"):
+    with pytest.raises(InvalidRequest, match="expected 1 to 4096"):
         read_messages([{"role": "user", "content": "a"}] * count)

@@ -3,15 +3,24 @@
 import json
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest
 from penstock.wire import openai_v1 as openai
-from penstock.wire.openai_v1 import AnswerChoice, ChunkHead, TokenLogprob, TokenUsage
+from penstock.wire.openai_v1 import (
+    DONE,
+    AnswerChoice,
+    ChatForm,
+    CompletionForm,
+    TokenLogprob,
+    TokenUsage,
+)
 
-HEAD = ChunkHead("cmpl-1", 1700000000, "smol")
+FORM = CompletionForm("cmpl-1", 1700000000, "smol", True)
+CHAT = ChatForm("cmpl-1", 1700000000, "smol", True)
 
 
 def body(**fields) -> bytes:
@@ -30,7 +39,7 @@ def chat(**fields):
 class TestCompletions:
     def test_what_is_not_said_is_as_openai_has_it(self):
         found = completion()
-        assert found.prompts == ["hi"] and not found.streaming.is_on and not found.is_echoed
+        assert found.prompts == ["hi"] and not found.is_streamed and not found.is_echoed
         params = found.params
         assert (params.temperature, params.top_p, params.n, params.max_tokens) == (1, 1, 1, 16)
         assert params.stop == () and params.seed is None and params.num_logprobs is None
@@ -87,7 +96,7 @@ class TestChats:
 
     def test_streams_tell_their_usage_if_asked(self):
         found = chat(stream=True, stream_options={"include_usage": True})
-        assert found.streaming == openai.Streaming(True, True)
+        assert found.is_streamed and found.has_usage
 
     def test_what_is_not_served_may_be_there_without_asking_for_anything(self):
         chat(tools=[], tool_choice="auto", response_format={"type": "text"})
@@ -193,16 +202,12 @@ def test_whatever_comes_is_read_or_refused(fields):
 class TestEmbeddings:
     def test_inputs_and_form(self):
         found = openai.read_embeddings(body(input=["a", "b"], encoding_format="base64"))
-        assert found.inputs == ["a", "b"] and found.is_base64 and found.num_dimensions is None
+        assert found.input == ["a", "b"] and found.encoding_format == "base64"
+        assert found.dimensions is None
 
     def test_another_form_is_refused(self):
         with pytest.raises(InvalidRequest, match="encoding_format"):
             openai.read_embeddings(body(input="a", encoding_format="hex"))
-
-    def test_vectors(self):
-        found = json.loads(openai.embeddings("m", [[0.5, 1.0]], 3))
-        assert found["data"] == [{"object": "embedding", "index": 0, "embedding": [0.5, 1.0]}]
-        assert found["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
 
 
 def event(raw: bytes):
@@ -215,7 +220,7 @@ class TestAnswers:
         top = [(b"ab", -0.5), (b"c", -2.0)]
         logprobs = [TokenLogprob(b"ab", -0.5, top), TokenLogprob(b"d", -1.0, offset=2)]
         choice = AnswerChoice(0, "abd", "length", logprobs)
-        found = json.loads(openai.completion(HEAD, [choice], TokenUsage(3, 2, 1)))
+        found = json.loads(FORM.whole([choice], TokenUsage(3, 2, 1)))
         assert (found["object"], found["id"], found["model"]) == (
             "text_completion",
             "cmpl-1",
@@ -239,37 +244,37 @@ class TestAnswers:
         choice = AnswerChoice(
             0, "a", None, [TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf)]
         )
-        found = event(openai.completion_piece(HEAD, choice))
+        found = event(FORM.piece(choice))
         assert found["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
 
     def test_a_chat(self):
         choice = AnswerChoice(1, "ü", "stop", [TokenLogprob("ü".encode(), -0.5, [(b"x", -1.0)])])
-        found = json.loads(openai.chat(HEAD, [choice], TokenUsage(1, 1)))
+        found = json.loads(CHAT.whole([choice], TokenUsage(1, 1)))
         (answer,) = found["choices"]
         assert answer["message"] == {"role": "assistant", "content": "ü", "refusal": None}
         (token,) = answer["logprobs"]["content"]
         assert token["bytes"] == [195, 188] and token["top_logprobs"][0]["token"] == "x"
 
     def test_pieces_of_a_chat(self):
-        first = event(openai.chat_begin(HEAD, 0))["choices"][0]
+        first = event(CHAT.begin(0))["choices"][0]
         assert first["delta"]["role"] == "assistant" and first["finish_reason"] is None
-        piece = event(openai.chat_piece(HEAD, AnswerChoice(0, "a\nb", None)))
+        piece = event(CHAT.piece(AnswerChoice(0, "a\nb", None)))
         assert piece["object"] == "chat.completion.chunk"
         assert piece["choices"][0]["delta"] == {"content": "a\nb"}
-        last = event(openai.chat_piece(HEAD, AnswerChoice(0, "", "stop")))
+        last = event(CHAT.piece(AnswerChoice(0, "", "stop")))
         assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
-        usage = event(openai.chat_usage(HEAD, TokenUsage(1, 2)))
+        usage = event(CHAT.end(TokenUsage(1, 2)).removesuffix(DONE))
         assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 3
 
     def test_usage_of_a_stream_of_text(self):
-        found = event(openai.completion_usage(HEAD, TokenUsage(1, 2)))
+        found = event(FORM.end(TokenUsage(1, 2)).removesuffix(DONE))
         assert found["choices"] == [] and found["usage"]["completion_tokens"] == 2
 
     def test_models_and_errors(self):
-        known = openai.Known("smol", 5, 2048)
-        (model,) = json.loads(openai.models([known]))["data"]
+        known = openai.describe_model("smol", 5, 2048)
+        model = json.loads(msgspec.json.encode(known))
         expected = {"id": "smol", "object": "model", "created": 5, "owned_by": "penstock"}
-        assert model == {**expected, "max_model_len": 2048} == json.loads(openai.model(known))
+        assert model == {**expected, "max_model_len": 2048}
         found = json.loads(openai.error("no", "invalid_request_error", "n"))
         assert found == {
             "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
@@ -279,11 +284,11 @@ class TestAnswers:
 class TestTokens:
     def test_a_text_or_messages_and_not_both(self):
         asked = openai.read_tokenize(b'{"model": "m", "prompt": "a", "add_special_tokens": false}')
-        assert (asked.prompt, asked.messages, asked.has_special_tokens) == ("a", [], False)
+        assert (asked.prompt, asked.messages, asked.add_special_tokens) == ("a", None, False)
         message = {"role": "user", "content": "hi"}
         body = json.dumps({"model": "m", "messages": [message], "return_token_strs": True})
         asked = openai.read_tokenize(body.encode())
-        assert asked.prompt is None and asked.messages == [message] and asked.has_texts
+        assert asked.prompt is None and asked.messages == [message] and asked.return_token_strs
         for wrong in ({"model": "m"}, {"model": "m", "prompt": "a", "messages": [message]}):
             with pytest.raises(InvalidRequest, match="either prompt or messages"):
                 openai.read_tokenize(json.dumps(wrong).encode())
@@ -293,7 +298,10 @@ class TestTokens:
         body = {"messages": [message], "add_generation_prompt": False}
         body["chat_template_kwargs"] = {"enable_thinking": True}
         asked = openai.read_tokenize(json.dumps(body).encode())
-        assert asked.template_options == {"add_generation_prompt": False, "enable_thinking": True}
+        assert openai.template_options(asked) == {
+            "add_generation_prompt": False,
+            "enable_thinking": True,
+        }
 
     def test_tokens_to_text(self):
         assert openai.read_detokenize(b'{"model": "m", "tokens": [1, 2]}') == ("m", [1, 2])
@@ -321,12 +329,12 @@ def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
     top = [(b"\xe6\x97", -0.1), (b"\xe6", -0.2), (b"a", -0.3), (b"a", -0.4), (b"b", -math.inf)]
     token = TokenLogprob(b"\xe6\x97", -0.1, top, offset=3)
     choice = AnswerChoice(0, "x", "stop", [token])
-    told = json.loads(openai.completion(HEAD, [choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
+    told = json.loads(FORM.whole([choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
     assert told["tokens"] == [r"bytes:\xe6\x97"] and told["text_offset"] == [3]
     (found,) = told["top_logprobs"]
     expected = {r"bytes:\xe6\x97": -0.1, r"bytes:\xe6": -0.2, "a": -0.3, "b": -9999.0}
     assert list(found.items()) == list(expected.items())
-    found = json.loads(openai.chat(HEAD, [choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
+    found = json.loads(CHAT.whole([choice], TokenUsage(1, 1)))["choices"][0]["logprobs"]
     assert found["content"][0]["bytes"] == [0xE6, 0x97]
     assert [each["bytes"] for each in found["content"][0]["top_logprobs"]][1] == [0xE6]
 

@@ -5,6 +5,7 @@ import struct
 import time
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from example_counts import at_most
@@ -25,13 +26,13 @@ from penstock.types import (
     pack_bytes,
     split_bytes,
 )
+from penstock.wire.documented import describe_tensors
 from penstock.wire.v2 import (
     MAX_CLASSES,
     MAX_TENSORS,
     Codec,
     encode_answer,
     encode_error,
-    encode_metadata,
 )
 
 SINK = CallbackSink(lambda request, answer: None)
@@ -1090,17 +1091,12 @@ def test_an_error_is_an_object_with_one_text() -> None:
 
 
 def test_metadata_shows_the_batch_dimension_where_there_is_one() -> None:
-    inputs, outputs = [TensorSpec("x", "FP32", (3, -1))], [TensorSpec("y", "BYTES", ())]
-    message = json.loads(encode_metadata("m", ["1", "10"], "null", inputs, outputs, True))
-    assert message == {
-        "name": "m",
-        "versions": ["1", "10"],
-        "platform": "null",
-        "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]}],
-        "outputs": [{"name": "y", "datatype": "BYTES", "shape": [-1]}],
-    }
-    message = json.loads(encode_metadata("m", ["1"], "null", inputs, outputs, False))
-    assert message["inputs"][0]["shape"] == [3, -1]
+    specs = [TensorSpec("x", "FP32", (3, -1)), TensorSpec("y", "BYTES", ())]
+    assert msgspec.to_builtins(describe_tensors(specs, True)) == [
+        {"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]},
+        {"name": "y", "datatype": "BYTES", "shape": [-1]},
+    ]
+    assert [each.shape for each in describe_tensors(specs, False)] == [[3, -1], []]
 
 
 # What the codec remembers.

@@ -12,9 +12,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -23,6 +23,8 @@ from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
 from penstock.benchmark.targets.shared import (
+    V2Config,
+    V2Metadata,
     config_digest,
     counters_of,
     form_of,
@@ -33,6 +35,9 @@ from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.repository import pbtxt
 from penstock.types import Buffer, Tensor
+
+if TYPE_CHECKING:
+    from grpc.aio import Channel, UnaryUnaryCall, UnaryUnaryMultiCallable
 
 SERVICE = "/inference.GRPCInferenceService/"
 # Servers allow about a hundred calls per connection; fewer keep frames from queueing.
@@ -60,6 +65,7 @@ DEADLINE = "Deadline Exceeded"
 NO_SUCH_MODEL = ("NOT_FOUND", "INVALID_ARGUMENT")
 NEEDS_KEY = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
+Fields = dict[str, Any]
 Value = TypeVar("Value")
 
 
@@ -96,12 +102,12 @@ class GrpcTarget:
         self._form: RequestForm | None = None
         self._prefixes: dict[tuple[tuple[str, tuple[int, ...]], ...], bytes] = {}
         # One channel for questions; the others, each with CALLS_PER_CONNECTION places for calls.
-        self._question_channel: Any = None
-        self._channels: list[Any] = []
-        self._places: deque[Callable[..., Any]] = deque()
+        self._question_channel: Channel | None = None
+        self._channels: list[Channel] = []
+        self._places: deque[UnaryUnaryMultiCallable] = deque()
         self._waiting: deque[TimedExchange] = deque()
         # An unreferenced call cancels itself.
-        self._calls: set[Any] = set()
+        self._calls: set[UnaryUnaryCall] = set()
         self._is_closed = False
         self.num_waited = 0
 
@@ -112,70 +118,48 @@ class GrpcTarget:
     # Questions.
 
     async def describe(self) -> tuple[Description, RequestForm]:
-        server = await self._ask_server()
-        metadata = await self._ask_model("ModelMetadata")
-        await self._check_ready()
-        config = await self._config()
-        max_batch_size = _max_batch_size(config)
-        has_batch = max_batch_size > 0 if max_batch_size is not None else _has_batch(metadata)
-        optional = {item.name for item in config.input if item.optional} if config else set()
-        self._form = form_of(metadata.inputs, has_batch, optional)
+        try:
+            server = await self._ask("ServerMetadata")
+        except GrpcRefused as error:
+            raise self._problem(_why_no_server(error)) from None
+        metadata = msgspec.convert(await self._ask_model("ModelMetadata"), V2Metadata)
+        if not (await self._ask_model("ModelReady"))["ready"]:
+            raise self._problem(f"model '{self._address.model}' is not ready")
+        fields = (await self._ask_model("ModelConfig", {})).get("config", {})
+        config = msgspec.convert(fields, V2Config) if fields else None
+        self._form = form_of(metadata, config)
         description = Description(
             protocol="v2 gRPC",
             address=self._address.text,
             model=metadata.name or self._address.model,
-            version=self._address.version or _newest(metadata.versions),
-            server=f"{server.name} {server.version}".strip(),
-            backend=(config.backend or config.platform) if config else metadata.platform,
-            num_instances=_num_instances(config),
-            max_batch_size=max_batch_size,
-            config_digest=config_digest(pbtxt.to_dict(config)) if config else "",
+            version=self._address.version or _newest(metadata.versions or ()),
+            server=f"{server['name']} {server['version']}".strip(),
+            backend=metadata.platform,
         )
+        if config is not None:
+            description.backend = config.backend or config.platform
+            description.num_instances = config.num_instances
+            description.max_batch_size = config.max_batch_size
+            description.config_digest = config_digest(fields)
         return description, self._form
 
     async def counters(self) -> Counters | None:
-        from google.protobuf import json_format
-
         try:
             answer = await self._ask("ModelStatistics", **self._model())
         except GrpcRefused:
             return None
-        fields = json_format.MessageToDict(answer, preserving_proto_field_name=True)
-        wanted = [
-            entry
-            for entry in fields.get("model_stats", ())
-            if self._address.version in ("", entry.get("version"))
-        ]
-        newest = _newest([entry.get("version", "") for entry in wanted])
-        for entry in wanted:
-            if entry.get("version", "") == newest:
-                return counters_of(entry)
-        return None
+        asked = self._address.version
+        entries = {each["version"]: each for each in answer["model_stats"]}
+        entries = {name: each for name, each in entries.items() if asked in ("", name)}
+        return counters_of(entries[_newest(list(entries))]) if entries else None
 
-    async def _ask_server(self) -> Any:
-        try:
-            return await self._ask("ServerMetadata")
-        except GrpcRefused as error:
-            raise self._problem(_why_no_server(error)) from None
-
-    async def _ask_model(self, method: str) -> Any:
+    async def _ask_model(self, method: str, otherwise: Fields | None = None) -> Fields:
+        """Ask about the model; `otherwise` where the server has no such call, such as MLServer."""
         try:
             return await self._ask(method, **self._model())
         except GrpcRefused as error:
-            raise self._problem(await self._why_no_model(error)) from None
-
-    async def _check_ready(self) -> None:
-        answer = await self._ask_model("ModelReady")
-        if not answer.ready:
-            raise self._problem(f"model '{self._address.model}' is not ready")
-
-    async def _config(self) -> Any:
-        """Return None where the server has no such call, such as MLServer."""
-        try:
-            return (await self._ask("ModelConfig", **self._model())).config
-        except GrpcRefused as error:
-            if error.code == "UNIMPLEMENTED":
-                return None
+            if error.code == "UNIMPLEMENTED" and otherwise is not None:
+                return otherwise
             raise self._problem(await self._why_no_model(error)) from None
 
     async def _why_no_model(self, error: GrpcRefused) -> str:
@@ -189,10 +173,10 @@ class GrpcTarget:
             index = await self._ask("RepositoryIndex")
         except GrpcRefused:
             return text
-        names = ", ".join(sorted({model.name for model in index.models}))
+        names = ", ".join(sorted({model["name"] for model in index["models"]}))
         return f"{text}; the server has {names or 'none'}"
 
-    async def _ask(self, method: str, channel: Any = None, **fields: Any) -> Any:
+    async def _ask(self, method: str, channel: Channel | None = None, **fields: str) -> Fields:
         import grpc
         from tritonclient.grpc import service_pb2
 
@@ -207,9 +191,10 @@ class GrpcTarget:
         )
         message = getattr(service_pb2, f"{method}Request")(**fields)
         try:
-            return await call(message, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+            answer = await call(message, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise GrpcRefused(error.code().name, error.details() or "") from None
+        return pbtxt.to_dict(answer)
 
     def _model(self) -> dict[str, str]:
         return {"name": self._address.model, "version": self._address.version}
@@ -282,7 +267,7 @@ class GrpcTarget:
             message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         return bytes(message.SerializeToString())
 
-    def _channel(self) -> Any:
+    def _channel(self) -> Channel:
         import grpc
 
         if self._address.is_secure:
@@ -297,13 +282,15 @@ class GrpcTarget:
         places = [channel.unary_unary(SERVICE + "ModelInfer")] * CALLS_PER_CONNECTION
         self._places = deque(_interleaved(list(self._places), places))
 
-    def _start(self, place: Callable[..., Any], exchange: TimedExchange) -> None:
+    def _start(self, place: UnaryUnaryMultiCallable, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
         call = place(exchange.item, timeout=self._spec.timeout_s, metadata=self._metadata)
         self._calls.add(call)
         call.add_done_callback(partial(self._ended, place, exchange))
 
-    def _ended(self, place: Callable[..., Any], exchange: TimedExchange, call: Any) -> None:
+    def _ended(
+        self, place: UnaryUnaryMultiCallable, exchange: TimedExchange, call: UnaryUnaryCall
+    ) -> None:
         exchange.done = time.monotonic()
         self._calls.discard(call)
         code = _at_once(call.code()).name
@@ -386,7 +373,7 @@ def _end(exchange: TimedExchange, failure: str) -> None:
     exchange.finish(exchange)
 
 
-def _at_once(answer: Coroutine[Any, Any, Value]) -> Value:
+def _at_once(answer: Coroutine[object, None, Value]) -> Value:
     """Return the result of a coroutine that never suspends: a question to a call that has ended."""
     try:
         answer.send(None)
@@ -410,23 +397,6 @@ def _varint(number: int) -> bytes:
         number >>= 7
     data.append(number)
     return bytes(data)
-
-
-def _has_batch(metadata: Any) -> bool:
-    """Guess whether a server without configuration batches: every first dimension is variable."""
-    return bool(metadata.inputs) and all(list(item.shape[:1]) == [-1] for item in metadata.inputs)
-
-
-def _max_batch_size(config: Any) -> int | None:
-    return int(config.max_batch_size) if config is not None else None
-
-
-def _num_instances(config: Any) -> int | None:
-    if config is None or not config.instance_group:
-        return None
-    # `count` instances for each GPU that a group names.
-    groups = config.instance_group
-    return sum(max(1, int(group.count)) * max(1, len(group.gpus)) for group in groups)
 
 
 def _newest(versions: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 from penstock.benchmark.exchange import TimedExchange
@@ -27,7 +27,6 @@ from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.errors import ConfigError
 
 SWEEP_S = 1.0
-MAX_ANSWER_BYTES = 64 << 20
 # Connections opened in parallel: fewer than a server's accept backlog.
 MAX_OPENING = 64
 ASK_TIMEOUT_S = 10.0
@@ -252,31 +251,10 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-class _Keeper:
-    """Keeps the whole answer."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Mapping[bytes, bytes] = {}
-        self.body = bytearray()
-
-    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        self.status, self.headers = status, headers
-
-    def chunk(self, data: bytes) -> None:
-        if len(self.body) <= MAX_ANSWER_BYTES:
-            self.body += data
-
-    def end(self) -> str | None:
-        if len(self.body) > MAX_ANSWER_BYTES:
-            return f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
-        return None
-
-
 async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> HttpAnswer:
     """Send one request on its own connection; NoAnswer if it fails."""
-    keeper = _Keeper()
-    client = HttpClient(url, timeout_s, 1, lambda _: keeper)
+    answer = HttpAnswer()
+    client = HttpClient(url, timeout_s, 1, lambda _: answer)
     done = asyncio.Event()
     exchange = TimedExchange(client.now(), message, lambda _: done.set())
     try:
@@ -286,4 +264,4 @@ async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Htt
         await client.close()
     if exchange.failure is not None:
         raise NoAnswer(exchange.failure)
-    return HttpAnswer(keeper.status, keeper.headers, bytes(keeper.body))
+    return answer

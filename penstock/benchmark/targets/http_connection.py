@@ -28,6 +28,7 @@ MAX_KEPT_BYTES = 65_536
 MAX_KNOWN_HEADS = 256
 MAX_KNOWN_HEAD_BYTES = 1024
 LOST = "connection lost"
+CUT = "stream cut"
 
 _PARSING = -1
 
@@ -136,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
         if exchange is not None and self._left == 0 and exchange.sent - self._idle_since > STALE_S:
             self.exchange = None
             self._client.take_back(exchange)
-        self.fail(LOST)
+        self.fail(CUT if exchange is not None and exchange.stream is not None else LOST)
 
     def eof_received(self) -> None:
         if self._left == _PARSING and self._ends_with_connection:

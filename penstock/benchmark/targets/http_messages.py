@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.errors import ConfigError
 
+MAX_ANSWER_BYTES = 64 << 20
 MAX_TEXT = 160
 # Distinct error texts kept per status.
 MAX_TEXTS = 8
@@ -24,6 +25,8 @@ _WITH_DIGITS = re.compile(r"[\w-]*\d[\w-]*")
 _DURATION = re.compile(
     r'([^\s,;="]+)\s*(?:;[^,;]*)*?;\s*dur\s*=\s*"?(\d+(?:\.\d*)?)', re.IGNORECASE
 )
+
+T = TypeVar("T")
 
 
 class Url(NamedTuple):
@@ -43,16 +46,43 @@ class Url(NamedTuple):
         return f"{'https' if self.is_tls else 'http'}://{self.name}"
 
 
-class HttpAnswer(NamedTuple):
-    """Header names are lower case; a repeated header keeps its last value."""
+class HttpAnswer:
+    """A whole answer, read as it arrives. Header names are lower case; a repeated header keeps its
+    last value."""
 
-    status: int
-    headers: Mapping[bytes, bytes]
-    body: bytes
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Mapping[bytes, bytes] = {}
+        self.body = bytearray()
 
     @property
     def is_good(self) -> bool:
         return 200 <= self.status < 300
+
+    @property
+    def error_text(self) -> str:
+        return error_text(self.body) or f"status {self.status}"
+
+    def decode(self, kind: type[T]) -> T:
+        """Decode a good answer's JSON; ValueError says why it is not one."""
+        if not self.is_good:
+            raise ValueError(f"status {self.status}")
+        try:
+            return msgspec.json.decode(self.body, type=kind, strict=False)
+        except msgspec.DecodeError as error:
+            raise ValueError(str(error)) from None
+
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status, self.headers = status, headers
+
+    def chunk(self, data: bytes) -> None:
+        if len(self.body) <= MAX_ANSWER_BYTES:
+            self.body += data
+
+    def end(self) -> str | None:
+        if len(self.body) > MAX_ANSWER_BYTES:
+            return f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
+        return None
 
 
 def hide_password(address: str) -> str:
@@ -112,7 +142,7 @@ def check_headers(headers: Mapping[str, str]) -> None:
         raise ConfigError(problems)
 
 
-def error_text(body: bytes) -> str:
+def error_text(body: bytes | bytearray) -> str:
     """Return a server's error message on one line: the text of v2, OpenAI or FastAPI, or the first
     line of any other body that is not HTML."""
     try:

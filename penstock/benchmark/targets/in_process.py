@@ -14,9 +14,8 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import penstock
 from penstock.benchmark.exchange import TimedExchange
@@ -35,6 +34,7 @@ from penstock.serving.pipeline import StagePipeline
 from penstock.types import Request, Response, Tensor, Timings
 
 SWEEP_S = 0.5
+Job = TypeVar("Job")
 
 
 class Item:
@@ -48,8 +48,12 @@ class Item:
         self.form = tuple((tensor.name, tensor.shape, len(tensor.data)) for tensor in tensors)
 
 
-class InProcess:
-    """The sink of its own requests. Invariant: they are in `_open`, in sending order, until their
+class Closeable(Protocol):
+    async def close(self) -> None: ...
+
+
+class LocalTarget(Generic[Job]):
+    """A model in this process. Invariant: jobs are in `_open`, in sending order, until their
     exchanges have ended."""
 
     # There are no connections: constants for the interface.
@@ -58,31 +62,95 @@ class InProcess:
 
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
-        self._form: RequestForm | None = None
-        self._model: Model | StagePipeline | None = None
-        self._open: dict[Request, TimedExchange] = {}
+        self._model: Closeable | None = None
+        self._open: dict[Job, TimedExchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
-        self._num_answered = 0
         # Load time in seconds, including warm-up of every batch size.
         self.load_s: float | None = None
 
-    async def describe(self) -> tuple[Description, RequestForm]:
-        folder, config = await asyncio.to_thread(find, self._spec)
-        self._form = RequestForm(
-            kind="tensors", inputs=tuple(config.inputs), has_batch=config.max_batch_size > 0
-        )
-        description = Description(
-            protocol="in process",
+    async def _load(self, config: ModelConfig) -> Closeable:
+        raise NotImplementedError
+
+    def _cancel(self, job: Job) -> None:
+        raise NotImplementedError
+
+    def _description(self, config: ModelConfig, protocol: str, digest: str) -> Description:
+        return Description(
+            protocol=protocol,
             address=self._spec.address,
             model=config.name,
             version=config.version,
             server=f"penstock {penstock.__version__}",
             backend=config.backend,
             num_instances=config.num_instances,
-            max_batch_size=config.max_batch_size,
             config_digest=config_digest(pbtxt.to_json(config)),
-            model_digest=await asyncio.to_thread(model_digest, folder, config),
+            model_digest=digest,
         )
+
+    async def open(self, num_connections: int) -> None:
+        if self._model is not None:
+            return
+        _, config = await asyncio.to_thread(find, self._spec)
+        began = time.monotonic()
+        try:
+            self._model = await self._load(config)
+        except ConfigError as error:
+            problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
+            raise ConfigError(problems) from None
+        self.load_s = time.monotonic() - began
+        self._plan_sweep()
+
+    async def close(self) -> None:
+        model, self._model = self._model, None
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for job in list(self._open):
+            self._end(job, "cancelled")
+        if model is not None:
+            await model.close()
+
+    def _plan_sweep(self) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._end_late)
+
+    def _end_late(self) -> None:
+        """Fail timed-out requests; `_open` is in sending order."""
+        latest = time.monotonic() - self._spec.timeout_s
+        for job, exchange in list(self._open.items()):
+            if exchange.sent > latest:
+                break
+            self._end(job, f"no answer within {self._spec.timeout_s:g} s")
+            if self._model is not None:
+                self._cancel(job)
+        self._plan_sweep()
+
+    def _end(self, job: Job, failure: str | None) -> None:
+        """End an exchange, unless it has already ended."""
+        exchange = self._open.pop(job, None)
+        if exchange is None:
+            return
+        exchange.done = time.monotonic()
+        exchange.failure = failure
+        exchange.finish(exchange)
+
+
+class InProcess(LocalTarget[Request]):
+    """A model that takes tensors; the sink of its own requests."""
+
+    _model: Model | StagePipeline | None
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__(spec)
+        self._form: RequestForm | None = None
+        self._num_answered = 0
+
+    async def describe(self) -> tuple[Description, RequestForm]:
+        folder, config = await asyncio.to_thread(find, self._spec)
+        self._form = RequestForm(
+            kind="tensors", inputs=tuple(config.inputs), has_batch=config.max_batch_size > 0
+        )
+        digest = await asyncio.to_thread(model_digest, folder, config)
+        description = self._description(config, "in process", digest)
+        description.max_batch_size = config.max_batch_size
         return description, self._form
 
     async def counters(self) -> Counters | None:
@@ -90,20 +158,16 @@ class InProcess:
         return None if self._model is None else counters_of(self._model.metrics.statistics())
 
     async def open(self, num_connections: int) -> None:
-        if self._model is not None:
-            return
         if self._form is None:
             await self.describe()
-        _, config = await asyncio.to_thread(find, self._spec)
-        began = time.monotonic()
-        try:
-            placed = await asyncio.to_thread(local.placed, config)
-            self._model = await local.start(placed, ProcessLife)
-        except ConfigError as error:
-            problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
-            raise ConfigError(problems) from None
-        self.load_s = time.monotonic() - began
-        self._plan_sweep()
+        await super().open(num_connections)
+
+    async def _load(self, config: ModelConfig) -> Model | StagePipeline:
+        return await local.start(await asyncio.to_thread(local.placed, config), ProcessLife)
+
+    def _cancel(self, job: Request) -> None:
+        assert self._model is not None
+        self._model.cancel(job)
 
     def encode(self, sample: Sample) -> Item:
         assert self._form is not None, "inputs are encoded after `describe` or `open`"
@@ -128,47 +192,10 @@ class InProcess:
         if isinstance(answer, PenstockError):
             exchange.failure = failure_text(answer)
         elif self._spec.timing_every:
-            self._note_phases(exchange, request.timings)
+            self._num_answered += 1
+            if self._num_answered % self._spec.timing_every == 0:
+                exchange.phases = phases_of(request.timings)
         exchange.finish(exchange)
-
-    async def close(self) -> None:
-        model, self._model = self._model, None
-        if self._sweep is not None:
-            self._sweep.cancel()
-        for request in list(self._open):
-            self._end(request, "cancelled")
-        if model is not None:
-            await model.close()
-
-    def _note_phases(self, exchange: TimedExchange, timings: Timings) -> None:
-        self._num_answered += 1
-        if self._num_answered % self._spec.timing_every == 0:
-            exchange.phases = phases_of(timings)
-
-    def _plan_sweep(self) -> None:
-        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._end_late)
-
-    def _end_late(self) -> None:
-        """Fail timed-out requests; `_open` is in sending order."""
-        latest = time.monotonic() - self._spec.timeout_s
-        is_late = partial(_was_sent_before, latest)
-        for request, _ in list(takewhile(is_late, self._open.items())):
-            self._end(request, f"no answer within {self._spec.timeout_s:g} s")
-            if self._model is not None:
-                self._model.cancel(request)
-        self._plan_sweep()
-
-    def _end(self, request: Request, failure: str) -> None:
-        exchange = self._open.pop(request, None)
-        if exchange is None:
-            return
-        exchange.done = time.monotonic()
-        exchange.failure = failure
-        exchange.finish(exchange)
-
-
-def _was_sent_before(moment: float, item: tuple[Request, TimedExchange]) -> bool:
-    return item[1].sent <= moment
 
 
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import penstock
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec
-from penstock.benchmark.targets.in_process import failure_text, file_digest, files_digest, find
+from penstock.benchmark.targets.in_process import (
+    LocalTarget,
+    failure_text,
+    file_digest,
+    files_digest,
+    find,
+)
 from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
-from penstock.benchmark.targets.shared import config_digest
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError, PenstockError
@@ -26,48 +30,32 @@ from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text, read_text
-from penstock.repository import pbtxt
 from penstock.serving import local
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
 
-SWEEP_S = 0.5
 EMPTY = "empty answer"
 
 
-class InProcessText:
-    """Invariant: exchanges are in `_open`, in sending order, until they have ended."""
+class InProcessText(LocalTarget["ChunkRecorder"]):
+    """A model that takes text."""
 
-    # There are no connections: constants for the interface.
-    num_connections = 1
-    num_waited = 0
+    _model: LanguageModel | None
 
     def __init__(self, spec: TargetSpec) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._extra = parse_extra(spec.extra)
         self._name = ""
-        self._model: LanguageModel | None = None
         self._text: Text | None = None
-        self._open: dict[TimedExchange, Generation] = {}
-        self._sweep: asyncio.TimerHandle | None = None
-        # Load time in seconds.
-        self.load_s: float | None = None
 
     async def describe(self) -> tuple[Description, RequestForm]:
         _, config = await asyncio.to_thread(find, self._spec)
         await asyncio.to_thread(self._check_template, config)
         self._name = config.name
-        description = Description(
-            protocol=f"in process, OpenAI {self._spec.api}",
-            address=self._spec.address,
-            model=config.name,
-            version=config.version,
-            server=f"penstock {penstock.__version__}",
-            backend=config.backend,
-            num_instances=config.num_instances,
-            config_digest=config_digest(pbtxt.to_json(config)),
-            model_digest=await asyncio.to_thread(_digest, path_of(config)),
-        )
+        path = path_of(config)
+        digest = await asyncio.to_thread(files_digest if path.is_dir() else file_digest, path)
+        protocol = f"in process, OpenAI {self._spec.api}"
+        description = self._description(config, protocol, digest)
         return description, RequestForm(kind=FORMS[self._spec.api])
 
     def _check_template(self, config: ModelConfig) -> None:
@@ -79,26 +67,19 @@ class InProcessText:
     async def counters(self) -> Counters | None:
         return None
 
-    async def open(self, num_connections: int) -> None:
-        if self._model is not None:
-            return
-        _, config = await asyncio.to_thread(find, self._spec)
+    async def _load(self, config: ModelConfig) -> LanguageModel:
         self._name = config.name
-        began = time.monotonic()
-        try:
-            # Not with the model's renderer: a sample is encoded when it is sent.
-            parses_special = settings_of(config).parses_special
-            path = str(path_of(config))
-            read = partial(read_text, path, parses_special=parses_special)
-            self._text = await asyncio.to_thread(read)
-            model = LanguageModel(await asyncio.to_thread(local.placed, config))
-            await model.start()
-        except ConfigError as error:
-            problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
-            raise ConfigError(problems) from None
-        self._model = model
-        self.load_s = time.monotonic() - began
-        self._plan_sweep()
+        # Not with the model's renderer: a sample is encoded when it is sent.
+        parses_special = settings_of(config).parses_special
+        read = partial(read_text, str(path_of(config)), parses_special=parses_special)
+        self._text = await asyncio.to_thread(read)
+        model = LanguageModel(await asyncio.to_thread(local.placed, config))
+        await model.start()
+        return model
+
+    def _cancel(self, job: ChunkRecorder) -> None:
+        if self._model is not None and job.generation is not None:
+            self._model.cancel(job.generation)
 
     def encode(self, sample: Sample) -> ChatRequest | CompletionRequest:
         body = body_of(self._name, self._spec.api, sample, self._extra)
@@ -112,20 +93,25 @@ class InProcessText:
     def send(self, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
         exchange.stream = StreamTimes()
+        recorder = ChunkRecorder(exchange.stream, self._end)
+        self._open[recorder] = exchange
         if self._model is None:
-            asyncio.get_running_loop().call_soon(_end, exchange, "cancelled")
+            asyncio.get_running_loop().call_soon(self._end, recorder, "cancelled")
             return
         try:
-            generation = self._generation(self._model, exchange)
+            recorder.generation = self._generation(self._model, exchange.item, recorder)
         except PenstockError as error:
-            asyncio.get_running_loop().call_soon(_end, exchange, failure_text(error))
+            asyncio.get_running_loop().call_soon(recorder.failed, error)
             return
-        self._open[exchange] = generation
-        self._model.submit(generation)
+        self._model.submit(recorder.generation)
 
-    def _generation(self, model: LanguageModel, exchange: TimedExchange) -> Generation:
+    def _generation(
+        self,
+        model: LanguageModel,
+        asked: ChatRequest | CompletionRequest,
+        recorder: ChunkRecorder,
+    ) -> Generation:
         """Make the generation as a server would for the same request."""
-        asked: ChatRequest | CompletionRequest = exchange.item
         assert self._text is not None, "it is read before the model is there"
         if isinstance(asked, ChatRequest):
             tokens = self._text.encode_chat(asked.messages, asked.template_options)
@@ -136,63 +122,25 @@ class InProcessText:
                 tokens = self._text.encode(prompt, is_whole=is_whole)
             else:
                 tokens = prompt
-        return model.new_generation(tokens, asked.params, ChunkRecorder(exchange, self))
-
-    def ended(self, exchange: TimedExchange, failure: str | None) -> None:
-        """End an exchange, unless it has already ended."""
-        if self._open.pop(exchange, None) is not None:
-            _end(exchange, failure)
-
-    async def close(self) -> None:
-        model, self._model = self._model, None
-        if self._sweep is not None:
-            self._sweep.cancel()
-        for exchange in list(self._open):
-            self.ended(exchange, "cancelled")
-        if model is not None:
-            await model.close()
-
-    def _plan_sweep(self) -> None:
-        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._end_late)
-
-    def _end_late(self) -> None:
-        latest = time.monotonic() - self._spec.timeout_s
-        for exchange, generation in list(self._open.items()):
-            if exchange.sent > latest:
-                break
-            self.ended(exchange, f"no answer within {self._spec.timeout_s:g} s")
-            if self._model is not None:
-                self._model.cancel(generation)
-        self._plan_sweep()
+        return model.new_generation(tokens, asked.params, recorder)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ChunkRecorder:
-    """Records when the chunks of one answer arrive."""
+    """Records when the chunks of one answer arrive; `end` takes why the answer is bad, or None."""
 
-    exchange: TimedExchange
-    target: InProcessText
+    stream: StreamTimes
+    end: Callable[[ChunkRecorder, str | None], None]
+    generation: Generation | None = None
 
     def token(self, event: TokenEvent) -> None:
-        if event.text and self.exchange.stream is not None:
-            self.exchange.stream.times.append(time.monotonic())
+        if event.text:
+            self.stream.times.append(time.monotonic())
 
     def finished(self, totals: Totals) -> None:
-        stream = self.exchange.stream
-        assert stream is not None
-        stream.num_input_tokens = totals.num_prompt
-        stream.num_output_tokens = totals.num_generated
-        self.target.ended(self.exchange, None if stream.times else EMPTY)
+        self.stream.num_input_tokens = totals.num_prompt
+        self.stream.num_output_tokens = totals.num_generated
+        self.end(self, None if self.stream.times else EMPTY)
 
     def failed(self, error: PenstockError) -> None:
-        self.target.ended(self.exchange, failure_text(error))
-
-
-def _end(exchange: TimedExchange, failure: str | None) -> None:
-    exchange.done = time.monotonic()
-    exchange.failure = failure
-    exchange.finish(exchange)
-
-
-def _digest(path: Path) -> str:
-    return files_digest(path) if path.is_dir() else file_digest(path)
+        self.end(self, failure_text(error))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from penstock.benchmark.targets import Target, TargetSpec
 from penstock.benchmark.targets.http_messages import hide_password
-from penstock.errors import CommandLineError, ConfigError
+from penstock.config import LLM
+from penstock.errors import CommandLineError, ConfigError, PenstockError
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
 
@@ -19,7 +20,8 @@ ADDRESSES = (
 CLASSES: Mapping[str, tuple[str, str]] = {
     "v2 HTTP": ("penstock.benchmark.targets.v2_target", "V2HttpTarget"),
     "v2 gRPC": ("penstock.benchmark.targets.grpc_target", "GrpcTarget"),
-    "in process": ("penstock.benchmark.targets.path_target", "open_path"),
+    "in process": ("penstock.benchmark.targets.in_process", "InProcess"),
+    "text in process": ("penstock.benchmark.targets.in_process_text", "InProcessText"),
     "OpenAI": ("penstock.benchmark.targets.openai", "OpenAI"),
     "HTTP": ("penstock.benchmark.targets.plain", "PlainHttp"),
 }
@@ -35,7 +37,7 @@ def open_target(spec: TargetSpec) -> Target:
 def kind_of(spec: TargetSpec) -> str:
     """Return one of CLASSES."""
     if _resolve(spec.address).kind is not ModelKind.URL:
-        return "in process"
+        return "text in process" if is_text(spec) else "in process"
     scheme, _, rest = spec.address.partition("://")
     if scheme in ("grpc", "grpcs"):
         return "v2 gRPC"
@@ -53,6 +55,16 @@ def _resolve(address: str) -> ModelSource:
     except ConfigError as error:
         hidden = hide_password(address)
         raise ConfigError([each.replace(address, hidden) for each in error.problems]) from None
+
+
+def is_text(spec: TargetSpec) -> bool:
+    """Whether it is a language model; problems with it are reported by `describe`."""
+    try:
+        found = resolve(spec.address, name=spec.model).read()
+    except PenstockError:
+        return False
+    configs = [config for config in found.configs if spec.version in ("", config.version)]
+    return bool(configs) and all(config.backend == LLM for config in configs)
 
 
 def _kind_of_path(spec: TargetSpec, path: str) -> str:

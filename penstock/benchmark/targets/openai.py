@@ -11,18 +11,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec
-from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask
-from penstock.benchmark.targets.http_connection import LOST
+from penstock.benchmark.targets import Description, TargetSpec
+from penstock.benchmark.targets.http_connection import CUT
 from penstock.benchmark.targets.http_messages import (
     Causes,
     HttpAnswer,
     Url,
-    check_headers,
     error_text,
     parse_url,
     request_bytes,
 )
+from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import in_short
 from penstock.benchmark.targets.sse import EventParser, NotEvents
 from penstock.data import RequestForm, Sample
@@ -32,10 +31,8 @@ PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 FORMS = {"chat": "messages", "completions": "prompt"}
 EVENTS = b"text/event-stream"
 DONE = b"[DONE]"
-CUT = "stream cut"
 # Limit on an error's body.
 MAX_KEPT_BYTES = 65_536
-MAX_MODELS_TOLD = 20
 # Statuses of servers that list no models but still answer requests.
 WITHOUT_LIST = (404, 405, 501)
 # Names in the Server header that belong to a proxy or HTTP stack, not to the model server.
@@ -184,43 +181,16 @@ def _has_text(choice: _Choice) -> bool:
     )
 
 
-class InnerExchange(TimedExchange):
-    """The client's exchange for one outer exchange, which ends with it."""
-
-    __slots__ = ("outer",)
-
-    def __init__(self, outer: TimedExchange, finish: Callable[[TimedExchange], None]) -> None:
-        super().__init__(outer.due, outer.item, finish)
-        self.outer = outer
-
-
-class OpenAI:
+class OpenAI(HttpTarget):
     """Call `describe` first: it finds the model's name if none was given."""
 
-    load_s: float | None = None
-
     def __init__(self, spec: TargetSpec) -> None:
-        self._spec = spec
-        self._url, self._base, self._api = find_place(spec)
+        url, self._base, self._api = find_place(spec)
+        super().__init__(spec, url, self._read_answer)
         self._extra = parse_extra(spec.extra)
-        self._headers = dict(spec.headers)
-        if spec.api_key:
-            self._headers["Authorization"] = f"Bearer {spec.api_key}"
-        check_headers(self._headers)
         self._model = spec.model
         self._is_described = False
         self._causes = Causes()
-        self._client = HttpClient(
-            self._url, spec.timeout_s, spec.max_connections, self._read_answer
-        )
-
-    @property
-    def num_connections(self) -> int:
-        return self._client.num_connections
-
-    @property
-    def num_waited(self) -> int:
-        return self._client.num_waited
 
     async def describe(self) -> tuple[Description, RequestForm]:
         answer = await self._ask(f"{self._base}/models")
@@ -235,13 +205,10 @@ class OpenAI:
         )
         return description, RequestForm(kind=FORMS[self._api])
 
-    async def counters(self) -> Counters | None:
-        return None
-
     async def open(self, num_connections: int) -> None:
         if not self._is_described:
             await self.describe()
-        await self._client.open(num_connections)
+        await super().open(num_connections)
 
     def encode(self, sample: Sample) -> bytes:
         data = body_of(self._model, self._api, sample, self._extra)
@@ -249,39 +216,21 @@ class OpenAI:
         path = self._base + PATHS[self._api]
         return request_bytes(self._url, "POST", path, headers | self._headers, data)
 
-    def send(self, exchange: TimedExchange) -> None:
-        self._client.send(InnerExchange(exchange, _finished))
-
-    async def close(self) -> None:
-        await self._client.close()
-
     def _read_answer(self, exchange: TimedExchange) -> StreamReader:
         return StreamReader(exchange, self._causes, time.monotonic)
-
-    # Questions.
-
-    async def _ask(self, path: str) -> HttpAnswer:
-        origin = self._url.origin
-        try:
-            answer = await ask(self._url, request_bytes(self._url, "GET", path, self._headers))
-        except NoAnswer as error:
-            raise ConfigError([f"{origin}: the server cannot be reached: {error}"]) from None
-        if answer.status in (401, 403):
-            text = error_text(answer.body) or f"status {answer.status}"
-            raise ConfigError([f"{origin}: {text}; give a key by --api-key or PENSTOCK_API_KEY"])
-        return answer
 
     def _find_model(self, answer: HttpAnswer) -> _Model:
         asked, where = self._spec.model, f"{self._url.origin}{self._base}/models"
         if asked and answer.status in WITHOUT_LIST:
             return _Model(asked)
-        models = _models(answer, where)
+        try:
+            models = answer.decode(_Models).data
+        except ValueError as error:
+            raise ConfigError([f"{where}: this is no OpenAI server ({error})"]) from None
         found = [model for model in models if asked in ("", model.id)]
         if len(found) == 1:
             return found[0]
-        names = sorted({model.id for model in models})
-        told = ", ".join(names[:MAX_MODELS_TOLD]) or "none at all"
-        told += ", …" if len(names) > MAX_MODELS_TOLD else ""
+        told = list_models((model.id for model in models), "none at all")
         if asked:
             raise ConfigError([f"{where}: no model '{asked}'; there is {told}"])
         raise ConfigError([f"{where}: say by --model which one is meant; there is {told}"])
@@ -294,10 +243,9 @@ class OpenAI:
             name = model.owned_by or ""
         try:
             answer = await self._ask(self._base.removesuffix("/v1") + "/version")
-            version = msgspec.json.decode(answer.body, type=_Version).version
-        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError):
+            return f"{name} {answer.decode(_Version).version}".strip()
+        except (ConfigError, ValueError):
             return name
-        return f"{name} {version}".strip() if answer.is_good else name
 
 
 def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> bytes:
@@ -319,26 +267,6 @@ def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> b
         return msgspec.json.encode({key: value for key, value in body.items() if value is not None})
     except (TypeError, UnicodeEncodeError) as error:
         raise ConfigError([f"input: '{field}' cannot be written as JSON: {error}"]) from None
-
-
-def _models(answer: HttpAnswer, where: str) -> list[_Model]:
-    problem = f"status {answer.status}"
-    if answer.is_good:
-        try:
-            return msgspec.json.decode(answer.body, type=_Models).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            problem = str(error)
-    raise ConfigError([f"{where}: this is no OpenAI server ({problem})"])
-
-
-def _finished(call: TimedExchange) -> None:
-    assert isinstance(call, InnerExchange)
-    exchange = call.outer
-    exchange.sent, exchange.done = call.sent, call.done
-    exchange.stream, exchange.failure = call.stream, call.failure
-    if call.failure == LOST and call.stream is not None:
-        exchange.failure = CUT
-    exchange.finish(exchange)
 
 
 class OpenAiAddress(NamedTuple):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets import Description, TargetSpec
 from penstock.benchmark.targets.http_client import HttpClient
-from penstock.benchmark.targets.http_messages import check_headers, parse_url, request_bytes
+from penstock.benchmark.targets.http_messages import parse_url, request_bytes
+from penstock.benchmark.targets.http_target import HttpTarget
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 
@@ -89,42 +88,25 @@ def _is_json(body: bytes) -> bool:
         return False
 
 
-def _from_numpy(value: Any) -> object:
+def _from_numpy(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         plain: object = value.tolist()
         return plain
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-class PlainHttp:
+class PlainHttp(HttpTarget):
     """Any URL; an answer is good when its status is 2xx."""
 
-    load_s: float | None = None
-
     def __init__(self, spec: TargetSpec) -> None:
-        self._url = parse_url(spec.address)
-        self._spec = spec
+        super().__init__(spec, parse_url(spec.address))
         self._method = spec.method.upper()
         if self._method not in METHODS:
             raise ConfigError([f"method {spec.method}: expected one of {', '.join(METHODS)}"])
         self._template = BodyTemplate(spec.body)
-        self._headers = dict(spec.headers)
-        names = {name.lower() for name in spec.headers}
-        if spec.body and "content-type" not in names:
+        if spec.body and "content-type" not in map(str.lower, spec.headers):
             kind = "application/json" if self._template.is_json else "text/plain; charset=utf-8"
-            self._headers["Content-Type"] = kind
-        if spec.api_key and "authorization" not in names:
-            self._headers["Authorization"] = f"Bearer {spec.api_key}"
-        check_headers(self._headers)
-        self._client = HttpClient(self._url, spec.timeout_s, spec.max_connections)
-
-    @property
-    def num_connections(self) -> int:
-        return self._client.num_connections
-
-    @property
-    def num_waited(self) -> int:
-        return self._client.num_waited
+            self._headers = {"Content-Type": kind, **self._headers}
 
     async def describe(self) -> tuple[Description, RequestForm]:
         """Connect without a request, since any request may have effects."""
@@ -139,18 +121,6 @@ class PlainHttp:
             RequestForm("fields", fields=self._template.fields),
         )
 
-    async def counters(self) -> Counters | None:
-        return None
-
-    async def open(self, num_connections: int) -> None:
-        await self._client.open(num_connections)
-
     def encode(self, sample: Sample) -> bytes:
         body = self._template.fill(sample.fields)
         return request_bytes(self._url, self._method, self._url.path, self._headers, body)
-
-    def send(self, exchange: TimedExchange) -> None:
-        self._client.send(exchange)
-
-    async def close(self) -> None:
-        await self._client.close()

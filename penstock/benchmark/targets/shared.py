@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.benchmark.targets import Counters
@@ -75,22 +76,63 @@ def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
     return "" if is_right else f"{array.dtype} values cannot be given as {spec.datatype}"
 
 
-def form_of(tensors: Iterable[Any], has_batch: bool, optional: Set[str]) -> RequestForm:
-    """Make a form from a v2 model's metadata over any protocol; `optional` names inputs."""
-    specs = tuple(
-        TensorSpec(
-            tensor.name,
-            tensor.datatype,
-            without_batch(tensor.shape, has_batch),
-            tensor.name in optional,
-        )
-        for tensor in tensors
-    )
-    return RequestForm("tensors", specs, has_batch)
+class V2Tensor(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
 
 
-def without_batch(shape: Sequence[int], has_batch: bool) -> tuple[int, ...]:
-    return tuple(shape[1:] if has_batch else shape)
+class V2Metadata(msgspec.Struct):
+    """The metadata of a model."""
+
+    name: str
+    inputs: list[V2Tensor]
+    versions: list[str] | None = None
+    platform: str = ""
+
+
+class _Group(msgspec.Struct):
+    count: int = 1
+    gpus: list[int] = []
+
+
+class _InputConfig(msgspec.Struct):
+    name: str = ""
+    optional: bool = False
+
+
+class V2Config(msgspec.Struct):
+    """The fields of a model's configuration that matter here."""
+
+    max_batch_size: int = 0
+    backend: str = ""
+    platform: str = ""
+    instance_group: list[_Group] = []
+    input: list[_InputConfig] = []
+
+    @property
+    def num_instances(self) -> int | None:
+        """`count` instances for each GPU that a group names; None: unknown."""
+        groups = self.instance_group
+        counts = [max(1, group.count) * max(1, len(group.gpus)) for group in groups]
+        return sum(counts) or None
+
+
+def form_of(metadata: V2Metadata, config: V2Config | None) -> RequestForm:
+    """Remove the batch dimension from the metadata's shapes. Without a configuration, a first
+    dimension that every input leaves variable is taken for the batch."""
+    tensors = metadata.inputs
+    if config is not None:
+        has_batch = config.max_batch_size > 0
+        optional = {entry.name for entry in config.input if entry.optional}
+    else:
+        has_batch = bool(tensors) and all(tensor.shape[:1] == [-1] for tensor in tensors)
+        optional = set()
+    specs = [
+        TensorSpec(each.name, each.datatype, tuple(each.shape[has_batch:]), each.name in optional)
+        for each in tensors
+    ]
+    return RequestForm("tensors", tuple(specs), has_batch)
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

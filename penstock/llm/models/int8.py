@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class Int8Linear:
     """x W^T + b, with FP32 inputs and outputs."""
 
     # Weights as torch packs them for this CPU, scales included.
-    packed: Any
+    packed: object
     bias: Tensor | None
 
     def __call__(self, x: Tensor | Small) -> Tensor:
@@ -78,7 +77,7 @@ def check_int8(device: str, dtype: str = "int8") -> None:
     assert torch.allclose(found, torch.tensor([[1.0, -0.5]]), atol=0.01), found
 
 
-def _multiplied(terms: Tensor, packed: Any) -> Tensor:
+def _multiplied(terms: Tensor, packed: object) -> Tensor:
     """Multiply integers that are stored as FP32."""
     found: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
         terms, 1.0, ZERO, packed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.errors import ConfigError
 
@@ -90,7 +89,7 @@ class DecoderShape:
 class Reader:
     """Reader of a configuration's values that collects all problems."""
 
-    def __init__(self, values: Mapping[str, Any], label: str) -> None:
+    def __init__(self, values: Mapping[str, object], label: str) -> None:
         self._values = values
         self._label = label
         self.problems: list[str] = []
@@ -115,7 +114,7 @@ class Reader:
             self._missing(key, found, "true or false")
         return bool(found)
 
-    def part(self, key: str) -> Mapping[str, Any]:
+    def part(self, key: str) -> Mapping[str, object]:
         found = self._values.get(key) or {}
         if not isinstance(found, Mapping):
             self._missing(key, found, "an object")
@@ -131,7 +130,7 @@ class Reader:
         self.problems.append(f"{self._label}: {key} {got}; expected {expected}")
 
 
-def rope_of_config(values: Mapping[str, Any], label: str) -> Rope:
+def rope_of_config(values: Mapping[str, object], label: str) -> Rope:
     """Read config.json: the older `rope_theta` with `rope_scaling`, or `rope_parameters`."""
     reader = Reader(values, label)
     told = {**reader.part("rope_scaling"), **reader.part("rope_parameters")}

@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
 
 if TYPE_CHECKING:
     from penstock.optimizer.examples import Examples
-    from penstock.optimizer.facts import Facts
     from penstock.optimizer.machine import Machine
     from penstock.optimizer.plan import Plan
     from penstock.optimizer.results import FallbackLayer
     from penstock.optimizer.simulate import TimeTable
     from penstock.types import Array
+
+# With what is defined here, all that a pass needs to know of candidates.
+__all__ = ["PASSES", "Build", "BuildContext", "Facts", "LayeredPass", "Pass", "PassContext"]
+__all__ += ["Proposals", "Skip", "Step", "find", "sequence"]
+
+Proposals = list[Step | Skip]
 
 # In search order: cheap and lossless first. Module and class by name.
 PASSES: Mapping[str, tuple[str, str]] = {
@@ -85,7 +91,11 @@ class Pass(Protocol):
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool = False
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]: ...
+    def propose(self, context: PassContext) -> Proposals: ...
+
+    def skip(self, reason: str, step: Step | None = None) -> Proposals:
+        """Return the only proposal of a pass that has nothing to try."""
+        return [Skip(self.name, reason, step)]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         """Write a model folder (config.pbtxt and version 1) at `target`, from the parent's. May

@@ -3,13 +3,10 @@ Writes only config.pbtxt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.optimizer import folders, shapes
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.shapes import Ranking, Settings
 from penstock.optimizer.simulate import TimeTable
 
@@ -22,25 +19,26 @@ USUAL_BATCHES = (8, 32)
 
 class Batching(Pass):
     name = "batching"
-    stage: Stage = "batching"
+    stage = "batching"
     is_config_only = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config, facts = context.build.config, context.facts
         now = shapes.settings_of(config)
         if config.max_batch_size == 0:
-            return [Skip(self.name, "the model has no batch dimension")]
+            return self.skip("the model has no batch dimension")
         if facts.batching_problem:
             off = Step(self.name, {"mode": "off"})
-            skip = Skip(self.name, facts.batching_problem)
-            return [skip, off] if now["mode"] != "off" else [skip]
+            skip = self.skip(facts.batching_problem)
+            return [*skip, off] if now["mode"] != "off" else skip
         ranking = Ranking(context)
         table = _table(context)
         if table is None:
             wanted = _usual(context, ranking)
-            return [Step(self.name, each) for each in wanted if each != now][:MAX_STEPS]
+            other = [each for each in wanted if each != now]
+            return [Step(self.name, each) for each in other[:MAX_STEPS]]
         if table.max_rows == 1:
-            return [Skip(self.name, "the model takes one row at a time")]
+            return self.skip("the model takes one row at a time")
         today = ranking.now(table)
         better = [
             shape
@@ -49,7 +47,7 @@ class Batching(Pass):
         ]
         if not better:
             text = f"no other setting is predicted to do more than the {today:.4g}/s of this one"
-            return [Skip(self.name, text)]
+            return self.skip(text)
         return [Step(self.name, shape.settings) for shape in better[:MAX_STEPS]]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:

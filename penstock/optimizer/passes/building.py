@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,23 @@ STAYS_ON_GPU = (
     "ONNX Runtime's GPU providers are not used here; the model stays PyTorch on the GPU "
     "(--device cpu tries it)"
 )
+
+
+def has_images(config: ModelConfig) -> bool:
+    """Return whether an input of the model is an image, or a batch of them."""
+    rank = IMAGE_RANK + (config.max_batch_size == 0)
+    return any(len(spec.shape) == rank for spec in config.model.inputs)
+
+
+def write_options(parent: Build, options: Mapping[str, str], target: Path) -> None:
+    """Write the parent with these options of its backend added."""
+    config = replace(parent.config, options={**parent.config.options, **options})
+    folders.write(parent, config, target)
+
+
+def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:
+    """Let rows change each other's answers by at least this much, in the server's check at load."""
+    return replace(config, tolerance=max(config.tolerance or 0.0, tolerance))
 
 
 def stays_on_gpu(config: ModelConfig) -> bool:

@@ -7,48 +7,40 @@ launched one by one from Python would be bound by launch overhead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import ModelConfig
-from penstock.optimizer import folders
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
-from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs, has_images, write_options
 
 OPTION = "penstock.fuse"
-# Rank of a batch of images.
-IMAGE_RANK = 4
 
 
 class ConvFusion(Pass):
     name = "conv-fusion"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config = context.build.config
         step = Step(self.name, _settings(config))
         if config.backend != "pytorch" or not config.artifact.endswith(".py"):
-            return [Skip(self.name, "not a PyTorch module with its code")]
+            return self.skip("not a PyTorch module with its code")
         if OPTION in config.options:
-            return [Skip(self.name, "fused already")]
+            return self.skip("fused already")
         if "penstock.compile" in config.options:
-            return [Skip(self.name, "compiled already")]
-        if not _has_images(config):
-            return [Skip(self.name, "no images among the inputs")]
+            return self.skip("compiled already")
+        if not has_images(config):
+            return self.skip("no images among the inputs")
         if config.device == "cpu" and not context.plan.is_exhaustive:
             reason = "on CPUs only normalisation goes; ONNX Runtime is there and fuses more"
-            return [Skip(self.name, reason, step)]
+            return self.skip(reason, step)
         return [step]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        config = parent.config
-        options = {**config.options, OPTION: step.settings["fuse"]}
+        options = {OPTION: step.settings["fuse"]}
         if "graphs" in step.settings:
             options[CUDA_GRAPHS] = step.settings["graphs"]
-        folders.write(parent, replace(config, options=options), target)
+        write_options(parent, options, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("fusion", "")
@@ -58,11 +50,7 @@ class ConvFusion(Pass):
 
 
 def _settings(config: ModelConfig) -> dict[str, str]:
-    is_fixed = all(spec.is_fixed for spec in config.model.inputs)
-    has_graphs = config.device != "cpu" and is_fixed and CUDA_GRAPHS not in config.options
-    return {"fuse": "convolutions", **({"graphs": "on"} if has_graphs else {})}
-
-
-def _has_images(config: ModelConfig) -> bool:
-    rank = IMAGE_RANK - (config.max_batch_size > 0)
-    return any(len(spec.shape) == rank for spec in config.model.inputs)
+    has_graphs = config.device != "cpu" and all(spec.is_fixed for spec in config.model.inputs)
+    if has_graphs and CUDA_GRAPHS not in config.options:
+        return {"fuse": "convolutions", "graphs": "on"}
+    return {"fuse": "convolutions"}

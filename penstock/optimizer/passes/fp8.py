@@ -13,9 +13,8 @@ from typing import Any
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import calibration, folders
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import tolerating
 from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
@@ -35,25 +34,24 @@ NUM_ROWS = 16
 
 class Fp8(Pass):
     name = "fp8"
-    stage: Stage = "quantise"
+    stage = "quantise"
     changes_answers = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config = context.build.config
-        whole = {"products": SEPARATOR.join(PRODUCTS)}
-        by_row = Step(self.name, {**whole, "scaling": BY_ROW})
-        part = Step(self.name, {"products": SEPARATOR.join(PRODUCTS[:3])})
-        steps = [Step(self.name, whole), by_row, part]
+        products = {"products": SEPARATOR.join(PRODUCTS)}
+        whole = Step(self.name, products)
+        by_row = Step(self.name, {**products, "scaling": BY_ROW})
         if config.backend != "pytorch" or PACK not in config.options:
-            return [Skip(self.name, "only the products of packed encoders (pass packing)")]
+            return self.skip("only the products of packed encoders (pass packing)")
         if OPTION in config.options:
-            return [Skip(self.name, "decided already")]
+            return self.skip("decided already")
         if config.device == "cpu" or not _has_fp8():
             reason = "needs a GPU that multiplies in FP8 (compute capability 8.9)"
-            return [Skip(self.name, reason, steps[0])]
+            return self.skip(reason, whole)
         if context.examples is None or not context.examples.split.calibration:
-            return [Skip(self.name, "there are no examples to calibrate with", steps[0]), by_row]
-        return steps
+            return [*self.skip("there are no examples to calibrate with", whole), by_row]
+        return [whole, by_row, Step(self.name, {"products": SEPARATOR.join(PRODUCTS[:3])})]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         if step.settings.get("scaling") == BY_ROW:
@@ -66,9 +64,8 @@ class Fp8(Pass):
             chosen = FILE
         # BF16 for everything else, because it has the range of FP32.
         options = {**parent.config.options, OPTION: chosen, "penstock.dtype": "bf16"}
-        tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)
-        config = replace(parent.config, options=options, tolerance=tolerance)
-        folders.write_config(target, config)
+        config = replace(parent.config, options=options)
+        folders.write_config(target, tolerating(config, TOLERANCE))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("fp8", "none")

@@ -3,17 +3,14 @@ instructions for it; TF32 on GPUs too. Inputs and outputs keep their datatypes."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
-from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import has_images, is_onnx, tolerating, write_onnx
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -31,48 +28,44 @@ TOLERANCE = 0.05
 
 class Half(Pass):
     name = "half"
-    stage: Stage = "precision"
+    stage = "precision"
     changes_answers = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config, facts = context.build.config, context.facts
         if facts.quantised:
-            return [Skip(self.name, "the model is quantised already")]
+            return self.skip("the model is quantised already")
         if config.backend in OPTIONS:
             return self._by_option(context)
         if not is_onnx(context.build):
-            return [Skip(self.name, f"backend '{config.backend}' has no choice of datatype")]
+            return self.skip(f"backend '{config.backend}' has no choice of datatype")
         if not facts.weight_bytes.get("FP32"):
-            return [Skip(self.name, "the model has no weights in FP32")]
+            return self.skip("the model has no weights in FP32")
         step = Step(self.name, {"datatype": "fp16"})
-        is_on_gpu = any(
-            name in config.options.get("providers", "") for name in ("CUDA", "Tensorrt")
-        )
+        providers = config.options.get("providers", "")
+        is_on_gpu = "CUDA" in providers or "Tensorrt" in providers
         if is_on_gpu or context.plan.is_exhaustive:
             return [step]
-        reason = (
-            "on CPUs ONNX Runtime has few operators in FP16 and converts to FP32 around all others"
-        )
-        return [Skip(self.name, reason, step)]
+        reason = "on CPUs ONNX Runtime has few operators in FP16 and converts to FP32 around others"
+        return self.skip(reason, step)
 
-    def _by_option(self, context: PassContext) -> list[Step | Skip]:
+    def _by_option(self, context: PassContext) -> Proposals:
         config = context.build.config
         if config.options.get(OPTIONS[config.backend], "f32") not in ("f32", "fp32", "float32"):
-            return [Skip(self.name, "the model already computes in less than FP32")]
+            return self.skip("the model already computes in less than FP32")
         if config.backend == "pytorch" and not config.artifact.endswith(".py"):
-            return [Skip(self.name, "an exported program keeps the datatypes it was exported with")]
+            return self.skip("an exported program keeps the datatypes it was exported with")
         bf16 = Step(self.name, {"datatype": "bf16"})
         if config.device != "cpu":
             return self._on_gpu(config)
         if context.machine.has_bf16 or context.plan.is_exhaustive:
             return [bf16]
-        return [Skip(self.name, "the processor has no instructions for BF16", bf16)]
+        return self.skip("the processor has no instructions for BF16", bf16)
 
-    def _on_gpu(self, config: ModelConfig) -> list[Step | Skip]:
+    def _on_gpu(self, config: ModelConfig) -> Proposals:
         """Return FP16, BF16 and TF32. The first two are equally fast: FP16 is finer, BF16
         has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
-        has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
-        is_turned = has_images and config.max_batch_size > 0
+        is_turned = has_images(config) and config.max_batch_size > 0
         last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
         return [
             Step(self.name, {"datatype": "fp16", **last}),
@@ -88,8 +81,7 @@ class Half(Pass):
         options = {**config.options, OPTIONS[config.backend]: step.settings["datatype"]}
         if "memory_format" in step.settings:
             options["penstock.memory_format"] = step.settings["memory_format"]
-        tolerance = max(config.tolerance or 0.0, TOLERANCE)
-        folders.write(parent, replace(config, options=options, tolerance=tolerance), target)
+        folders.write(parent, tolerating(replace(config, options=options), TOLERANCE), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend in READ_BACK:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import CPU
 from penstock.optimizer import folders, shapes
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.shapes import WORTH, Ranking
 
 MAX_STEPS = 3
@@ -17,24 +14,24 @@ MAX_STEPS = 3
 
 class Instances(Pass):
     name = "instances"
-    stage: Stage = "instances"
+    stage = "instances"
     is_config_only = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config, num_cores = context.build.config, context.machine.num_cores
         if num_cores == 1 and config.device == CPU:
-            return [Skip(self.name, "there is one core")]
+            return self.skip("there is one core")
         now = config.num_instances, shapes.threads_of(config, num_cores)
         others = [pair for pair in shapes.arrangements(config, num_cores) if pair != now]
         rates = self._rates(context)
         best = max(rates.values(), default=0.0)
-        found: list[Step | Skip] = []
+        found: Proposals = []
         # Unmeasured settings come before those that are known to be slower.
         for pair in sorted(others, key=lambda pair: -rates.get(pair, best)):
             step = Step(self.name, {"instances": str(pair[0]), "threads": str(pair[1])})
             if pair in rates and rates[pair] < WORTH * best:
                 text = f"{rates[pair]:.4g}/s are predicted, {best:.4g}/s for the best"
-                found.append(Skip(self.name, text, step))
+                found += self.skip(text, step)
             elif sum(isinstance(each, Step) for each in found) < MAX_STEPS:
                 found.append(step)
         return found

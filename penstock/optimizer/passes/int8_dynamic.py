@@ -3,19 +3,16 @@ a pass over each activation before its matmul. For models that are mostly MatMul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.optimizer import onnx_model
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import (
     check_quantised,
     quiet_log,
     reason_not_to_quantise,
+    tolerating,
     without_slow_fusion,
     write_onnx,
 )
@@ -32,38 +29,34 @@ TOLERANCE = 0.25
 
 class Int8Dynamic(Pass):
     name = "int8-dynamic"
-    stage: Stage = "quantise"
+    stage = "quantise"
     changes_answers = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         facts = context.facts
-        step = Step(self.name, {"weights": "per-channel"})
-        if not context.machine.has_int8:
-            step = Step(self.name, {"weights": "per-channel", "range": "7 bits"})
-        is_exhaustive = context.plan.is_exhaustive
-        has_attention = facts.operators.get("Attention", 0) > 0
+        few_bits = {} if context.machine.has_int8 else {"range": "7 bits"}
+        step = Step(self.name, {"weights": "per-channel", **few_bits})
         # Attention contains its weights, and is not counted among the layers that can gain.
-        is_lone_attention = has_attention and not facts.quantised
+        is_lone_attention = "Attention" in facts.operators and not facts.quantised
         if (reason := reason_not_to_quantise(context)) and not is_lone_attention:
-            return [Skip(self.name, reason)]
+            return self.skip(reason)
         if context.build.config.backend != "onnxruntime":
-            return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]
+            return self.skip("only ONNX Runtime has operators with ranges by batch")
         if facts.weight_bytes.get("FP16", 0) > facts.weight_bytes.get("FP32", 0):
             # The quantiser would leave all of them unchanged.
-            return [Skip(self.name, "only weights in FP32 are quantised, and these are FP16")]
+            return self.skip("only weights in FP32 are quantised, and these are FP16")
         if facts.is_convolutional and not facts.is_transformer:
             # Reported as eight times slower: onnxruntime#6732.
-            return [Skip(self.name, "ranges by batch make convolutions slower than floats", step)]
-        if not context.machine.has_int8 and not is_exhaustive:
+            return self.skip("ranges by batch make convolutions slower than floats", step)
+        if few_bits and not context.plan.is_exhaustive:
             reason = "the processor has no instructions for INT8 products (VNNI, AMX)"
-            return [Skip(self.name, reason, step)]
+            return self.skip(reason, step)
         return [step]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         ready = onnx_model.prepared(onnx_model.read(parent.artifact))
         model = _quantised(ready, step)
-        tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)
-        config = without_slow_fusion(replace(parent.config, tolerance=tolerance))
+        config = without_slow_fusion(tolerating(parent.config, TOLERANCE))
         write_onnx(parent, model, target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:

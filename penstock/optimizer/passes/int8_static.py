@@ -16,10 +16,16 @@ import numpy as np
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import BuildContext, LayeredPass, PassContext
+from penstock.optimizer.passes import (
+    Build,
+    BuildContext,
+    Facts,
+    LayeredPass,
+    PassContext,
+    Proposals,
+    Step,
+)
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
@@ -37,7 +43,6 @@ from penstock.types import Array
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
-    from penstock.optimizer.machine import Machine
 
 # Matmuls and convolutions, and the operators between them that can pass INT8 on. In transformers
 # the operators between are better in float.
@@ -68,23 +73,34 @@ class Scheme:
 
 class Int8Static(LayeredPass):
     name = "int8-static"
-    stage: Stage = "quantise"
+    stage = "quantise"
     changes_answers = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         is_exhaustive = context.plan.is_exhaustive
-        steps = _steps(context.machine, context.facts, is_exhaustive)
+        steps = self._steps(context)
         if reason := reason_not_to_quantise(context):
-            return [Skip(self.name, reason)]
+            return self.skip(reason)
         if context.examples is None or not context.examples.split.calibration:
-            return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
+            return self.skip("there are no examples to calibrate with", steps[0])
         if not context.machine.has_int8 and not is_exhaustive:
             reason = (
                 "the processor has no instructions for INT8 products (VNNI, AMX), without which "
                 "they are hardly faster than floats"
             )
-            return [Skip(self.name, reason, steps[0])]
-        return steps
+            return self.skip(reason, steps[0])
+        return [*steps]
+
+    def _steps(self, context: PassContext) -> list[Step]:
+        shared = {"kind": "transformer" if context.facts.is_transformer else "cnn"}
+        if not context.machine.has_int8:
+            shared["range"] = "7 bits"
+        weights = ("per-channel", "per-tensor") if context.plan.is_exhaustive else ("per-channel",)
+        return [
+            Step(self.name, {"calibrator": method, "weights": each, **shared})
+            for each in weights
+            for method in METHODS
+        ]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         if context.examples is None:
@@ -93,8 +109,9 @@ class Int8Static(LayeredPass):
         ready = prepared(parent)
         known = calibrate(ready, scheme, parent, context)
         model = quantised(ready, known.ranges(scheme.method), scheme)
-        is_transformer = scheme.is_transformer
-        config = without_slow_fusion(parent.config) if is_transformer else parent.config
+        config = parent.config
+        if scheme.is_transformer:
+            config = without_slow_fusion(config)
         if scheme.keep:
             config = with_floats_kept(config)
         write_onnx(parent, model, target, config)
@@ -121,11 +138,7 @@ class Int8Static(LayeredPass):
         ranges = calibrate(ready, scheme, parent, context).ranges(scheme.method)
         indices = context.examples.split.choice
         rows = calibration.model_rows(parent.config, context.examples, indices)
-        taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
-        batches = [
-            {name: array for name, array in batch.items() if name in taken}
-            for batch in calibration.batches(parent.config.model, rows)
-        ]
+        batches = list(calibration.feeds(ready, parent.config.model, rows))
         trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
 
         def answers(keep: tuple[str, ...]) -> Answers:
@@ -138,18 +151,6 @@ class Int8Static(LayeredPass):
             return None
         names = [name for effect in kept for name in effect.group.names]
         return with_kept(step, names), fallback.described(kept, ranked)
-
-
-def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
-    shared = {"kind": "transformer" if facts.is_transformer else "cnn"}
-    if not machine.has_int8:
-        shared["range"] = "7 bits"
-    weights = ("per-channel", "per-tensor") if is_exhaustive else ("per-channel",)
-    return [
-        Step(Int8Static.name, {"calibrator": method, "weights": each, **shared})
-        for each in weights
-        for method in METHODS
-    ]
 
 
 def scheme_of(step: Step) -> Scheme:

@@ -3,15 +3,12 @@ config.pbtxt, and is proposed only if the SLO limits memory or the search is exh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import MIB, ModelConfig
 from penstock.optimizer import folders
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.slo import Memory
 
 ARENA = "enable_mem_arena"
@@ -22,23 +19,23 @@ SMALL_SPILL = 64 * MIB
 
 class LessMemory(Pass):
     name = "memory"
-    stage: Stage = "memory"
+    stage = "memory"
     is_config_only = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         plan, config = context.plan, context.build.config
         terms = () if plan.slo is None else plan.slo.terms
         has_limit = any(isinstance(term, Memory) for term in terms)
         if not has_limit and not plan.is_exhaustive:
-            return [Skip(self.name, "the SLO says nothing of memory")]
+            return self.skip("the SLO says nothing of memory")
         if config.uses_gpu:
-            return [Skip(self.name, "the GPU's memory counts, and these are buffers of the host")]
-        found: list[Step | Skip] = []
+            return self.skip("the GPU's memory counts, and these are buffers of the host")
+        found: Proposals = []
         if config.backend == "onnxruntime" and config.options.get(ARENA) != "0":
             found.append(Step(self.name, {"arena": "off"}))
         if config.memory.max_slabs > SMALL_SLABS or config.memory.spill_bytes > SMALL_SPILL:
             found.append(Step(self.name, {"buffers": "small"}))
-        return found or [Skip(self.name, "everything is as small as it can be")]
+        return found or self.skip("everything is as small as it can be")
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         folders.write(parent, with_memory(parent.config, step), target)

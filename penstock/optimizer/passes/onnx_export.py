@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.optimizer import folders, torch_source
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 from penstock.repository import pt2_file
 
@@ -19,18 +16,18 @@ KEPT = ("intra_op_thread_count", "inter_op_thread_count")
 
 class OnnxExport(Pass):
     name = "onnx-export"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         build = context.build
         if build.config.backend != "pytorch":
-            return [Skip(self.name, "not a PyTorch model")]
+            return self.skip("not a PyTorch model")
         if stays_on_gpu(build.config):
-            return [Skip(self.name, STAYS_ON_GPU)]
+            return self.skip(STAYS_ON_GPU)
         if pt2_file.is_compiled(build.artifact):
-            return [Skip(self.name, "an AOTInductor package is machine code already")]
+            return self.skip("an AOTInductor package is machine code already")
         if "onnxruntime" not in context.machine.versions:
-            return [Skip(self.name, "onnxruntime is not installed")]
+            return self.skip("onnxruntime is not installed")
         return [Step(self.name)]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:

@@ -4,7 +4,7 @@ block folding into constants, and open a first dimension that is fixed at 1 for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,7 @@ from penstock.backends.checks import first_line
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import is_onnx, write_onnx
 from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
@@ -40,12 +38,12 @@ DENORMALS = "session.set_denormal_as_zero"
 
 class OnnxGraph(Pass):
     name = "onnx-graph"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         build = context.build
         if not is_onnx(build):
-            return [Skip(self.name, "the model is not an ONNX file")]
+            return self.skip("the model is not an ONNX file")
         model = onnx_model.read(build.artifact)
         settings: dict[str, str] = {}
         if onnx_model.opset(model) < MIN_OPSET:
@@ -62,7 +60,7 @@ class OnnxGraph(Pass):
             wanted = [settings, rest] if rest and rest != settings else [settings]
             return [Step(self.name, each) for each in wanted]
         reason = "nothing to change in the file: ONNX Runtime folds and fuses the rest at load"
-        return [Skip(self.name, reason)]
+        return self.skip(reason)
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         original = onnx_model.read(parent.artifact)

@@ -4,43 +4,39 @@ a model that cannot be packed fails with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import PACK, TOKENS, ModelConfig, Padding
 from penstock.optimizer import folders
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
 
 
 class SequencePacking(Pass):
     name = "packing"
-    stage: Stage = "compile"
+    stage = "compile"
     is_config_only = True
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config = context.build.config
         if reason := _reason_against(config):
-            return [Skip(self.name, reason)]
+            return self.skip(reason)
         settings = {"pack": TOKENS}
         if not all(spec.is_fixed for spec in config.model.inputs):
             longest = _longest(context)
             if not longest:
-                return [Skip(self.name, "not known how long requests are; penstock.pad says so")]
+                return self.skip("not known how long requests are; penstock.pad says so")
             settings["bucket"] = str(longest)
         step = Step(self.name, settings)
         if config.device == "cpu" and not context.plan.is_exhaustive:
-            return [Skip(self.name, "on CPUs attention goes by way of the padded batch", step)]
+            return self.skip("on CPUs attention goes by way of the padded batch", step)
         return [step]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        config = parent.config
-        options = {**config.options, PACK: step.settings["pack"]}
-        config = replace(config, options=options)
+        options = {**parent.config.options, PACK: step.settings["pack"]}
+        config = replace(parent.config, options=options)
         if "bucket" in step.settings:
             config = _with_one_bucket(config, int(step.settings["bucket"]))
         folders.write(parent, config, target)

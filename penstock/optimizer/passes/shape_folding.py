@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.optimizer import onnx_model
-from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import IMAGE_RANK, fold_shapes, is_onnx, write_onnx
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
@@ -35,33 +34,33 @@ SHAPE_OPERATORS = frozenset(
 
 class ShapeFolding(Pass):
     name = "shape-folding"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         build = context.build
         if not is_onnx(build):
-            return [Skip(self.name, "the model is not an ONNX file")]
+            return self.skip("the model is not an ONNX file")
         options = [Step(self.name)] if _has_fixed_size(build.config.model) else []
         if agreed := _agreed_sizes(context):
             options.append(Step(self.name, agreed))
         if not options:
-            return [Skip(self.name, "no input has a known size beside the batch")]
+            return self.skip("no input has a known size beside the batch")
         if not num_shape_nodes(context.facts.operators):
-            return [Skip(self.name, "no operator computes shapes")]
+            return self.skip("no operator computes shapes")
         return self._worthwhile(build, options)
 
-    def _worthwhile(self, build: Build, options: Sequence[Step]) -> list[Step | Skip]:
+    def _worthwhile(self, build: Build, options: Sequence[Step]) -> Proposals:
         """Return the steps that leave ONNX Runtime with fewer operators that compute shapes."""
         model = onnx_model.read(build.artifact)
         num_left = _num_left(model)
-        found: list[Step | Skip] = []
+        found: Proposals = []
         for step in options:
             num_after = _num_left(fold_shapes(model, _accepting(build.config, step)))
             if num_after < num_left:
                 found.append(step)
                 num_left = num_after
         reason = "nothing to fold beyond what ONNX Runtime folds when it loads the model"
-        return found or [Skip(self.name, reason)]
+        return found or self.skip(reason)
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = _accepting(parent.config, step)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.optimizer import folders
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 
 THREADS = {"intra_op_thread_count": "inference_num_threads"}
@@ -17,22 +14,22 @@ THREADS = {"intra_op_thread_count": "inference_num_threads"}
 
 class ToOpenVino(Pass):
     name = "openvino"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         config = context.build.config
         if stays_on_gpu(config):
-            return [Skip(self.name, STAYS_ON_GPU)]
+            return self.skip(STAYS_ON_GPU)
         if "openvino" not in context.machine.versions:
-            return [Skip(self.name, 'not installed; pip install "penstock[openvino]" brings it')]
+            return self.skip('not installed; pip install "penstock[openvino]" brings it')
         if config.backend != "onnxruntime":
-            return [Skip(self.name, "not an ONNX model")]
+            return self.skip("not an ONNX model")
         if config.device != "cpu":
-            return [Skip(self.name, f"computes on CPUs, and the model is on {config.device}")]
+            return self.skip(f"computes on CPUs, and the model is on {config.device}")
         tensors = (*config.model.inputs, *config.model.outputs)
         texts = [spec.name for spec in tensors if spec.datatype == "BYTES"]
         if texts:
-            return [Skip(self.name, f"'{texts[0]}' is BYTES, which it does not take")]
+            return self.skip(f"'{texts[0]}' is BYTES, which it does not take")
         return [Step(self.name, {"hint": "LATENCY"})]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
@@ -46,13 +43,11 @@ class ToOpenVino(Pass):
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend != "openvino" or "openvino" not in after.built:
             return [f"runs on '{after.backend}', expected openvino"]
-        problems: list[str] = []
-        for key, wanted in (
-            ("performance_hint", step.settings["hint"]),
-            # By default it lowers the precision where the processor supports that.
-            ("inference_precision_hint", "f32"),
-        ):
-            found = after.built.get(key, "nothing")
-            if found != wanted:
-                problems.append(f"{key} is {found}, expected {wanted}")
-        return problems
+        # By default it lowers the precision where the processor supports that.
+        asked = {"performance_hint": step.settings["hint"], "inference_precision_hint": "f32"}
+        found = {key: after.built.get(key, "nothing") for key in asked}
+        return [
+            f"{key} is {found[key]}, expected {wanted}"
+            for key, wanted in asked.items()
+            if found[key] != wanted
+        ]

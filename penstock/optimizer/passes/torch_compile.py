@@ -4,17 +4,14 @@ shapes are fixed, and channels-last for convolutions."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock import units
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
-from penstock.optimizer.passes.building import IMAGE_RANK
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import has_images, write_options
 from penstock.repository import pt2_file
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -30,57 +27,49 @@ LONG_MODES = (AUTOTUNE, AHEAD)
 MIN_BUDGET_S = 900.0
 # Options of Python modules, which packages do not have.
 OF_MODULES = (
-    "penstock.factory",
-    "penstock.compile",
-    "penstock.dtype",
-    "penstock.memory_format",
-    "penstock.pack",
-    "penstock.fp8",
+    *("penstock.factory", "penstock.compile", "penstock.dtype"),
+    *("penstock.memory_format", "penstock.pack", "penstock.fp8"),
 )
 
 
 class TorchCompile(Pass):
     name = "torch-compile"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         build = context.build
         if build.config.backend != "pytorch":
-            return [Skip(self.name, "not a PyTorch model")]
+            return self.skip("not a PyTorch model")
         if pt2_file.is_compiled(build.artifact) or "penstock.compile" in build.config.options:
-            return [Skip(self.name, "compiled already")]
+            return self.skip("compiled already")
         if "penstock.pack" in build.config.options:
-            return [Skip(self.name, "packed: the layers are kernels already")]
+            return self.skip("packed: the layers are kernels already")
         if "penstock.fuse" in build.config.options:
-            return [Skip(self.name, "its convolutions are fused: the compiler sees none in them")]
-        has_examples = context.examples is not None
-        formats = self._memory_formats(build.config, has_examples)
-        return [*formats, *self._compilations(context)]
+            return self.skip("its convolutions are fused: the compiler sees none in them")
+        formats = self._memory_formats(build.config, context.examples is not None)
+        return formats + self._compilations(context)
 
-    def _memory_formats(self, config: ModelConfig, has_examples: bool) -> list[Step | Skip]:
-        has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
-        if not has_images or config.max_batch_size == 0 or not config.artifact.endswith(".py"):
-            return []
-        if "penstock.memory_format" in config.options:
+    def _memory_formats(self, config: ModelConfig, has_examples: bool) -> Proposals:
+        is_module = config.artifact.endswith(".py") and config.max_batch_size > 0
+        if not is_module or not has_images(config) or "penstock.memory_format" in config.options:
             return []
         if config.uses_gpu and has_examples:
             # It comes with FP16, which gains from it; FP32 hardly does.
             return []
         return [Step(self.name, {"memory_format": "channels_last"})]
 
-    def _compilations(self, context: PassContext) -> list[Step | Skip]:
+    def _compilations(self, context: PassContext) -> Proposals:
         config = context.build.config
         modes = [] if "penstock.dtype" in config.options else [AHEAD]
-        model = config.model
-        if all(spec.is_fixed for spec in model.inputs) or model.padding is not None:
+        if all(spec.is_fixed for spec in config.model.inputs) or config.model.padding is not None:
             # On a GPU start with the mode that takes seconds: it shows if the others are worth it.
             usual = [USUAL_ON_GPU, *modes] if config.uses_gpu else [*modes, USUAL]
             modes = [*usual, AUTOTUNE]
-        found: list[Step | Skip] = []
+        found: Proposals = []
         for mode in modes:
             step = Step(self.name, {"mode": mode})
             reason = _reason_against(context, mode)
-            found.append(Skip(self.name, reason, step) if reason else step)
+            found += self.skip(reason, step) if reason else [step]
         return found
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
@@ -92,7 +81,7 @@ class TorchCompile(Pass):
             return
         added = {"mode": "penstock.compile", "memory_format": "penstock.memory_format"}
         options = {added[key]: text for key, text in step.settings.items()}
-        folders.write(parent, replace(config, options={**config.options, **options}), target)
+        write_options(parent, options, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         mode = step.settings.get("mode")

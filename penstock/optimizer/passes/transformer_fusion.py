@@ -4,15 +4,12 @@ fusions are left to ONNX Runtime, which does them when it loads the model."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import onnx_model
-from penstock.optimizer.candidates import Build, Skip, Stage, Step
-from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import BuildContext, Pass, PassContext
+from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import is_onnx, quiet_log, write_onnx
 
 if TYPE_CHECKING:
@@ -32,20 +29,20 @@ TOLERANCE = 1e-3
 
 class TransformerFusion(Pass):
     name = "transformer-fusion"
-    stage: Stage = "compile"
+    stage = "compile"
 
-    def propose(self, context: PassContext) -> Sequence[Step | Skip]:
+    def propose(self, context: PassContext) -> Proposals:
         facts = context.facts
         if not is_onnx(context.build):
-            return [Skip(self.name, "the model is not an ONNX file")]
+            return self.skip("the model is not an ONNX file")
         if context.build.config.backend != "onnxruntime":
-            return [Skip(self.name, "fused operators are ONNX Runtime's own")]
+            return self.skip("fused operators are ONNX Runtime's own")
         if not facts.is_transformer:
-            return [Skip(self.name, "the model is no transformer: it has no Softmax with products")]
+            return self.skip("the model is no transformer: it has no Softmax with products")
         if facts.quantised:
-            return [Skip(self.name, "the model is quantised already")]
+            return self.skip("the model is quantised already")
         if any(name in facts.operators for name in ATTENTION):
-            return [Skip(self.name, "attention is fused already")]
+            return self.skip("attention is fused already")
         return [Step(self.name, {"attention": form}) for form in ("packed", "heads")]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:

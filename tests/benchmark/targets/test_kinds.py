@@ -1,8 +1,12 @@
 """Which target an address stands for."""
 
 import pytest
+import text_server
+from e2e.served import null_model
 
 from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.in_process import InProcess
+from penstock.benchmark.targets.in_process_text import InProcessText
 from penstock.benchmark.targets.kinds import CLASSES, kind_of, open_target
 from penstock.benchmark.targets.plain import PlainHttp
 from penstock.benchmark.targets.v2_target import V2HttpTarget
@@ -55,3 +59,32 @@ def test_anything_else_is_refused_with_what_was_expected(address, problem):
 def test_a_target_is_made():
     assert isinstance(open_target(TargetSpec("http://a/v2/models/m")), V2HttpTarget)
     assert isinstance(open_target(TargetSpec("http://a/predict")), PlainHttp)
+
+
+@pytest.fixture
+def root(tmp_path):
+    null_model(tmp_path, "m")
+    text_server.write_model(tmp_path)
+    return tmp_path
+
+
+def test_a_language_model_takes_text(root):
+    specs = [TargetSpec(str(root / "smol")), TargetSpec(str(root), model="smol")]
+    for spec in specs:
+        assert kind_of(spec) == "text in process"
+        assert isinstance(open_target(spec), InProcessText)
+
+
+def test_a_gguf_file_is_one(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert kind_of(TargetSpec(str(tmp_path / "x.gguf"))) == "text in process"
+
+
+def test_others_take_tensors_and_what_is_wrong_is_told_by_them(root):
+    for spec in (
+        TargetSpec(str(root / "m")),
+        TargetSpec(str(root), model="m"),
+        TargetSpec(str(root), model="none"),
+        TargetSpec(str(root)),
+    ):
+        assert kind_of(spec) == "in process" and isinstance(open_target(spec), InProcess)

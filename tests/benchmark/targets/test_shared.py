@@ -5,11 +5,14 @@ import pytest
 
 from penstock.benchmark.targets.shared import (
     MAX_TEXT,
+    V2Config,
+    V2Metadata,
+    V2Tensor,
     config_digest,
     counters_of,
+    form_of,
     in_short,
     tensors_of,
-    without_batch,
 )
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
@@ -97,8 +100,10 @@ def test_inputs_of_one_request_have_the_same_number_of_rows() -> None:
 
 
 def test_the_batch_dimension_is_cut_off_where_there_is_one() -> None:
-    assert without_batch([-1, 3, 4], has_batch=True) == (3, 4)
-    assert without_batch([-1, 3, 4], has_batch=False) == (-1, 3, 4)
+    metadata = V2Metadata("m", [V2Tensor("x", "FP32", [-1, 3, 4])])
+    for config, shape in ((V2Config(8), (3, 4)), (V2Config(), (-1, 3, 4)), (None, (3, 4))):
+        (spec,) = form_of(metadata, config).inputs
+        assert spec.shape == shape
 
 
 # Statistics

@@ -1,9 +1,27 @@
-"""Which families are served."""
+"""Which families are served, and what their configurations and weights are called."""
 
+import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
+import tiny_llm as tiny
+
 from penstock.errors import ConfigError
-from penstock.llm.models.families import FAMILIES, family_of
+from penstock.llm.models.families import FAMILIES, LLAMA, QWEN3, family_of
+from penstock.llm.models.shape import Rope
+
+GGUF = {
+    "llama.block_count": 30,
+    "llama.embedding_length": 576,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.feed_forward_length": 1536,
+    "llama.context_length": 8192,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 1e5,
+    "tokenizer.ggml.tokens": ["a"] * 49152,
+}
 
 
 @pytest.mark.parametrize(
@@ -24,3 +42,74 @@ def test_others_are_refused_with_those_that_there_are():
 def test_no_architecture_is_of_two_families():
     names = [name for family in FAMILIES for name in family.architectures]
     assert len(set(names)) == len(names)
+
+
+def test_a_configuration():
+    shape = LLAMA.shape_of_config(tiny.CONFIG)
+    assert (shape.num_layers, shape.width, shape.group, shape.head_size) == (2, 24, 3, 8)
+    assert shape.is_tied and not shape.has_qk_norm and not shape.has_bias
+
+
+def test_heads_have_their_share_of_the_width_unless_told():
+    values = {key: value for key, value in tiny.CONFIG.items() if key != "head_dim"}
+    assert LLAMA.shape_of_config(values).head_size == 4
+
+
+def test_a_gguf_file():
+    shape = LLAMA.shape_of_gguf(GGUF)
+    assert (shape.head_size, shape.vocabulary, shape.rope) == (64, 49152, Rope(1e5))
+
+
+@pytest.mark.parametrize("key", ["llama.block_count", "llama.attention.head_count"])
+def test_what_is_missing_is_named(key):
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        LLAMA.shape_of_gguf({name: value for name, value in GGUF.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("mlp_bias", True), ("hidden_act", "gelu"), ("use_sliding_window", True)]
+)
+def test_what_is_not_computed_here_is_refused(key, value):
+    with pytest.raises(ConfigError, match=f"{key} is {value!r}; expected"):
+        LLAMA.shape_of_config({**tiny.CONFIG, key: value})
+
+
+def test_rope_of_a_gguf_file():
+    scaled = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    assert LLAMA.shape_of_gguf(scaled).rope == Rope(1e5, "linear", 4.0)
+    with pytest.raises(ConfigError, match="rope of type 'yarn'; expected none or linear"):
+        LLAMA.shape_of_gguf({**GGUF, "llama.rope.scaling.type": "yarn"})
+
+
+def test_every_weight_has_a_name_in_gguf():
+    shape = LLAMA.shape_of_config(tiny.CONFIG)
+    names = LLAMA.gguf_names(shape)
+    assert names["model.layers.1.mlp.down_proj.weight"] == "blk.1.ffn_down.weight"
+    assert len(set(names.values())) == len(names) == 2 + 2 * 9
+
+
+def test_pairs_that_lie_together_in_gguf_are_half_a_head_apart_here():
+    shape = LLAMA.shape_of_config(tiny.CONFIG)
+    # One column; the rows of a head are numbered.
+    ours = np.arange(48)[:, None]
+    theirs = ours.reshape(6, 2, 4).swapaxes(1, 2).reshape(48, 1)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    np.testing.assert_array_equal(LLAMA.from_gguf(name, theirs, shape), ours)
+    other = "model.layers.0.self_attn.v_proj.weight"
+    np.testing.assert_array_equal(LLAMA.from_gguf(other, theirs, shape), theirs)
+
+
+def test_heads_are_of_128_unless_told_and_normalised():
+    values = {key: value for key, value in tiny.QWEN3.items() if key != "head_dim"}
+    shape = QWEN3.shape_of_config(values)
+    assert shape.head_size == 128 and shape.has_qk_norm and not shape.is_tied
+
+
+def test_norms_have_names_in_gguf_and_weights_lie_as_they_are():
+    shape = QWEN3.shape_of_config(tiny.QWEN3)
+    names = QWEN3.gguf_names(shape)
+    assert names["model.layers.0.self_attn.k_norm.weight"] == "blk.0.attn_k_norm.weight"
+    assert names["lm_head.weight"] == "output.weight"
+    values = np.arange(6).reshape(3, 2)
+    found = QWEN3.from_gguf("model.layers.0.self_attn.q_proj.weight", values, shape)
+    np.testing.assert_array_equal(found, values)

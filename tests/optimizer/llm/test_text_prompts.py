@@ -34,7 +34,7 @@ def test_a_model_with_a_template_is_asked_in_chats(tmp_path):
     found = read_prompts(a_file(tmp_path, *rows), CHAT, 200)
     assert found.is_chat and "asked as chats" in found.text
     assert found.asked[0].fields == {"messages": [{"role": "user", "content": "the cat"}]}
-    assert CHAT.decode(found.asked[0].tokens) == "user: the cat "
+    assert CHAT.vocabulary.decode(found.asked[0].tokens) == "user: the cat "
 
 
 def test_one_without_is_asked_to_continue(tmp_path):

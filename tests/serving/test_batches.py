@@ -1,6 +1,6 @@
 """Bounded memory of what ran."""
 
-from penstock.serving.history import MAX_SHAPES, NUM_RECENT, BatchRecord, History
+from penstock.serving.batches import MAX_SHAPES, NUM_RECENT, BatchRecord, History
 
 
 def record(number: int, shapes: tuple[tuple[int, ...], ...] = ((4,),)) -> BatchRecord:

@@ -1,18 +1,45 @@
-"""The last batches of a model, and how often each shape was requested. Pure.
-
-The model adds one record per batch; `explain` reads them.
-"""
+"""The batches of a model: those that run, the last that ran, and each shape's count. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.types import Request
+from penstock.wire import frames
+
+if TYPE_CHECKING:
+    from penstock.serving.metrics import Waits
 
 NUM_RECENT = 64
 # Shapes that are counted individually; later ones are counted together.
 MAX_SHAPES = 1024
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """A batch that a worker has been sent and has not answered. `extents` are those of each
+    request, if they have no rows; `closed_by` says why it took no more requests."""
+
+    id: int
+    requests: list[Request]
+    started: float
+    num_rows: int = 0
+    # 0 without a token budget.
+    num_tokens: int = 0
+    extents: list[tuple[frames.Extent, ...]] = field(default_factory=list)
+    instance: int = 0
+    closed_by: str = ""
+
+    def waits(self) -> Waits:
+        """Return the mean waits of its requests, for a batch and for an instance."""
+        queue_s = sum(self.started - request.timings.queued for request in self.requests)
+        instance_s = sum(request.timings.instance_wait_s for request in self.requests)
+        count = len(self.requests)
+        return (queue_s - instance_s) / count, instance_s / count
 
 
 class BatchRecord(NamedTuple):
@@ -34,15 +61,13 @@ class BatchRecord(NamedTuple):
     num_tokens: int = 0
 
 
+@dataclass(slots=True)
 class Seen:
     """Counts of the requests of one shape."""
 
-    __slots__ = ("num_batches", "num_requests", "num_rows")
-
-    def __init__(self) -> None:
-        self.num_batches = 0
-        self.num_requests = 0
-        self.num_rows = 0
+    num_requests: int = 0
+    num_rows: int = 0
+    num_batches: int = 0
 
 
 class History:

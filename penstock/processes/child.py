@@ -1,0 +1,120 @@
+"""A child process with the socket to it, on an event loop: frames in and out, and its end.
+
+Workers, engines and renderers are children. Knows nothing of what the frames say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import resource
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.processes.channel import Sender
+from penstock.wire.frames import MAX_FRAME_BYTES
+
+log = logging.getLogger("penstock.processes")
+
+
+class Life(Protocol):
+    """A running child, whether a process or a thread."""
+
+    sock: socket.socket
+    pid: int
+    # Once it is dead: whether it was SIGKILLed by neither the core nor the kernel's OOM killer.
+    was_killed_outside: bool
+
+    def kill(self) -> None: ...
+    def socket_closed(self) -> None: ...
+    def has_room_for_another(self) -> bool: ...
+
+
+# Raises OSError if the process cannot be started, and then leaves nothing behind.
+StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
+
+
+class ChildProcess:
+    """One life. `received` gets every datagram, also those sent before the death, and returns
+    whether the next one may wait for the next iteration of the loop; then `died` gets the reason of
+    the death. OSError if it cannot be started."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        start_life: StartLife,
+        received: Callable[[memoryview], object],
+        died: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._received = received
+        self._on_death = died
+        self._is_dead = asyncio.Event()
+        # Mapped, not allocated: only touched pages cost memory.
+        self._buffer = mmap.mmap(-1, MAX_FRAME_BYTES)
+        self._view = memoryview(self._buffer)
+        self.life = start_life(loop, self._died)
+        self._sock = self.life.sock
+        self._sender = Sender(loop, self._sock)
+        # Sends now, or when the socket has room.
+        self.send = self._sender.send
+        loop.add_reader(self._sock.fileno(), self.read)
+
+    def read(self) -> None:
+        """Handle pending datagrams."""
+        while True:
+            try:
+                size = self._sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                size = 0
+            if size == 0:
+                self._loop.remove_reader(self._sock.fileno())
+                if not self._is_dead.is_set():
+                    self.life.socket_closed()
+                return
+            if self._received(self._view[:size]) and not self._is_dead.is_set():
+                return
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for a child that was asked to stop; kill it after this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_dead.wait()
+        except TimeoutError:
+            if not self._is_dead.is_set():
+                self.life.kill()
+            await self._is_dead.wait()
+
+    def _died(self, reason: str) -> None:
+        self._is_dead.set()
+        try:
+            self.read()
+        except Exception:  # Its death must be noticed in any case.
+            log.exception("the last frames of a process cannot be read")
+        self._loop.remove_reader(self._sock.fileno())
+        self._sender.close()
+        self._sock.close()
+        self._on_death(reason)
+        # It refers back to this: without the garbage collector neither would be freed.
+        del self.life
+
+
+def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
+    """Limit the private memory of each process (None: no limit). Allocations over the limit fail,
+    in Python with MemoryError."""
+    if memory_bytes is None:
+        return start_life
+
+    def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> Life:
+        life = start_life(loop, on_death)
+        if life.pid:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(life.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        return life
+
+    return start

@@ -1,0 +1,44 @@
+"""The status of each kind of error in every protocol, in one table. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock import errors
+from penstock.errors import NotAllowed, PenstockError
+
+
+class Status(NamedTuple):
+    """The status in v2 over HTTP, status and type in OpenAI's API, and the status in gRPC."""
+
+    http: int
+    openai: int
+    openai_type: str
+    grpc: str
+
+
+# In gRPC, overload is not RESOURCE_EXHAUSTED, which blames the caller: it exceeds its quota, or
+# (answered by gRPC itself) sends a message that is too long. A full disk is gRPC's own example.
+STATUSES: dict[type[PenstockError], Status] = {
+    errors.InvalidRequest: Status(400, 400, "invalid_request_error", "INVALID_ARGUMENT"),
+    errors.TooLarge: Status(413, 413, "invalid_request_error", "INVALID_ARGUMENT"),
+    errors.NotAllowed: Status(403, 403, "permission_error", "PERMISSION_DENIED"),
+    errors.NotFound: Status(404, 404, "not_found_error", "NOT_FOUND"),
+    errors.NotReady: Status(503, 503, "server_error", "UNAVAILABLE"),
+    errors.Overloaded: Status(503, 429, "rate_limit_error", "UNAVAILABLE"),
+    errors.QuotaExceeded: Status(429, 429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
+    errors.Quarantined: Status(422, 422, "invalid_request_error", "FAILED_PRECONDITION"),
+    errors.DeadlineExceeded: Status(504, 504, "server_error", "DEADLINE_EXCEEDED"),
+    errors.Cancelled: Status(499, 499, "server_error", "CANCELLED"),
+    errors.Unsupported: Status(501, 501, "invalid_request_error", "UNIMPLEMENTED"),
+    errors.BackendFailed: Status(500, 500, "server_error", "INTERNAL"),
+    errors.StorageFull: Status(507, 507, "server_error", "RESOURCE_EXHAUSTED"),
+}
+NEEDS_KEY = Status(401, 401, "authentication_error", "UNAUTHENTICATED")
+
+
+def status_of(error: PenstockError) -> Status:
+    if isinstance(error, NotAllowed) and error.needs_key:
+        return NEEDS_KEY
+    kinds = [kind for kind in type(error).__mro__ if kind in STATUSES]
+    return STATUSES[kinds[0] if kinds else errors.BackendFailed]
