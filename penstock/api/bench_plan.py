@@ -22,7 +22,7 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import kind_of
 from penstock.data import InputSpec, lengths, traces
 from penstock.errors import CommandLineError, ConfigError
-from penstock.slo import Slo
+from penstock.slo import Rate, Slo
 
 Value = TypeVar("Value")
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
@@ -79,7 +79,7 @@ def make_plans(
     _check_alone(reading, slo)
     reading.check()
     is_endless = not options.trace and not options.steps
-    rate = None if slo is None else slo.rate
+    arrivals, cv = _arrivals(options, None if slo is None else slo.rate)
     plan = BenchPlan(
         target=spec,
         inputs=inputs,
@@ -91,8 +91,8 @@ def make_plans(
         precision=options.precision / 100,
         max_warm_up_s=warm_up_s or 0.0,
         num_processes=options.processes,
-        arrivals=options.arrivals or (rate.arrivals if rate else "poisson"),
-        cv=options.cv or (rate.cv if rate and rate.cv else 1.0),
+        arrivals=arrivals,
+        cv=cv,
         seed=inputs.seed,
         price_per_hour=options.price,
         command=_without_secrets(command, options),
@@ -168,14 +168,19 @@ class OptionReader:
         return [flag_name(name) for name in names if getattr(self.options, name)]
 
 
+def _arrivals(options: BenchOptions, rate: Rate | None) -> tuple[str, float]:
+    """Return the arrival process and its coefficient of variation."""
+    arrivals = options.arrivals or (rate.arrivals if rate else "poisson")
+    return arrivals, options.cv or (rate.cv if rate and rate.cv else 1.0)
+
+
 def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
     options = reading.options
     given = reading.list_given(*LOADS)
     if len(given) > 1:
         reading.problems.append(f"{' and '.join(given)} contradict each other; give one load")
     rate = None if slo is None else slo.rate
-    arrivals = options.arrivals or (rate.arrivals if rate else "poisson")
-    cv = options.cv or (rate.cv if rate and rate.cv else 1.0)
+    arrivals, cv = _arrivals(options, rate)
     if options.cv and arrivals != "gamma":
         reading.problems.append("--cv applies to gamma arrivals; give --arrivals gamma too")
     if options.arrivals and (closed := reading.list_given("concurrency", "trace", "find_knee")):
