@@ -17,7 +17,7 @@
     └── ConfigError        the operator's files are wrong (all problems at once)
         └── CommandLineError   the flags are wrong
 
-Knows no protocol: each protocol has one table from these classes to its statuses.
+Knows no protocol: `wire.statuses` has the status of each class in every protocol.
 """
 
 from collections.abc import Sequence
@@ -130,6 +130,11 @@ def error_text(error: BaseException) -> str:
         return printable(str(error))
     except BaseException as failure:  # `__str__` of a model's own exception may raise anything.
         return f"<no text: __str__ raised {type(failure).__name__}>"
+
+
+def first_line(error: BaseException) -> str:
+    text = error_text(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def describe_error(error: BaseException) -> str:

@@ -37,12 +37,11 @@ from penstock.protocols.v2_http import MetricsHttp, Models, V2Http
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
-from penstock.serving.control import Control
+from penstock.serving.control import Control, Reloader
 from penstock.serving.fleet import Fleet
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
-from penstock.serving.reloading import Reloader
 from penstock.serving.served import Served
 from penstock.system.exit_codes import ExitCode
 

@@ -128,7 +128,6 @@ PURE = [
     "processes/restarts.py",
     "serving/plan.py",
     "serving/slo_batcher.py",
-    "serving/wait_limit.py",
 ]
 # The parts of a model that could run in another process than its supervisor.
 KNOW_NO_PROCESS = [
@@ -213,7 +212,7 @@ WITHOUT_OWN_TEST = {
     "cli/serve.py": "tests/test_cli.py",
     "config.py": "values only; tests/repository/test_repository_layout.py resolves them",
     "system/exit_codes.py": "names only; tests/test_commands.py meets each of them",
-    "kernels/__init__.py": "empty",
+    "kernels/__init__.py": "names only",
     "repository/__init__.py": "empty",
     "system/__init__.py": "empty",
     "system/memory.py": "tests/system/test_machine_memory.py, whose name was taken",

@@ -37,8 +37,9 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from penstock.backends import CHOICES, COMPILED, KERNELS, backend
+from penstock.backends import COMPILED, backend
 from penstock.config import BatchPolicy, ModelConfig
+from penstock.kernels import CHOICES, KERNELS
 from penstock.types import DATATYPES, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]

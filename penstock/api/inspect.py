@@ -62,7 +62,7 @@ def inspect(model: str) -> InspectResult:
 def _inspected(config: ModelConfig, found: layout.RepositoryScan) -> InspectedModel:
     notes = list(layout.about(found.folders[config.name], config))
     if config.uses_gpu:
-        notes.append(f"instances: {placement.told(config, devices.read_gpus())}")
+        notes.append(f"instances: {placement.describe_placement(config, devices.read_gpus())}")
     artifact = os.path.relpath(config.artifact)
     text = pbtxt.describe(config)
     return InspectedModel(config.name, config.version, artifact, tuple(notes), text)

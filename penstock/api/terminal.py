@@ -31,7 +31,7 @@ from penstock.serving.explain import (
     PastBatch,
     ProcessState,
 )
-from penstock.serving.memory_plan import gib, told
+from penstock.serving.memory_plan import describe_share, gib
 from penstock.serving.placement import briefly
 from penstock.system import logs
 
@@ -164,7 +164,7 @@ def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
         return
     for each in plan:
         gpu = each.gpu
-        models = "; ".join(map(told, each.shares))
+        models = "; ".join(map(describe_share, each.shares))
         fields = {"gpu_uuid": gpu.uuid, "needed_bytes": each.needed_bytes}
         server_log.info(
             "GPU %d (%s): models need %s of the %s that can be had: %s",

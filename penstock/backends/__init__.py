@@ -20,10 +20,8 @@ from penstock.types import Array, Parameter, TensorSpec
 NAMES = ("null", "onnxruntime", "openvino", "preprocess", "python", "pytorch")
 # Extras of `pip install "penstock[...]"` that they need.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
-# Files in a version's folder: the compiled model; the implementations chosen for its convolutions
-# and GEMMs, and our own compiled kernels among them.
+# File in a version's folder: the compiled model.
 COMPILED = "compiled.bin"
-CHOICES, KERNELS = "fusion.json", "fusion.bin"
 # Key in `Runner.built` of the peak GPU memory of a runner, in bytes, without the driver's overhead
 # for each process. A version's evidence has the same key.
 GPU_MEMORY = "gpu_memory_bytes"

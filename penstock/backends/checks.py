@@ -1,5 +1,4 @@
-"""Checks shared by backends: configured tensors against those of the file, thread counts, and
-library errors in one line."""
+"""Checks shared by backends: configured tensors against those of the file, and thread counts."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, error_text
+from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
 MAX_THREADS = 1024
@@ -63,11 +62,6 @@ def num_threads(settings: Mapping[str, str], key: str, default: int, problems: l
 def share_of_cores(config: ModelConfig) -> int:
     """Return the threads for one instance when all instances compute at once."""
     return max(1, len(os.sched_getaffinity(0)) // config.num_instances)
-
-
-def first_line(error: BaseException) -> str:
-    text = error_text(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _mismatch(

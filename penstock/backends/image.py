@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.checks import first_line
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import pretrained
 from penstock.types import DATATYPES, Array, TensorSpec
 

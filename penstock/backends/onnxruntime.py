@@ -24,13 +24,12 @@ import onnxruntime as ort
 from penstock.backends import Batch, Execution, Finished, PlainRunner
 from penstock.backends.checks import (
     check_signature,
-    first_line,
     num_threads,
     share_of_cores,
     warn_unknown,
 )
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, ConfigError
+from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
 

@@ -36,7 +36,6 @@ from torch.nn import Module
 from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
 from penstock.backends.checks import (
     check_signature,
-    first_line,
     num_threads,
     share_of_cores,
     warn_unknown,
@@ -49,7 +48,7 @@ from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_transformers import load_network
 from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
-from penstock.errors import BackendFailed, ConfigError
+from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import pt2_file
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from penstock.backends import Outputs
-from penstock.backends.checks import first_line
 from penstock.backends.gpu_memory import Guard, Use, tells_of_no_memory
+from penstock.errors import first_line
 from penstock.types import Array
 
 log = logging.getLogger("penstock.gpu")

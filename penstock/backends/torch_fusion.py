@@ -19,8 +19,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from penstock.backends import CHOICES, KERNELS, torch_convolution
-from penstock.backends.torch_convolution import (
+from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
+from penstock.config import ModelConfig
+from penstock.kernels import CHOICES, KERNELS, convolution
+from penstock.kernels.convolution import (
     ConvGeometry,
     Convolution,
     GpuTimer,
@@ -28,8 +30,6 @@ from penstock.backends.torch_convolution import (
     Pair,
     Tuner,
 )
-from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
-from penstock.config import ModelConfig
 
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
@@ -86,7 +86,7 @@ class Fusion:
         text = f"{len(layers)} convolutions"
         if self.tuner is None:
             return {"fusion": f"{text}: {_list(Counter(each.default for each in layers))}"}
-        counts = torch_convolution.counted(layers)
+        counts = convolution.counted(layers)
         for batch in sorted({*sorted(counts)[:1], *sorted(counts)[-1:]}):
             text += f"; batch {batch}: {_list(counts[batch])}"
         facts = {"fusion": text, "fusion_timed": f"{self.tuner.num_tuned} cases"}
@@ -99,7 +99,7 @@ class Fusion:
         """Return the files for the version's folder."""
         if self.tuner is None or not self.tuner.used():
             return {}
-        return torch_convolution.to_remember(self.tuner)
+        return convolution.to_remember(self.tuner)
 
 
 def _list(counts: Counter[str]) -> str:
@@ -115,9 +115,9 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
     torch.backends.cudnn.benchmark = True
     folder = Path(config.artifact).parent
     path, kernels = folder / CHOICES, folder / KERNELS
-    choices = torch_convolution.remembered(path.read_bytes(), device) if path.is_file() else {}
+    choices = convolution.remembered(path.read_bytes(), device) if path.is_file() else {}
     if choices and kernels.is_file():
-        torch_convolution.load_kernels(kernels.read_bytes())
+        convolution.load_kernels(kernels.read_bytes())
     return Tuner(GpuTimer(device), device, choices)
 
 

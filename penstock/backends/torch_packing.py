@@ -11,21 +11,25 @@ before.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.backends.checks import first_line
-from penstock.backends.packed_encoder import (
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError, first_line
+from penstock.kernels.cublaslt import Unavailable
+from penstock.kernels.gemm import open_multiplier
+from penstock.kernels.packed_encoder import (
     ACTIVATIONS,
     ADA,
     KERNEL_TYPES,
@@ -41,10 +45,6 @@ from penstock.backends.packed_encoder import (
     lay_out,
     to_fp8,
 )
-from penstock.backends.torch_products import open_multiplier
-from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, ConfigError
-from penstock.kernels.cublaslt import Unavailable
 from penstock.types import DATATYPES, Array
 
 OPTION, TOKENS = "penstock.pack", "tokens"
@@ -54,26 +54,10 @@ ROWWISE = "rowwise"
 # Query, key, value and output projection, inner and outer MLP layer, norm after attention, final
 # norm; of BERT and its family, and of DistilBERT.
 NAMES = (
-    (
-        "attention.self.query",
-        "attention.self.key",
-        "attention.self.value",
-        "attention.output.dense",
-        "intermediate.dense",
-        "output.dense",
-        "attention.output.LayerNorm",
-        "output.LayerNorm",
-    ),
-    (
-        "attention.q_lin",
-        "attention.k_lin",
-        "attention.v_lin",
-        "attention.out_lin",
-        "ffn.lin1",
-        "ffn.lin2",
-        "sa_layer_norm",
-        "output_layer_norm",
-    ),
+    "attention.self.query attention.self.key attention.self.value attention.output.dense "
+    "intermediate.dense output.dense attention.output.LayerNorm output.LayerNorm",
+    "attention.q_lin attention.k_lin attention.v_lin attention.out_lin "
+    "ffn.lin1 ffn.lin2 sa_layer_norm output_layer_norm",
 )
 NUM_LINEARS = 6
 SEED = 20
@@ -102,6 +86,7 @@ SPARSEST = 4
 # Parts of a model's embeddings, by name; the last one is optional.
 EMBEDDINGS = ("word_embeddings", "position_embeddings", "LayerNorm", "token_type_embeddings")
 log = logging.getLogger("penstock.packing")
+Ranges = dict[str, Annotated[float, msgspec.Meta(ge=0)]]
 Call = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
@@ -306,10 +291,8 @@ def choose_gelu(packing: PackedModel) -> None:
     weight = layer.inner.weight
     if layer.activation != "gelu" or weight.dtype not in KERNEL_TYPES:
         return
-    generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(NUM_FOR_GELU, weight.shape[1], generator=generator)
     with torch.inference_mode():
-        given = layer.first_norm(x.to(weight.device, weight.dtype))
+        given = layer.first_norm(_random_tokens(weight, NUM_FOR_GELU))
         bias = layer.inner.bias
         wanted = functional.gelu(given.double() @ weight.double().t() + bias.double())
         fast = layer.inner.gelu(LinearInput(given)).double()
@@ -321,6 +304,12 @@ def choose_gelu(packing: PackedModel) -> None:
             each.has_fast_gelu = True
 
 
+def _random_tokens(weight: torch.Tensor, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(count, weight.shape[1], generator=generator)
+    return x.to(weight.device, weight.dtype)
+
+
 def check_kernels(packing: PackedModel) -> None:
     """Check the device's kernels against plain torch, on the first layer."""
     layer = packing.stack.layers[0]
@@ -329,10 +318,8 @@ def check_kernels(packing: PackedModel) -> None:
     for row, length in enumerate((130, 1, 65)):
         mask[row, :length] = 1
     layout = lay_out(mask.to(weight.device), int(mask.sum()))
-    generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
     with torch.inference_mode():
-        given = x.to(weight.device, weight.dtype)
+        given = _random_tokens(weight, len(layout.places))
         if packing.stack.multiplier is not None:
             # Tune first, so that the chosen algorithms are checked.
             layer(given, LinearInput(given), layout, None)
@@ -383,26 +370,19 @@ def choose_epilogues(packing: PackedModel, originals: Sequence[PackedLinear]) ->
         if layer.activation == "relu" or not is_small or None in [p.inverse for p in products]:
             continue
         fused = GeluToFp8(original, layer.inner, layer.outer)
-        gaps = _epilogue_gaps(layer, original, fused)
-        if gaps.fused <= gaps.apart * MOST_MORE:
+        gap, gap_apart = _epilogue_gaps(layer, original, fused)
+        if gap <= gap_apart * MOST_MORE:
             layer.gelu_to_fp8 = fused
 
 
-@dataclass(frozen=True, slots=True)
-class EpilogueGaps:
-    """Relative error of GELU in e4m3 (in norm), averaged over channels."""
-
-    fused: float
-    apart: float
-
-
-def _epilogue_gaps(layer: PackedLayer, original: PackedLinear, fused: GeluToFp8) -> EpilogueGaps:
-    """Measure on random tokens. Per channel, so that a large one does not hide errors of others."""
+def _epilogue_gaps(
+    layer: PackedLayer, original: PackedLinear, fused: GeluToFp8
+) -> tuple[float, float]:
+    """Return the relative error of GELU in e4m3 (in norm, averaged over channels, so that a large
+    one does not hide errors of others) of the fused layer and of separate steps."""
     weight, inverse = original.weight, layer.outer.inverse
-    generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(NUM_FOR_GELU, weight.shape[1], generator=generator)
     with torch.inference_mode():
-        given = layer.first_norm(x.to(weight.device, weight.dtype))
+        given = layer.first_norm(_random_tokens(weight, NUM_FOR_GELU))
         sums = given.double() @ weight.double().t() + original.bias.double()
         wanted = ACTIVATIONS[layer.activation](sums)
         small = to_fp8(given, layer.inner.inverse)
@@ -413,7 +393,7 @@ def _epilogue_gaps(layer: PackedLayer, original: PackedLinear, fused: GeluToFp8)
             off = (found.double() / inverse.double() - wanted).norm(dim=0)
             return float((off / wanted.norm(dim=0).clamp(min=1e-12)).clamp(max=1.0).mean())
 
-        return EpilogueGaps(gap(fused.plain(small)), gap(apart))
+        return gap(fused.plain(small)), gap(apart)
 
 
 def has_fp8(device: str) -> bool:
@@ -424,18 +404,13 @@ def read_ranges(path: Path) -> dict[str, float]:
     """Read the largest inputs of linear layers, by name: a JSON object of numbers."""
     where = f"parameters.{FP8_OPTION}: {path.name}"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
-    is_known = isinstance(found, dict) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < math.inf
-        for each in found.values()
-    )
-    if not is_known:
+        return msgspec.json.decode(path.read_bytes(), type=Ranges)
+    except msgspec.ValidationError:
         raise ConfigError(
             [f"{where}: expected an object of finite numbers, the largest inputs by name"]
-        )
-    return {name: float(each) for name, each in found.items()}
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
 
 
 def _replaced(module: nn.Module) -> PackedStack:
@@ -507,7 +482,7 @@ def _parts(layer: nn.Module) -> list[nn.Module]:
     """Return six linear layers and two norms; empty if any is missing."""
     for names in NAMES:
         try:
-            found = [layer.get_submodule(name) for name in names]
+            found = [layer.get_submodule(name) for name in names.split()]
         except AttributeError:
             continue
         linears, norms = found[:NUM_LINEARS], found[NUM_LINEARS:]

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from penstock.backends.checks import first_line
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line
 
 IN_PLACE_NAMES = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 # Module of checks that torch.export inserts.

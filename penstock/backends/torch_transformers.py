@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from penstock.backends.checks import first_line
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line
 from penstock.repository import pretrained
 
 if TYPE_CHECKING:

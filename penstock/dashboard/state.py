@@ -99,7 +99,7 @@ def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> Example
 
 def num_ready(model: Served) -> int:
     """Return the number of instances that can answer, without those of earlier stages."""
-    return sum(each.is_ready for each in model.instances[: model.config.num_instances])
+    return sum(each.is_ready for each in model.processes[: model.config.num_instances])
 
 
 def batching(model: Served) -> str:

@@ -1,12 +1,19 @@
-"""Our own GPU kernels in Triton, one file for each kind of layer. They know tensors, but neither
-models nor the server. Importing one needs Triton, so callers with a fallback import it on use.
-`cublaslt` calls a library instead, and does not need Triton.
+"""GPU kernels, and which of them runs. Two interfaces: `convolution` for fused convolutions,
+`packed_encoder` for encoder layers; `gemm` chooses algorithms for the latter. They time what there
+is on the device and fall back to torch, so callers never name a kernel.
+
+The kernels themselves are in Triton, one file for each kind of layer, and know tensors only.
+Importing one needs Triton, so those with a fallback import it on use. `cublaslt` calls a library.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+
+# Files in a version's folder: the implementations chosen for its convolutions and GEMMs, and our
+# own compiled kernels among them.
+CHOICES, KERNELS = "fusion.json", "fusion.bin"
 
 
 @functools.cache

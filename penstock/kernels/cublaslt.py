@@ -143,24 +143,15 @@ class Products:
         weight_layout, x_layout, added_layout, out_layout = plan.layouts
         # C is multiplied by 0; it cannot be the output in e4m3, where it has another type.
         added = None if form.out == E4M3 else _address(out)
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         status = self._calls.cublasLtMatmul(
-            self._handle,
-            plan.description,
-            ctypes.byref(ctypes.c_float(1.0)),
-            _address(operands.weight),
-            weight_layout,
-            _address(x),
-            x_layout,
-            ctypes.byref(ctypes.c_float(0.0)),
-            added,
-            added_layout,
-            _address(out),
-            out_layout,
+            self._handle, plan.description,
+            ctypes.byref(one), _address(operands.weight), weight_layout, _address(x), x_layout,
+            ctypes.byref(zero), added, added_layout, _address(out), out_layout,
             ctypes.byref(plan.algorithms[number].algorithm),
-            _address(self._workspace),
-            ctypes.c_size_t(WORKSPACE_BYTES),
+            _address(self._workspace), ctypes.c_size_t(WORKSPACE_BYTES),
             ctypes.c_void_p(_stream(x)),
-        )
+        )  # fmt: skip
         _check("cublasLtMatmul", status)
         return out
 
@@ -210,7 +201,7 @@ class Products:
                 ctypes.c_uint64(high),
                 ctypes.c_uint64(wide),
                 ctypes.c_int64(high),
-            )
+            )  # fmt: skip
             for dtype, high, wide in sizes
         )
 
@@ -226,14 +217,9 @@ class Products:
         _check("cublasLtMatmulPreferenceSetAttribute", status)
         found, num = (_Found * NUM_ALGORITHMS)(), ctypes.c_int()
         status = calls.cublasLtMatmulAlgoGetHeuristic(
-            self._handle,
-            description,
-            *layouts,
-            preference,
-            NUM_ALGORITHMS,
-            found,
-            ctypes.byref(num),
-        )
+            self._handle, description, *layouts,
+            preference, NUM_ALGORITHMS, found, ctypes.byref(num),
+        )  # fmt: skip
         calls.cublasLtMatmulPreferenceDestroy(preference)
         # cuBLASLt returns an error for unsupported forms; we return no algorithms.
         usable = [] if status else list(found)[: num.value]

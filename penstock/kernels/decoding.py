@@ -56,8 +56,8 @@ def _add_norm(
 
 
 @triton.jit
-def _turn(
-    qkv, keys, values, table, turns, positions, rows, query_norm, key_norm,
+def _apply_rope(
+    qkv, keys, values, table, rope_table, positions, rows, query_norm, key_norm,
     qkv_stride, row_stride, table_stride, token_stride, epsilon,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
@@ -89,18 +89,18 @@ def _turn(
             two = (two * scale).to(first.dtype).to(tl.float32) * by_two.to(tl.float32)
             one = one.to(first.dtype).to(tl.float32)
             two = two.to(first.dtype).to(tl.float32)
-        angles = turns + position.to(tl.int64) * SIZE + places
+        angles = rope_table + position.to(tl.int64) * SIZE + places
         cosines, sines = tl.load(angles), tl.load(angles + HALF)
-        turned_one = (one * cosines - two * sines).to(first.dtype)
-        turned_two = (two * cosines + one * sines).to(first.dtype)
-        tl.store(at, turned_one, mask=is_query[:, None])
-        tl.store(at + HALF, turned_two, mask=is_query[:, None])
+        rotated_one = (one * cosines - two * sines).to(first.dtype)
+        rotated_two = (two * cosines + one * sines).to(first.dtype)
+        tl.store(at, rotated_one, mask=is_query[:, None])
+        tl.store(at + HALF, rotated_two, mask=is_query[:, None])
         row = tl.load(rows + token * row_stride).to(tl.int64)
         block = tl.load(table + row * table_stride + position // BLOCK).to(tl.int64)
         slot = (block * BLOCK + position % BLOCK) * token_stride
         to_key = keys + slot + (heads - NUM_HEADS)[:, None] * SIZE + places
-        tl.store(to_key, turned_one, mask=is_key[:, None])
-        tl.store(to_key + HALF, turned_two, mask=is_key[:, None])
+        tl.store(to_key, rotated_one, mask=is_key[:, None])
+        tl.store(to_key + HALF, rotated_two, mask=is_key[:, None])
         to_value = values + slot + (heads - NUM_HEADS - NUM_KV)[:, None] * SIZE + places
         tl.store(to_value, first, mask=is_value[:, None])
         tl.store(to_value + HALF, second, mask=is_value[:, None])
@@ -114,8 +114,8 @@ def _gate(x, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     gate = tl.load(x + row * 2 * WIDTH + columns, mask=is_inside, other=0.0)
     up = tl.load(x + row * 2 * WIDTH + WIDTH + columns, mask=is_inside, other=0.0)
     wide = gate.to(tl.float32)
-    bent = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * WIDTH + columns, bent.to(out.dtype.element_ty), mask=is_inside)
+    gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * WIDTH + columns, gated.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -152,25 +152,26 @@ def add_norm(
     return out, total
 
 
-def turn(
+def apply_rope(
     qkv: torch.Tensor,
     paged: Paged,
-    turns: torch.Tensor,
+    rope_table: torch.Tensor,
     positions: torch.Tensor,
     rows: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
 ) -> None:
     """Apply RoPE to qkv [tokens, queries, keys and values]: queries in place, keys and values to
-    the sequence's KV blocks. `turns` [positions, 2, half a head] has cosines and sines; `norms` are
-    those of queries and keys, or None. Positions below 0 are skipped."""
+    the sequence's KV blocks. `rope_table` [positions, 2, half a head] has cosines and sines;
+    `norms` are those of queries and keys, or None. Positions below 0 are skipped."""
     num_kv_heads, size = paged.keys.shape[1:]
     num_heads = qkv.shape[1] // size - 2 * num_kv_heads
     assert qkv.stride(1) == 1 and positions.stride(0) == rows.stride(0)
     query_norm, key_norm = (qkv, qkv) if norms is None else norms
     groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_TOGETHER)
-    _turn[(qkv.shape[0], groups)](
-        qkv, paged.keys, paged.values, paged.table, turns, positions, rows, query_norm, key_norm,
+    _apply_rope[(qkv.shape[0], groups)](
+        qkv, paged.keys, paged.values, paged.table, rope_table, positions, rows,
+        query_norm, key_norm,
         qkv.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0), epsilon,
         num_heads, num_kv_heads, size, HEADS_TOGETHER, paged.block_size, norms is not None,
         num_warps=2,

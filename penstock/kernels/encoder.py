@@ -34,18 +34,18 @@ def _rows_to_e4m3(values, scales, rows, num_rows):
 
 
 @triton.jit
-def _bent(value, IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def _activate(value, IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Return GELU of the value."""
     if IS_FAST:
         inner = value * (0.7978845608028654 + 0.035677408136300125 * value * value)
         half = 0.5 * value
         if IS_INTERPRETED:
-            bent = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
+            tanh = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
         else:
-            bent = tl.inline_asm_elementwise(
+            tanh = tl.inline_asm_elementwise(
                 "tanh.approx.f32 $0, $1;", "=f,f", [inner], dtype=tl.float32, is_pure=True, pack=1
             )
-        value = half * bent + half
+        value = half * tanh + half
     else:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     return value
@@ -89,7 +89,7 @@ def _gelu(
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_inside = at < num_elements
     value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
-    value = _bent(value, IS_FAST, IS_INTERPRETED)
+    value = _activate(value, IS_FAST, IS_INTERPRETED)
     if TO_FP8:
         value = _to_e4m3(value, inverse)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
@@ -107,7 +107,7 @@ def _quantise_rows(
     is_inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
     value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_GELU:
-        value = _bent(value, IS_FAST, IS_INTERPRETED)
+        value = _activate(value, IS_FAST, IS_INTERPRETED)
     value = _rows_to_e4m3(value, scales, rows, num_rows)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
 

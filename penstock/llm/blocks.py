@@ -56,7 +56,7 @@ class BlockPool:
     def num_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def found(self, keys: Sequence[bytes]) -> list[int]:
+    def find(self, keys: Sequence[bytes]) -> list[int]:
         """Return the cached blocks of the longest known prefix, without holding them."""
         blocks: list[int] = []
         for key in keys:

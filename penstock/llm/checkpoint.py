@@ -58,9 +58,10 @@ def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
     values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
     generator = torch.Generator(device).manual_seed(SEED)
+    sizes = decoder.weight_sizes(shape)
 
     def weight(name: str) -> Tensor:
-        size = _size_of(name, shape)
+        size = sizes[name]
         if len(size) == 1:
             made = torch.zeros if name.endswith("bias") else torch.ones
             return made(size, dtype=dtype, device=device)
@@ -68,15 +69,6 @@ def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
         return empty.normal_(0.0, SPREAD, generator=generator)
 
     return Checkpoint(shape, weight, lambda: None)
-
-
-def _size_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
-    if name in (decoder.EMBEDDINGS, decoder.HEAD):
-        return shape.vocabulary, shape.width
-    if name == decoder.NORM:
-        return (shape.width,)
-    # model.layers.N.…
-    return decoder.sizes(shape)[name.split(".", 3)[3]]
 
 
 # Hugging Face.
@@ -87,7 +79,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
     files = _files(folder)
     with ExitStack() as stack:
-        opened = {name: stack.enter_context(_opened(folder / name)) for name in set(files.values())}
+        opened = {name: stack.enter_context(_open(folder / name)) for name in set(files.values())}
         _check(shape, {name: opened[file] for name, file in files.items()})
         close = stack.pop_all().close
 
@@ -100,7 +92,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _files(folder: Path) -> dict[str, str]:
     if (folder / WHOLE).is_file():
-        with _opened(folder / WHOLE) as file:
+        with _open(folder / WHOLE) as file:
             return dict.fromkeys(file.keys(), WHOLE)
     try:
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -114,7 +106,7 @@ def _files(folder: Path) -> dict[str, str]:
     return dict(found)
 
 
-def _opened(path: Path) -> safe_open:
+def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
@@ -123,7 +115,7 @@ def _opened(path: Path) -> safe_open:
 
 def _check(shape: DecoderShape, files: Mapping[str, safe_open]) -> None:
     """Check that every weight is there and has the right shape."""
-    wanted = {name: _size_of(name, shape) for name in decoder.names(shape)}
+    wanted = decoder.weight_sizes(shape)
     missing = sorted(wanted.keys() - files.keys())
     problems = [f"no weight '{name}'" for name in missing]
     others = sorted(name for name in files.keys() - wanted.keys() if not name.endswith(LEFT_OUT))
@@ -148,30 +140,28 @@ def _architecture(values: Mapping[str, object], label: str) -> str:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    file = GgufFile(path)
-    try:
+    with ExitStack() as stack:
+        file = stack.enter_context(GgufFile(path))
         family = family_of(str(file.metadata.get("general.architecture", "")))
         shape = family.shape_of_gguf(file.metadata)
         shape = replace(shape, is_tied="output.weight" not in file.tensors)
         if ROPE in file.tensors:
             divisors = tuple(map(float, file.tensor(ROPE)))
             shape = replace(shape, rope=replace(shape.rope, divisors=divisors))
-        places = family.gguf_names(shape)
+        places, sizes = family.gguf_names(shape), decoder.weight_sizes(shape)
         others = sorted(file.tensors.keys() - {*places.values(), ROPE})
         problems = [f"{path.name}: '{name}' is a tensor that this model has not" for name in others]
         for name, other in places.items():
-            entry, wanted = file.tensors.get(other), _size_of(name, shape)
+            entry, wanted = file.tensors.get(other), sizes[name]
             if entry is None or entry.shape != wanted:
                 found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
                 problems.append(f"{path.name}: '{other}' {found}; expected {list(wanted)}")
         if problems:
             raise ConfigError(problems[:MAX_NAMES])
-    except BaseException:
-        file.close()
-        raise
+        close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:
         values = family.from_gguf(name, file.tensor(places[name]), shape)
         return torch.from_numpy(values.copy())
 
-    return Checkpoint(shape, weight, file.close)
+    return Checkpoint(shape, weight, close)

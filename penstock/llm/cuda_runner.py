@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backends.checks import first_line
 from penstock.backends.torch_cuda import Cuda
+from penstock.errors import first_line
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
@@ -312,7 +312,7 @@ class CudaRunner:
         """Compute the first `size` rows of the batch table and sample a token for each."""
         batch_table = self._batch_table[:size]
         splits = operations.num_splits(size, self._decoder.shape.num_kv_heads)
-        tokens = operations.known(batch_table, self._last)
+        tokens = operations.read_tokens(batch_table, self._last)
         hidden = self._fused.hidden(tokens, Places(batch_table, size, splits))
         self._sample_rows(hidden, batch_table)
 
@@ -339,7 +339,7 @@ class CudaRunner:
         lines = extras[: 4 * num_lines].view(num_lines, 4).int()
         ones = layout.num_ones
         splits = operations.num_splits(self._bucket(ones), self._decoder.shape.num_kv_heads)
-        tokens = operations.known(batch_table, self._last)
+        tokens = operations.read_tokens(batch_table, self._last)
         hidden = self._fused.hidden(tokens, Places(batch_table, ones, splits, lines))
         if places:
             chosen = extras[4 * num_lines :]

@@ -258,7 +258,7 @@ class Engine:
         size = self.scheduler.pool.block_size
         params = replace(request.params, max_tokens=1)
         keys = Sequence(-1, list(request.tokens), params).keys(len(request.tokens) - 1, size)
-        return len(self.scheduler.pool.found(keys)) * size
+        return len(self.scheduler.pool.find(keys)) * size
 
     def _steps_to_a_place(self) -> float:
         """Estimate the steps until a new request gets a batch slot: running sequences end one after

@@ -36,7 +36,7 @@ class Fused:
         y, x = operations.add_norm(None, x, layers[0].first_norm, epsilon, layers[0].qkv)
         for number, layer in enumerate(layers):
             mixed = self._mixed(number, layer.qkv(y), places)
-            out = layer.out(operations.taken(mixed, layer.out))
+            out = layer.out(operations.to_input(mixed, layer.out))
             y, x = operations.add_norm(out, x, layer.last_norm, epsilon, layer.gate_up)
             fed = layer.down(operations.gate(layer.gate_up(y), layer.down))
             after = layers[number + 1] if number + 1 < len(layers) else None

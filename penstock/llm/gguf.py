@@ -162,7 +162,7 @@ class _GgufReader:
         if kind == STRING:
             return self.text(key)
         if kind != LIST or depth == MAX_DEPTH:
-            raise self.problem(f"{key}: a value of kind {kind}, which is none of GGUF's")
+            raise self.problem(f"{key}: a value of kind {kind}, which GGUF does not have")
         inner, count = self.number("<I"), self.number("<Q")
         if inner in SCALARS:
             return self._numbers(SCALARS[inner], count, key)

@@ -31,6 +31,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
+from penstock.serving.served import ModelProcess
 from penstock.types import Request
 
 One = TypeVar("One")
@@ -55,18 +56,6 @@ def check_packages() -> None:
             raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])
 
 
-@dataclass(frozen=True, slots=True)
-class EnginePlace:
-    """The engine process, shown as an instance."""
-
-    device: str
-    pid: int
-    is_ready: bool
-    gpu_memory_bytes: int
-    built: str
-    index: int = 0
-
-
 class LanguageModel:
     """One version of a language model. ConfigError on creation if its parameters are invalid."""
 
@@ -83,7 +72,6 @@ class LanguageModel:
     ) -> None:
         """`limits` override the renderer limits of the configuration."""
         self.config = config
-        self.labels = {"model": config.name, "version": config.version}
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         # When it was loaded, in seconds since 1970.
         self.loaded_at = 0
@@ -133,22 +121,14 @@ class LanguageModel:
         return self._open.metrics.num_waiting
 
     @property
-    def instances(self) -> Sequence[EnginePlace]:
+    def processes(self) -> Sequence[ModelProcess]:
+        """The engine's process."""
         ready = self._engine.ready
         built = {} if ready is None else ready.built
-        memory = built.get("gpu_memory_bytes", "0")
-        return [
-            EnginePlace(
-                self.config.device,
-                self._engine.pid,
-                self.is_ready,
-                int(memory) if memory.isdigit() else 0,
-                ", ".join(f"{key}={value}" for key, value in built.items()),
-            )
-        ]
+        return [ModelProcess(0, self.config.device, self._engine.pid, self.is_ready, built)]
 
     def explain(self) -> Explanation:
-        (place,) = self.instances
+        (place,) = self.processes
         settings, ready = self._settings, self._engine.ready
         doing: Literal["idle", "busy"] = "idle" if self._open.is_idle else "busy"
         state = doing if self.is_ready else "not ready"
@@ -165,13 +145,6 @@ class LanguageModel:
                 "dtype": settings.dtype if ready is None else ready.built["dtype"],
             },
             instances=[InstanceState(0, state, place.pid, place.device, place.gpu_memory_bytes)],
-            waiting=[],
-            recent=[],
-            num_shapes=0,
-            shapes=[],
-            batch_sizes={},
-            verdicts=[],
-            paces=[],
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
             notes=list(self.config.warnings),
         )

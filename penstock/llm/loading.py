@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.backends.packed_encoder import uses_kernels
 from penstock.config import CPU
 from penstock.errors import ConfigError
+from penstock.kernels.packed_encoder import uses_kernels
 from penstock.llm import operations
 from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint

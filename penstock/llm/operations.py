@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.backends.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels import has_triton
+from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
 from penstock.llm.models.decoder import rms_norm, rope
@@ -73,7 +73,7 @@ def add_norm(
     """Return the RMSNorm of the sum, in the input format of `linear`, and the sum."""
     if not uses_kernels(residual):
         total = residual if added is None else residual + added
-        return taken(rms_norm(total, weight, epsilon), linear), total
+        return to_input(rms_norm(total, weight, epsilon), linear), total
     from penstock.kernels import decoding
 
     scales = room_for_scales(residual) if isinstance(linear, Fp8Linear) else None
@@ -81,7 +81,7 @@ def add_norm(
     return (found if scales is None else Small(found, scales)), total
 
 
-def taken(x: Tensor, linear: AnyLinear) -> Tensor | Small:
+def to_input(x: Tensor, linear: AnyLinear) -> Tensor | Small:
     if not isinstance(linear, Fp8Linear):
         return x
     if not uses_kernels(x):
@@ -96,7 +96,7 @@ def gate(x: Tensor, linear: AnyLinear) -> Tensor | Small:
     """Apply SwiGLU to [tokens, gate and up], in the input format of the linear layer."""
     if not uses_kernels(x):
         one, other = x.chunk(2, 1)
-        return taken(F.silu(one) * other, linear)
+        return to_input(F.silu(one) * other, linear)
     from penstock.kernels import decoding
 
     scales = room_for_scales(x) if isinstance(linear, Fp8Linear) else None
@@ -116,7 +116,7 @@ def rope_to_cache(
     if uses_kernels(qkv):
         from penstock.kernels import decoding
 
-        decoding.turn(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
+        decoding.apply_rope(qkv, paged, rope_table, places.positions, places.rows, norms, epsilon)
         return
     num_kv_heads, size = paged.keys.shape[1:]
     heads = qkv.unflatten(1, (-1, size))
@@ -176,7 +176,7 @@ def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) ->
 # Tokens.
 
 
-def known(batch_table: Tensor, last: Tensor) -> Tensor:
+def read_tokens(batch_table: Tensor, last: Tensor) -> Tensor:
     """Return the tokens of a batch table, including those that only the device knows."""
     tokens = batch_table[:, TOKEN]
     return torch.where(tokens < 0, last[batch_table[:, ROW].long()], tokens)
@@ -189,10 +189,10 @@ def sample_rows(logits: Tensor, batch_table: Tensor, sampled: Tensor, last: Tens
     cuts = batch_table[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P]
     keys, targets = batch_table[:, KEY], batch_table[:, TARGET]
     if uses_kernels(logits):
-        from penstock.kernels import drawing
+        from penstock.kernels import token_sampling
 
-        lowest = drawing.cut(logits, temperatures, *cuts)
-        drawing.draw(logits, lowest, temperatures, keys, sampled, last, targets)
+        lowest = token_sampling.cut(logits, temperatures, *cuts)
+        token_sampling.sample(logits, lowest, temperatures, keys, sampled, last, targets)
         return
     is_warm = temperatures[:, None] > 0
     warm = logits.float() / torch.where(is_warm, temperatures[:, None], 1.0)

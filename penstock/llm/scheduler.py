@@ -198,7 +198,7 @@ class Scheduler:
         known = len(sequence.tokens)
         # At least one token must be computed, to sample the next one from it.
         keys = sequence.keys(known - 1, pool.block_size) if sequence.is_cached else []
-        shared = pool.found(keys)
+        shared = pool.find(keys)
         needed = pool.num_needed(known) - len(shared)
         # Headroom: each running sequence will soon need another block.
         spare = len(self.running)

@@ -99,7 +99,7 @@ class TextMetrics:
 
     def __init__(self, model: ModelMetrics) -> None:
         self._model = model
-        model.others = self
+        model.others = self.families
         self.num_running = 0
         self.num_waiting = 0
         # Share of KV blocks in use.

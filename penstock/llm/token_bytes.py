@@ -123,13 +123,13 @@ class Detokenizer:
             return ""
         found = vocabulary.first_piece(token) if self._is_first else vocabulary.piece(token)
         self._is_first = False
-        return self._shown(self._characters.decode(found))
+        return self._visible(self._characters.decode(found))
 
     def rest(self) -> str:
         """Return the rest at the end: held back bytes that never became a character."""
-        return self._shown(self._characters.decode(b"", final=True))
+        return self._visible(self._characters.decode(b"", final=True))
 
-    def _shown(self, text: str) -> str:
+    def _visible(self, text: str) -> str:
         """Drop a replaced character that the prompt began: it belongs to the prompt unless
         completed."""
         if not self._is_broken or not text:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from penstock.backends import CHOICES
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.kernels import CHOICES
 from penstock.optimizer import passes, trials
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.gpu_sessions import GpuProcesses

@@ -17,6 +17,8 @@ from penstock.repository.model_source import ModelSource
 from penstock.repository.python_file import local_imports
 
 VERSION = "1"
+# Copies or links a file.
+Place = Callable[[Path, Path], object]
 COPIED = {".txt", ".py", ".json", ".pbtxt"}
 # Files written by a commit, not part of a build. A version's own configuration would override that
 # of the build.
@@ -34,18 +36,23 @@ def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Pa
             link(path, target / path.name)
     # The parent's version may have any number.
     source = parent.folder / parent.config.version
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source)
-        is_left = name.as_posix() in (*OF_A_COMMIT, *without) or "__pycache__" in name.parts
-        if path.is_file() and not is_left:
-            (version / name).parent.mkdir(parents=True, exist_ok=True)
-            link(path, version / name)
+    take_files(source, version, link, (*OF_A_COMMIT, *without))
     return version
 
 
-def take_file(source: ModelSource, version: Path, place: Callable[[Path, Path], object]) -> None:
+def take_files(source: Path, version: Path, place: Place, without: Collection[str]) -> None:
+    """Bring the files of a version folder into another, except those in `without`."""
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        is_left = name.as_posix() in without or "__pycache__" in name.parts
+        if path.is_file() and not is_left:
+            (version / name).parent.mkdir(parents=True, exist_ok=True)
+            place(path, version / name)
+
+
+def take_file(source: ModelSource, version: Path, place: Place) -> None:
     """Bring a model that is a file by itself into a version folder, under the name that its backend
-    expects, with the files beside it that it needs. `place` copies or links a file."""
+    expects, with the files beside it that it needs."""
     path = source.path
     beside: list[str] = []
     match source.kind:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from penstock.backends.checks import first_line
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, first_line
 from penstock.types import Array
 
 if TYPE_CHECKING:

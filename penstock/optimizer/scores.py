@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, describe_error
 from penstock.optimizer import user_code
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.numerics import Answers, agreements, cosines, score_outputs
@@ -88,7 +87,7 @@ class _Recorded(dict[str, Array]):
         # Overriding `__iter__` makes dict(answer) and **answer read item by item.
         return super().__iter__()
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Array | None = None) -> Array | None:  # type: ignore[override]
         self._reads.add(name)
         return super().get(name, default)
 
@@ -111,14 +110,10 @@ def _by_evaluator(path: str, metric: str, labels: Array | None) -> Scorer:
         try:
             scores = np.asarray(evaluate(outputs, right), np.float64)
         except Exception as error:  # A user's function may raise anything.
-            raise ConfigError([f"evaluator '{path}': failed: {_named(error)}"]) from error
+            raise ConfigError([f"evaluator '{path}': failed: {describe_error(error)}"]) from error
         if scores.shape != (len(answers),):
-            raise ConfigError(
-                [
-                    f"evaluator '{path}': expected {len(answers):,} scores, one per example, "
-                    f"got shape {list(scores.shape)}"
-                ]
-            )
+            expected = f"expected {len(answers):,} scores, one per example"
+            raise ConfigError([f"evaluator '{path}': {expected}, got shape {list(scores.shape)}"])
         return scores
 
     return Scorer(metric, False, f"{metric} by {path}", compute, reads=reads)
@@ -162,12 +157,8 @@ def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
     highest = num_classes or int(used.max(initial=0)) + 1
     is_outside = (used < 0) | (used >= highest)
     if is_outside.any():
-        raise ConfigError(
-            [
-                f"labels: class {used[is_outside][0]} is not among those of output '{name}', which "
-                f"are 0 to {highest - 1}"
-            ]
-        )
+        there = f"those of output '{name}', which are 0 to {highest - 1}"
+        raise ConfigError([f"labels: class {used[is_outside][0]} is not among {there}"])
     predict = _predictor(name, num_classes, original)
 
     def compute(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
@@ -195,32 +186,26 @@ def _is_among_best(scores: Array, right: Array, count: int) -> Array:
 def _classes_output(original: Answers) -> tuple[str, int]:
     """Return the output that predicts the class, and the number of classes; 0: it is the class
     number."""
-    names = score_outputs(original)
-    if names:
+    if names := score_outputs(original):
         name = _chosen(names)
         return name, original[0][name].size
-    single = _single_outputs(original, "f")
-    if single:
+    if single := _single_outputs(original, "f"):
         return _chosen(single), 2
-    numbers = _single_outputs(original, "iu")
-    if numbers:
+    if numbers := _single_outputs(original, "iu"):
         return _chosen(numbers), 0
-    shapes = {name: list(array.shape) for name, array in original[0].items()} if original else {}
-    raise ConfigError(
-        [f"labels: no output gives one score per class for each example; outputs are {shapes}"]
-    )
+    problem = "no output gives one score per class for each example"
+    raise ConfigError([f"labels: {problem}; outputs are {_shapes(original)}"])
 
 
 def _chosen(names: list[str]) -> str:
-    named = [name for name in names if name.lower() in SCORE_NAMES]
-    if len(names) > 1 and len(named) != 1:
-        raise ConfigError(
-            [
-                f"labels: outputs {_listed(names)} could all be scores; expected one of them to be "
-                "called 'logits', 'scores' or 'probabilities', or an evaluator that chooses"
-            ]
+    named = [name for name in names if name.lower() in SCORE_NAMES] if len(names) > 1 else names
+    if len(named) != 1:
+        expected = (
+            "expected one of them to be called 'logits', 'scores' or 'probabilities', or an "
+            "evaluator that chooses"
         )
-    return named[0] if len(names) > 1 else names[0]
+        raise ConfigError([f"labels: outputs {_listed(names)} could all be scores; {expected}"])
+    return named[0]
 
 
 def _single_outputs(answers: Answers, kinds: str) -> list[str]:
@@ -232,16 +217,16 @@ def _single_outputs(answers: Answers, kinds: str) -> list[str]:
 
 
 def _predictor(name: str, num_classes: int, original: Answers) -> Predict:
-    if num_classes and original[0][name].size > 1:
-
-        def best(answers: Answers) -> Array:
-            found = np.array([np.argmax(answer[name]) for answer in answers], np.float64)
-            found[[not _is_scorable(answer, [name]) for answer in answers]] = np.nan
-            return found
-
-        return best
     if not num_classes:
-        return lambda answers: _values(name, answers)
+        return partial(_values, name)
+
+    def best(answers: Answers) -> Array:
+        found = np.array([np.argmax(answer[name]) for answer in answers], np.float64)
+        found[[not _is_scorable(answer, [name]) for answer in answers]] = np.nan
+        return found
+
+    if original[0][name].size > 1:
+        return best
     seen = _values(name, original)
     # One number for two classes: a probability, or a logit.
     threshold = 0.5 if ((seen >= 0) & (seen <= 1)).all() else 0.0
@@ -256,13 +241,8 @@ def _predictor(name: str, num_classes: int, original: Answers) -> Predict:
 def _by_values(labels: Array, original: Answers) -> Scorer:
     names = _single_outputs(original, "f")
     if len(names) != 1 or labels.dtype.kind not in "iuf":
-        shapes = {name: list(array.shape) for name, array in original[0].items()}
-        raise ConfigError(
-            [
-                "labels: numbers are compared with the one output that gives one float for each "
-                f"example; outputs are {shapes}"
-            ]
-        )
+        problem = "numbers are compared with the one output that gives one float for each example"
+        raise ConfigError([f"labels: {problem}; outputs are {_shapes(original)}"])
     name = names[0]
 
     def compute(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
@@ -276,6 +256,10 @@ def _by_values(labels: Array, original: Answers) -> Scorer:
 
 def _values(name: str, answers: Answers) -> Array:
     return np.array([float(answer[name].ravel()[0]) for answer in answers], np.float64)
+
+
+def _shapes(answers: Answers) -> dict[str, list[int]]:
+    return {name: list(array.shape) for name, array in answers[0].items()} if answers else {}
 
 
 def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
@@ -292,7 +276,3 @@ def _has_same_others(one: Mapping[str, Array], other: Mapping[str, Array]) -> bo
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -162,12 +162,7 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         # The budget must allow the longest row.
         max_tokens = max(max_tokens, padding.buckets[-1])
     batching = replace(batching, max_tokens=max_tokens)
-    return replace(
-        config,
-        max_batch_size=most,
-        batching=batching,
-        padding=padding,
-    )
+    return replace(config, max_batch_size=most, batching=batching, padding=padding)
 
 
 def settings_of(config: ModelConfig) -> Settings:
@@ -221,26 +216,18 @@ def best_buckets(lengths: Sequence[int], num_buckets: int) -> tuple[int, ...]:
     below = np.concatenate([[0], np.cumsum(counts)])
     num = len(ends)
     # cost[j]: fewest elements for the first j lengths with the buckets so far.
-    cost = np.full(num + 1, np.inf)
-    cost[0] = 0.0
+    cost = np.concatenate([[0.0], np.full(num, np.inf)])
     last: list[list[int]] = []
     for _ in range(min(num_buckets, num)):
-        grown = np.full(num + 1, np.inf)
-        grown[0] = 0.0
-        came_from = [0] * (num + 1)
-        for j in range(1, num + 1):
-            totals = cost[:j] + (below[j] - below[:j]) * ends[j - 1]
-            came_from[j] = int(np.argmin(totals))
-            grown[j] = totals[came_from[j]]
-        cost = grown
-        last.append(came_from)
+        totals = [cost[:j] + (below[j] - below[:j]) * ends[j - 1] for j in range(1, num + 1)]
+        last.append([0, *(int(np.argmin(each)) for each in totals)])
+        cost = np.array([0.0, *(each.min() for each in totals)])
     chosen: list[int] = []
     j = num
-    for came_from in reversed(last):
-        if j:
-            chosen.append(int(ends[j - 1]))
-            j = came_from[j]
-    return tuple(sorted(chosen))
+    while j:
+        chosen.insert(0, int(ends[j - 1]))
+        j = last.pop()[j]
+    return tuple(chosen)
 
 
 # Ranking.
@@ -255,9 +242,10 @@ class ServingShape:
     num_threads: int
     rate: float
 
-    def __str__(self) -> str:
-        listed = ", ".join(f"{key} {value}" for key, value in self.settings.items())
-        return f"{listed}; {self.num_instances} x {self.num_threads} threads"
+    @property
+    def steps(self) -> tuple[Step, Step]:
+        threads = {"instances": str(self.num_instances), "threads": str(self.num_threads)}
+        return Step("batching", self.settings), Step("instances", threads)
 
 
 class Ranking:
@@ -371,19 +359,9 @@ def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
         # No rate keeps the SLO: use the arrangement with the lowest latency of a single request.
         table = min(context.times.values(), key=alone_s)
         found = [ServingShape({"mode": "off"}, table.num_instances, table.num_threads, 0.0)]
-    return [(steps_of(shape), shape.rate) for shape in found]
+    return [(shape.steps, shape.rate) for shape in found]
 
 
 def alone_s(table: TimeTable) -> float:
     """Return the time of a batch of one row; the longest row, if lengths vary."""
     return table.batch_s(max(table.seconds), 1)
-
-
-def steps_of(shape: ServingShape) -> tuple[Step, ...]:
-    return (
-        Step("batching", dict(shape.settings)),
-        Step(
-            "instances",
-            {"instances": str(shape.num_instances), "threads": str(shape.num_threads)},
-        ),
-    )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from penstock.backends.processing import apply, apply_after, checked
@@ -25,7 +26,7 @@ from penstock.config import (
     Postprocess,
     Preprocess,
 )
-from penstock.errors import BackendFailed, ConfigError
+from penstock.errors import BackendFailed, ConfigError, describe_error
 from penstock.optimizer import folders, sent, torch_source, trials, user_code
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
@@ -39,13 +40,13 @@ from penstock.optimizer.pretrained_steps import (
     network_rows,
 )
 from penstock.optimizer.sent import Row
+from penstock.optimizer.user_code import UserFunction
 from penstock.repository import layout, pbtxt, pt2_file
 from penstock.repository import manifest as manifests
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
 from penstock.serving.placement import place
 from penstock.system import devices
-from penstock.types import Array
 
 # On CPUs larger batches are rarely faster, and cost warm-up time. GPUs need larger ones.
 MAX_BATCH = 32
@@ -65,6 +66,8 @@ KINDS = {
 }
 # Kind of models from a repository, before the version number.
 SERVED = "served version"
+# Sequence length of models and data that do not limit it.
+UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     return Subject(build, taken.kind, digest_of(target), text, taken.max_rows)
 
 
-def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.UserFunction | None]:
+def _functions(plan: Plan) -> tuple[UserFunction | None, UserFunction | None]:
     """Find the preprocessing and postprocessing functions."""
     problems = [
         f"{what}: needs data: what users {do} is not known from the model alone"
@@ -183,13 +186,8 @@ def _as_exported(config: ModelConfig) -> ModelConfig:
 def _take_served(model: ModelSource, version: Path) -> ImportedModel:
     """Take a version of a repository with its own configuration, but without its SLO."""
     folder, config = _served_version(model)
-    source = folder / config.version
-    without = (layout.CONFIG, "manifest.json")
-    for each in sorted(source.rglob("*")):
-        name = each.relative_to(source)
-        if each.is_file() and name.as_posix() not in without:
-            (version / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(each, version / name)
+    without = (layout.CONFIG, manifests.NAME)
+    folders.take_files(folder / config.version, version, shutil.copyfile, without)
     for spec in config.outputs:
         shared = folder / spec.label_file
         if spec.label_file and not (version / spec.label_file).exists() and shared.is_file():
@@ -232,7 +230,10 @@ def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelCon
     if device == "auto" and not is_served:
         device = EACH_GPU if gpus and config.backend in pbtxt.AUTO_BACKENDS else CPU
     if device not in ("auto", CPU) and config.backend not in pbtxt.GPU_BACKENDS:
-        raise ConfigError([f"device: {device}: {_no_gpu(config.backend)}; expected auto or cpu"])
+        reason = f"backend '{config.backend}' computes on the CPU"
+        if config.backend == "onnxruntime":
+            reason = "ONNX Runtime's GPU providers are not used here; give the PyTorch model"
+        raise ConfigError([f"device: {device}: {reason}; expected auto or cpu"])
     if device != "auto":
         # Keep the number of instances per device.
         config = config.on([device] * max(1, config.num_instances // len(set(config.devices))))
@@ -241,12 +242,6 @@ def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelCon
     except ConfigError as error:
         raise ConfigError([f"device: {device}: {problem}" for problem in error.problems]) from None
     return config
-
-
-def _no_gpu(backend: str) -> str:
-    if backend == "onnxruntime":
-        return "ONNX Runtime's GPU providers are not used here; give the PyTorch model"
-    return f"backend '{backend}' computes on the CPU"
 
 
 def _proposed(config: ModelConfig, rows: Sequence[Row]) -> ModelConfig:
@@ -267,7 +262,9 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     if not has_mask or not are_sequences:
         return None
     axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
-    limit = _longest(config, rows)
+    name = config.inputs[0].name
+    lengths = [len(row[name]) for row in rows if name in row and row[name].ndim == 1]
+    limit = max(lengths, default=UNLIMITED)
     buckets = Padding(axes).buckets
     # Up to the bucket that holds the longest row.
     kept = [size for size in buckets if size < limit]
@@ -276,33 +273,22 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     return Padding(axes, tuple(size for size in kept if size <= most) or (most,))
 
 
-def _longest(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> int:
-    """Return the longest row of the data; unlimited without data."""
-    name = config.inputs[0].name
-    lengths = [len(row[name]) for row in rows if name in row and row[name].ndim == 1]
-    return max(lengths, default=1 << 30)
-
-
 def _max_positions(config: ModelConfig) -> int:
     """Return the model's maximum sequence length, from the config.json beside it if there is
     one."""
-    import msgspec
-
     path = Path(config.artifact).parent / "config.json"
-    if not path.is_file():
-        return 1 << 30
-    described = msgspec.json.decode(path.read_bytes())
+    described = msgspec.json.decode(path.read_bytes()) if path.is_file() else None
     most = described.get("max_position_embeddings") if isinstance(described, dict) else None
-    return most if isinstance(most, int) and most > 0 else 1 << 30
+    return most if isinstance(most, int) and most > 0 else UNLIMITED
 
 
-def _called(what: str, function: user_code.UserFunction, rows: Sequence[Row]) -> list[Row]:
+def _called(what: str, function: UserFunction, rows: Sequence[Row]) -> list[Row]:
     if not rows:
         raise ConfigError([f"{what}: needs data, and there is not one example"])
     try:
         made = [function.call(dict(row)) for row in rows]
     except Exception as error:  # Users' code may raise anything.
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe_error(error)
         raise ConfigError([f"{what}: {function.name} fails on the data: {reason}"]) from error
     for each in made:
         if not isinstance(each, Mapping):
@@ -312,10 +298,7 @@ def _called(what: str, function: user_code.UserFunction, rows: Sequence[Row]) ->
 
 
 def _with_preprocessing(
-    config: ModelConfig,
-    function: user_code.UserFunction,
-    rows: Sequence[Row],
-    seen: Sequence[Row],
+    config: ModelConfig, function: UserFunction, rows: Sequence[Row], seen: Sequence[Row]
 ) -> ModelConfig:
     name = f"{PREPROCESS_FILE}:{function.name}"
     if config.preprocess is not None:
@@ -329,20 +312,23 @@ def _with_preprocessing(
     return replace(config, inputs=sent.specs_of(rows), padding=None, preprocess=preprocess)
 
 
-def _postprocessed(plan: Plan, build: Build, function: user_code.UserFunction) -> ModelConfig:
+def _postprocessed(plan: Plan, build: Build, function: UserFunction) -> ModelConfig:
     """Add the postprocessing function; the output signature is inferred from its results on the
     examples."""
     config = build.config
-    if config.postprocess is not None:
-        problem = f"the model has one already, {config.postprocess.function}"
-        raise ConfigError([f"postprocess: {problem}"])
+    if (known := config.postprocess) is not None:
+        raise ConfigError([f"postprocess: the model has one already, {known.function}"])
     rows = open_examples(plan, config.inputs, config.max_batch_size > 0).rows[: sent.MAX_ROWS]
     try:
         answers = trials.answers(build, rows)
     except BackendFailed as error:
         raise ConfigError([f"postprocess: the model fails on the data: {error}"]) from error
+    # Strings as objects, so that their length may vary.
     given = [
-        {name: _as_texts(value) for name, value in each.items()}
+        {
+            name: value.astype(object) if value.dtype.kind in "SU" else value
+            for name, value in each.items()
+        }
         for each in _called("postprocess", function, answers)
     ]
     try:
@@ -357,11 +343,6 @@ def _postprocessed(plan: Plan, build: Build, function: user_code.UserFunction) -
     return config
 
 
-def _as_texts(values: Array) -> Array:
-    """Convert strings to objects, so that their length may vary."""
-    return values.astype(object) if values.dtype.kind in "SU" else values
-
-
 def _check_copy(file: str, call: Callable[[], list[Row]], expected: Row) -> None:
     """Check that the copied code works without the files that were not copied."""
     what = file.removesuffix(".py")
@@ -369,15 +350,13 @@ def _check_copy(file: str, call: Callable[[], list[Row]], expected: Row) -> None
     try:
         (made,) = call()
     except Exception as error:  # Users' code may raise anything.
-        reason = f"{type(error).__name__}: {error}"
         advice = f"name files beside it that it reads in {user_code.FILES}"
-        raise ConfigError([f"{where} fails: {reason}; {advice}"]) from error
-    if any(not _is_same(made[name], expected[name]) for name in made):
+        raise ConfigError([f"{where} fails: {describe_error(error)}; {advice}"]) from error
+    if not all(
+        np.array_equal(value, expected[name], equal_nan=value.dtype.kind == "f")
+        for name, value in made.items()
+    ):
         raise ConfigError([f"{where} gives something else than the original"])
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
 def digest_of(folder: Path) -> str:

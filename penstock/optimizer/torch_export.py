@@ -4,15 +4,14 @@ only where torch is installed."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.backends.pytorch import TORCH_TYPES, LoadedModule, by_name
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, first_line
+from penstock.optimizer import onnx_model
 from penstock.repository import onnx_file
 from penstock.types import TensorSpec
 
@@ -34,7 +33,7 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
         self._inputs = [spec.name for spec in config.inputs]
         self._outputs = [spec.name for spec in config.outputs]
 
-    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         answer = self._loaded.call(dict(zip(self._inputs, tensors, strict=True)))
         values = by_name(answer, self._outputs)
         return tuple(values[name] for name in self._outputs)
@@ -44,7 +43,7 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
         return self
 
 
-def examples(config: ModelConfig, more: int = 0) -> tuple[Any, ...]:
+def examples(config: ModelConfig, more: int = 0) -> tuple[torch.Tensor, ...]:
     """Return one batch, with variable sizes increased by `more`. Masks mask something: otherwise a
     model may leave the mask out of the trace."""
     generator = torch.Generator().manual_seed(0)
@@ -73,6 +72,12 @@ def free_axes(spec: TensorSpec, config: ModelConfig) -> dict[int, str]:
     return axes
 
 
+def _dynamic_shapes(config: ModelConfig) -> object:
+    """Return the variable axes of each input, as torch.export takes them."""
+    free = torch.export.Dim.DYNAMIC
+    return (tuple(dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs),)
+
+
 def to_onnx(loaded: LoadedModule, config: ModelConfig, path: Path) -> str:
     """Write the model, by tracing or else by torch.export; return the name of the method."""
     if hasattr(loaded.module, "set_attn_implementation"):
@@ -87,21 +92,20 @@ def to_onnx(loaded: LoadedModule, config: ModelConfig, path: Path) -> str:
             check_sizes(path, module, config)
             return name
         except Exception as error:  # The exporters raise many types, and so may the model.
-            reasons.append(f"{name}: {_first_line(error)}")
+            reasons.append(f"{name}: {first_line(error)}")
             path.unlink(missing_ok=True)
     raise BackendFailed(f"torch cannot export it to ONNX: {'; '.join(reasons)}")
 
 
 def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> None:
     specs = [*config.inputs, *config.outputs]
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "input_names": [spec.name for spec in config.inputs],
         "output_names": [spec.name for spec in config.outputs],
     }
     if is_dynamo:
-        free = torch.export.Dim.DYNAMIC
-        axes = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]
-        options |= {"dynamic_shapes": (tuple(axes),), "external_data": False, "verbose": False}
+        shapes = _dynamic_shapes(config)
+        options |= {"dynamic_shapes": shapes, "external_data": False, "verbose": False}
     else:
         options |= {
             "dynamic_axes": {spec.name: free_axes(spec, config) for spec in specs},
@@ -132,15 +136,13 @@ def check_exported(path: Path, config: ModelConfig) -> None:
 def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
     """Raise BackendFailed if the file does not work for other sizes than it was traced with:
     nothing else reveals a size that became a constant."""
-    import onnxruntime
-
     inputs = examples(config, more=1)
     with torch.inference_mode():
         wanted = [tuple(output.shape) for output in module(*inputs)]
     feeds = {s.name: tensor.numpy() for s, tensor in zip(config.inputs, inputs, strict=True)}
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = session.run([spec.name for spec in config.outputs], feeds)
-    for spec, array, shape in zip(config.outputs, found, wanted, strict=True):
+    found = onnx_model.run(onnx_model.session(path), feeds)
+    for spec, shape in zip(config.outputs, wanted, strict=True):
+        array = found[spec.name]
         if array.shape != shape:
             raise BackendFailed(
                 f"output '{spec.name}' has shape {list(array.shape)} where the module gives "
@@ -150,14 +152,9 @@ def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
 
 def to_package(loaded: LoadedModule, config: ModelConfig, path: Path) -> None:
     """Compile to an AOTInductor package; slow, and needs a C++ compiler."""
-    free = torch.export.Dim.DYNAMIC
-    axes: Sequence[Any] = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         inputs = tuple(tensor.to(config.device) for tensor in examples(config))
-        exported = torch.export.export(Plain(loaded, config), inputs, dynamic_shapes=(tuple(axes),))
+        shapes = _dynamic_shapes(config)
+        exported = torch.export.export(Plain(loaded, config), inputs, dynamic_shapes=shapes)
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -7,31 +7,33 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.backends import CHOICES, COMPILED, KERNELS
+from penstock.backends import COMPILED
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, describe_error
+from penstock.kernels import CHOICES, KERNELS
 from penstock.optimizer import pretrained_steps, sent, user_code
 from penstock.optimizer.sent import Row
-from penstock.repository import pretrained
+from penstock.repository import layout, pretrained
+from penstock.repository.pretrained_message import PIXELS, TOKENS
 from penstock.types import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 MODULE, WEIGHTS = "module.py", "model.safetensors"
 # Largest batch that is offered; how large batches are served depends on the device.
 MAX_BATCH = 256
-TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 # Outputs of transformers models to serve: the first that exists.
 ANSWERS = ("logits", "last_hidden_state")
 # Variable sizes to try in turn: output sizes that change with them are variable too.
 LENGTHS = (16, 24)
-GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 HUGGING_FACE_MODULE = '''"""{name} of transformers, as config.json beside this file describes it."""
 
 from pathlib import Path
@@ -53,13 +55,12 @@ POOLER, BESIDE_THE_HEAD = "pooler", ("pooler", "position_ids")
 def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
     """Take a model from `package.module:factory`; return the configuration, and a note on copied
     files."""
-    torch = _torch()
+    torch = _library("torch")
     found = user_code.find(text, "model")
     try:
         module = found.call()
     except Exception as error:  # Users' code may raise anything.
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError([f"model: {text}() failed: {reason}"]) from error
+        raise ConfigError([f"model: {text}() failed: {describe_error(error)}"]) from error
     if not isinstance(module, torch.nn.Module):
         got = type(module).__name__
         raise ConfigError([f"model: {text}() gave a {got}, expected a torch.nn.Module"])
@@ -74,9 +75,9 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
 def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
     """Take a model from a `save_pretrained` folder; return the configuration, and the
     architecture's name."""
-    _torch()
+    _library("torch")
     name = _architecture(folder)
-    library = _transformers()
+    library = _library("transformers", "hf")
     library.utils.logging.disable_progress_bar()
     kind = getattr(library, name, None)
     if kind is None:
@@ -93,14 +94,7 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     (version / MODULE).write_text(text)
     pretrained_steps.copy_files(folder, version)
     _save(module, version)
-    if "pixel_values" in inspect.signature(module.forward).parameters:
-        size = pretrained.image_settings(folder)
-        specs: tuple[TensorSpec, ...] = (
-            TensorSpec("pixel_values", "FP32", (3, size.height, size.width)),
-        )
-    else:
-        specs = _token_specs(module, rows, folder)
-    return _config(module, specs, _answers_by_name, version), note
+    return _config(module, _specs(module, rows, folder), _answers_by_name, version), note
 
 
 def own_files(artifact: Path) -> set[str]:
@@ -111,25 +105,13 @@ def own_files(artifact: Path) -> set[str]:
     return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards, *made}
 
 
-def _torch() -> Any:
-    return _library("torch", "torch")
-
-
-def _transformers() -> Any:
-    return _library("transformers", "hf")
-
-
-def _library(name: str, extra: str) -> Any:
+def _library(name: str, extra: str = "torch") -> Any:
     try:
         importlib.import_module("safetensors")
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            [
-                f"model: needs the package '{error.name}', which is not installed; "
-                f'pip install "penstock[{extra}]" brings it'
-            ]
-        ) from error
+        problem = f"model: needs the package '{error.name}', which is not installed"
+        raise ConfigError([f'{problem}; pip install "penstock[{extra}]" brings it']) from error
 
 
 def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
@@ -139,13 +121,12 @@ def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
     given = given if given is not None else getattr(found.module, "example_inputs", None)
     given = given() if callable(given) else given
     if not isinstance(given, Mapping) or not given:
-        raise ConfigError(
-            [
-                f"model: {text} does not say what it takes; expected data whose arrays have the "
-                "names of forward's parameters, or example_inputs() beside the factory that gives "
-                "a batch by these names"
-            ]
+        problem = (
+            f"model: {text} does not say what it takes; expected data whose arrays have the names "
+            "of forward's parameters, or example_inputs() beside the factory that gives a batch by "
+            "these names"
         )
+        raise ConfigError([problem])
     arrays = {name: np.asarray(value) for name, value in given.items()}
     num_rows = min(len(array) if array.ndim else 0 for array in arrays.values())
     if num_rows == 0:
@@ -173,7 +154,7 @@ def _write_factory(found: user_code.UserFunction, version: Path) -> str:
     return note
 
 
-def _save(module: Any, version: Path) -> None:
+def _save(module: torch.nn.Module, version: Path) -> None:
     if module.state_dict():
         importlib.import_module("safetensors.torch").save_model(module, str(version / WEIGHTS))
         # The library makes it readable by its owner only; the server may run as another user.
@@ -181,14 +162,11 @@ def _save(module: Any, version: Path) -> None:
 
 
 def _architecture(folder: Path) -> str:
-    try:
-        names = json.loads((folder / "config.json").read_text()).get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError([f"{folder}/config.json: cannot be read: {error}"]) from None
+    names = layout.architectures(folder)
     if not names:
         raise ConfigError([f"{folder}/config.json: names no architecture under 'architectures'"])
-    name = str(names[0])
-    if name.endswith(GENERATORS):
+    name = names[0]
+    if name.endswith((*pretrained.GENERATORS, "ForConditionalGeneration")):
         raise ConfigError([f"{folder}: {name} generates text; expected an encoder or a classifier"])
     return name
 
@@ -197,7 +175,7 @@ def _architecture(folder: Path) -> str:
 class _Loaded:
     """A module, its options, and the weights that transformers did not find."""
 
-    module: Any
+    module: torch.nn.Module
     options: Mapping[str, bool]
     missing: frozenset[str]
     # Weights in the files that the module does not have.
@@ -241,10 +219,11 @@ def _is_headless(loaded: _Loaded, folder: Path) -> bool:
 
 def _names(folder: Path) -> set[str]:
     """Return the names of the weights in the files."""
-    library = importlib.import_module("safetensors")
+    from safetensors import safe_open
+
     found: set[str] = set()
     for path in sorted(folder.glob("*.safetensors")):
-        with library.safe_open(str(path), "pt") as file:
+        with safe_open(str(path), "pt") as file:
             found |= set(file.keys())
     return found
 
@@ -257,21 +236,28 @@ def _base_model(library: Any, folder: Path) -> _Loaded:
     return loaded
 
 
-def _token_specs(module: Any, rows: Sequence[Row], folder: Path) -> tuple[TensorSpec, ...]:
-    taken = [name for name in TOKENS if name in inspect.signature(module.forward).parameters]
+def _specs(module: torch.nn.Module, rows: Sequence[Row], folder: Path) -> list[TensorSpec]:
+    parameters = inspect.signature(module.forward).parameters
+    if PIXELS in parameters:
+        size = pretrained.image_settings(folder)
+        return [TensorSpec(PIXELS, "FP32", (3, size.height, size.width))]
+    taken = [name for name in TOKENS if name in parameters]
     if "input_ids" not in taken:
         raise ConfigError([f"{folder}: the model takes no input_ids; export it to ONNX instead"])
     if rows:
         taken = [name for name in taken if name in rows[0]]
     elif getattr(module.config, "type_vocab_size", 0) < 2 and TOKENS[2] in taken:
         taken.remove(TOKENS[2])
-    return tuple(TensorSpec(name, "INT64", (-1,)) for name in taken)
+    return [TensorSpec(name, "INT64", (-1,)) for name in taken]
 
 
-Read = Callable[[Any], dict[str, Any]]
+# Returns the tensors of an answer by name.
+Read = Callable[[object], "dict[str, torch.Tensor]"]
 
 
-def _config(module: Any, specs: Sequence[TensorSpec], read: Read, version: Path) -> ModelConfig:
+def _config(
+    module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, version: Path
+) -> ModelConfig:
     """Return the configuration with the module's outputs; batched if their first axes are rows."""
     _check_names(module, specs)
     try:
@@ -298,7 +284,7 @@ class _NoBatch(Exception):
     """The module does not run, or its outputs do not have a row for each input row."""
 
 
-def _check_names(module: Any, specs: Sequence[TensorSpec]) -> None:
+def _check_names(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
     signature = inspect.signature(module.forward)
     try:
         signature.bind(**dict.fromkeys(spec.name for spec in specs))
@@ -308,7 +294,7 @@ def _check_names(module: Any, specs: Sequence[TensorSpec]) -> None:
 
 
 def _outputs(
-    module: Any, specs: Sequence[TensorSpec], read: Read, has_batch: bool
+    module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, has_batch: bool
 ) -> tuple[TensorSpec, ...]:
     """Return the output specs: sizes that stay the same when variable input sizes change are
     fixed."""
@@ -328,39 +314,44 @@ def _outputs(
 
 
 def _answer(
-    module: Any, specs: Sequence[TensorSpec], read: Read, sizes: tuple[int, int], has_batch: bool
-) -> dict[str, Any]:
-    torch = _torch()
+    module: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    read: Read,
+    sizes: tuple[int, int],
+    has_batch: bool,
+) -> dict[str, torch.Tensor]:
+    import torch
+
+    from penstock.backends.pytorch import TORCH_TYPES
+
     num_rows, length = sizes
     tensors = {}
     for spec in specs:
         shape = [length if size < 0 else size for size in spec.shape]
         full = [num_rows, *shape] if has_batch else shape
-        tensors[spec.name] = torch.ones(full, dtype=torch_type(spec.datatype))
+        tensors[spec.name] = torch.ones(full, dtype=TORCH_TYPES[spec.datatype])
     try:
         with torch.inference_mode():
             return read(module(**tensors))
     except ConfigError:
         raise
     except Exception as error:  # A module may raise anything on inputs that do not suit it.
-        raise _NoBatch(f"{type(error).__name__}: {error}") from error
+        raise _NoBatch(describe_error(error)) from error
 
 
-def torch_type(datatype: str) -> Any:
-    return importlib.import_module("penstock.backends.pytorch").TORCH_TYPES[datatype]
+def _datatype(name: str, tensor: torch.Tensor) -> str:
+    from penstock.backends.pytorch import TORCH_TYPES
 
-
-def _datatype(name: str, tensor: Any) -> str:
-    types = importlib.import_module("penstock.backends.pytorch").TORCH_TYPES
-    for datatype, kind in types.items():
+    for datatype, kind in TORCH_TYPES.items():
         if kind == tensor.dtype:
-            return str(datatype)
+            return datatype
     raise ConfigError([f"model: output '{name}' is {tensor.dtype}, which the protocol has not"])
 
 
-def _tensors_by_name(answer: Any) -> dict[str, Any]:
+def _tensors_by_name(answer: object) -> dict[str, torch.Tensor]:
     """Return outputs by the names that the backend will use: by key, or else by position."""
-    torch = _torch()
+    import torch
+
     if isinstance(answer, torch.Tensor):
         return {"OUTPUT__0": answer}
     if isinstance(answer, Mapping):
@@ -377,6 +368,6 @@ def _tensors_by_name(answer: Any) -> dict[str, Any]:
     return tensors
 
 
-def _answers_by_name(answer: Any) -> dict[str, Any]:
+def _answers_by_name(answer: object) -> dict[str, torch.Tensor]:
     tensors = _tensors_by_name(answer)
     return next(({name: tensors[name]} for name in ANSWERS if name in tensors), tensors)

@@ -47,13 +47,7 @@ class ProcessLife:
             undo.callback(self.sock.close)
             with theirs:
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        module,
-                        str(theirs.fileno()),
-                        str(os.getpid()),
-                    ],
+                    [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,

@@ -381,7 +381,6 @@ class StreamedAnswer(Answer):
         # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
         if new.text or new.reason or new.logprobs:
             data += self.form.piece(new)
-        choice.text += new.text
         choice.reason = new.reason
         self.exchange.stream(data)
 

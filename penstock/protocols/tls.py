@@ -98,12 +98,8 @@ class TlsFiles:
             try:
                 context.load_verify_locations(config.client_ca)
             except (ssl.SSLError, ValueError) as error:
-                raise ConfigError(
-                    [
-                        f"--tls-client-ca {config.client_ca}: expected PEM certificates: "
-                        f"{_reason(error)}"
-                    ]
-                ) from None
+                expected = f"expected PEM certificates: {_reason(error)}"
+                raise ConfigError([f"--tls-client-ca {config.client_ca}: {expected}"]) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context, validity
 
@@ -129,9 +125,8 @@ def _check_certificate(path: str) -> Validity:
     try:
         return read_validity(_read_text("--tls-cert", path))
     except ValueError as error:
-        raise ConfigError(
-            [f"--tls-cert {path}: {error}; expected a PEM certificate chain"]
-        ) from None
+        text = f"--tls-cert {path}: {error}; expected a PEM certificate chain"
+        raise ConfigError([text]) from None
 
 
 def _check_key(path: str) -> None:
@@ -140,12 +135,8 @@ def _check_key(path: str) -> None:
     if KEY_END not in text:
         raise ConfigError([f"--tls-key {path}: no PEM private key"])
     if "ENCRYPTED" in text:
-        raise ConfigError(
-            [
-                f"--tls-key {path}: the private key is encrypted; expected one without a "
-                "passphrase (openssl pkey -in FILE -out NEW)"
-            ]
-        )
+        expected = "expected one without a passphrase (openssl pkey -in FILE -out NEW)"
+        raise ConfigError([f"--tls-key {path}: the private key is encrypted; {expected}"])
 
 
 def _chain_problem(config: TlsConfig, error: Exception) -> str:

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import select
-import selectors
 import signal
 import socket
 import ssl
@@ -153,15 +152,14 @@ class Watchdog:
     # In the thread.
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._ours, selectors.EVENT_READ)
-            while not self._is_stopping:
-                if selector.select(PING_S):
-                    for number in self._ours.recv(REQUEST_BYTES):
-                        if number in SIGNALS:
-                            self._take_signal(signal.Signals(number))
-                if not self._is_stopping:
-                    self._look(time.monotonic())
+        self._ours.settimeout(PING_S)
+        while not self._is_stopping:
+            with contextlib.suppress(TimeoutError):
+                for number in self._ours.recv(REQUEST_BYTES):
+                    if number in SIGNALS:
+                        self._take_signal(signal.Signals(number))
+            if not self._is_stopping:
+                self._look(time.monotonic())
 
     def _take_signal(self, number: signal.Signals) -> None:
         # SIGHUP starts no grace period; the loop decides whether it stops the server.

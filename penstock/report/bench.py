@@ -212,8 +212,7 @@ def _levels(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[list
             cells.append(Cell(units.number(each.value / scale), detail))
         style = "missed-text" if row.num_failed else ""
         cells += [Cell(str(row.num_requests)), Cell(str(row.num_failed), style=style)]
-        busy = units.UNKNOWN if row.busiest is None else f"{row.busiest[1]:.0f} %"
-        cells.append(Cell(busy))
+        cells.append(Cell(bench_table.busy_text(row)))
         if run.slo:
             outcome = level_outcome(run, run.levels[index])
             cells.append(Cell(outcome, style=f"{outcome.replace(' ', '-')}-text"))

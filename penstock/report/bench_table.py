@@ -13,7 +13,6 @@ from penstock import units
 from penstock.benchmark import findings, headline, summary
 from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
-from penstock.benchmark.pacer import Load
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Breakdown, Figures
 from penstock.report.tables import TERMINAL_STYLES, figure_table
@@ -41,12 +40,12 @@ def shown(run: BenchRun) -> Group:
     parts: list[RenderableType] = [Text(verdict.text, style=style)]
     parts += [Text.assemble((f"{name:8}", "dim"), text) for name, text in about(run).items()]
     if figures:
-        loads = [level.load for level in run.levels]
-        parts += ["", _levels_table(loads, figures)]
+        head, names = summary.short_loads([level.load for level in run.levels])
+        parts += ["", _levels_table(head, names, figures)]
         if any(each.streams for each in figures):
-            parts += ["", _streams_table(loads, figures), Text(TPOT_FORMULA, style="dim")]
+            parts += ["", _streams_table(head, names, figures), Text(TPOT_FORMULA, style="dim")]
         if any(each.breakdown for each in figures):
-            parts += ["", *_breakdown_table(loads, figures)]
+            parts += ["", *_breakdown_table(head, names, figures)]
     answers = answers_of(run)
     parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
     found = findings.grouped(findings.find(run))
@@ -115,37 +114,28 @@ def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
     return ", ".join(summary.label_of(run.levels[index]) for index in indices)
 
 
-def _levels_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
-    head, names = summary.short_loads(list(loads))
+def _levels_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
     unit = units.unit_of(each.value for row in figures for each in row.latency.values())
     has_utilisation = any(row.busiest for row in figures)
     columns = ["answers/s", "p50", "p90", "p95", f"p99 {unit} (95 % CI)", "p99.9", "failed"]
     table = figure_table(head, *columns, *(["busy"] if has_utilisation else []))
     for name, row in zip(names, figures, strict=True):
-        cells: list[str | Text] = [units.number(row.throughput.value)]
-        for percentile, measured in row.latency.items():
-            is_wide = percentile == "p99"
-            scale = units.SECONDS[unit]
-            cells.append(
-                units.interval(measured, scale) if is_wide else units.number(measured.value / scale)
-            )
-        cells.append(_failed(row))
-        if has_utilisation:
-            cells.append(_busy(row))
-        table.add_row(Text(name), *cells)
+        scale, style = units.SECONDS[unit], "red" if row.num_failed else ""
+        latencies = [
+            units.interval(each, scale) if percentile == "p99" else units.number(each.value / scale)
+            for percentile, each in row.latency.items()
+        ]
+        failed = Text(str(row.num_failed), style=style)
+        busy = [busy_text(row)] if has_utilisation else []
+        table.add_row(Text(name), units.number(row.throughput.value), *latencies, failed, *busy)
     return table
 
 
-def _failed(row: Figures) -> Text:
-    return Text(str(row.num_failed), style="red" if row.num_failed else "")
-
-
-def _busy(row: Figures) -> str:
+def busy_text(row: Figures) -> str:
     return units.UNKNOWN if row.busiest is None else f"{row.busiest[1]:.0f} %"
 
 
-def _streams_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
-    head, names = summary.short_loads(list(loads))
+def _streams_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
     metrics = [name for name in summary.STREAM_METRICS if any(name in f.streams for f in figures)]
     columns = []
     in_units = {}
@@ -169,9 +159,8 @@ def _streams_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
 
 
 def _breakdown_table(
-    loads: Sequence[Load], figures: Sequence[Figures]
+    head: str, names: Sequence[str], figures: Sequence[Figures]
 ) -> tuple[RenderableType, RenderableType]:
-    head, names = summary.short_loads(list(loads))
     parts = [row.breakdown for row in figures]
     unit = units.unit_of(each.server_s for each in parts if each is not None)
     columns = ("request", "overhead", "queue", "input", "infer", "output", "outside")

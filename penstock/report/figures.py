@@ -24,7 +24,7 @@ from penstock.report.marks import (
 from penstock.report.plots import Bars, Limit, Mark, Note, Plot, Series
 
 WIDTH, HEIGHT = 560.0, 320.0
-# Of a letter in the font of ticks, in pixels.
+# Width of a letter in the font of ticks, in pixels.
 LETTER = 6.4
 LINE_HEIGHT = 14.0
 TOP, RIGHT, GAP = 26.0, 14.0, 8.0

@@ -4,7 +4,7 @@ after, the waterfall, and the candidates that lost."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,7 +15,6 @@ from penstock.optimizer import first_line, wording
 from penstock.optimizer.results import Optimization, Phase
 from penstock.report import before_after, tried
 from penstock.report.tables import TERMINAL_STYLES, figure_table, terminal_table
-from penstock.report.tried import StepOutcome
 
 # Styles of the headline.
 PAGE_STYLES = {
@@ -94,18 +93,12 @@ def _tried(optimization: Optimization) -> Table | None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("stage", "not chosen", "outcome", "why"):
         table.add_column(Text(name), overflow="fold")
-    for stage, cells in _with_stage_once(lost):
-        table.add_row(stage, *cells)
-    return table
-
-
-def _with_stage_once(lost: Sequence[tuple[str, StepOutcome]]) -> Iterator[tuple[str, list[Text]]]:
-    """Yield the rows, with the stage only in the first row of its group."""
     last = ""
     for stage, told in lost:
         outcome = Text(told.outcome, style=OUTCOME_STYLES[told.outcome])
-        yield ("" if stage == last else stage, [Text(told.step), outcome, Text(told.reason)])
+        table.add_row("" if stage == last else stage, Text(told.step), outcome, Text(told.reason))
         last = stage
+    return table
 
 
 def _ends(optimization: Optimization) -> Iterator[Text]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Of a plot that has a row of its own.
+# Width of a plot that has a row of its own.
 WIDE = 1160.0
 
 

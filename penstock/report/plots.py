@@ -47,14 +47,14 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     colour: str
-    # Of each point, shown when it is pointed at.
+    # Text of each point, shown when it is pointed at.
     texts: Sequence[str] = ()
     width: float = 2.0
     # In pixels, as SVG's stroke-dasharray; empty: solid.
     dash: str = ""
     # "hv": horizontal, then vertical from each point to the next.
     step: Literal["", "hv", "vh"] = ""
-    # Of the marks; empty: none.
+    # Radii of the marks; empty: none.
     radii: Sequence[float] = ()
     symbols: Sequence[Symbol] = ()
     # Beside the marks.
@@ -130,7 +130,7 @@ class Plot:
     notes: Sequence[Note] = ()
     # Dense lines show their values in strips along this axis when pointed at.
     strips: Literal["", "x", "y"] = ""
-    # Of a strip along x, after its value: " s".
+    # Unit of a strip along x, after its value: " s".
     strip_unit: str = ""
     # Where strips are, each with the nearest point of every line; empty: all along, each with the
     # largest value in it.
@@ -140,7 +140,7 @@ class Plot:
     height: float | None = None
 
     def named(self, name: str) -> Mark:
-        """Return the mark with this name; KeyError if there is none."""
+        """Return the mark with this name; KeyError if it is missing."""
         for mark in self.marks:
             if mark.name == name:
                 return mark

@@ -19,12 +19,13 @@ from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.repository.layout import RepositoryScan, listed
+from penstock.serving.context import log_about
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
-from penstock.serving.metrics import GpuMemory, Pending
+from penstock.serving.metrics import Pending
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
-from penstock.serving.served import Served
+from penstock.serving.served import ModelProcess, Served
 from penstock.serving.supervisor import load_timeout_text
 
 log = logging.getLogger("penstock.catalog")
@@ -116,8 +117,8 @@ class Catalog:
         self._failures: dict[str, LoadFailure] = {}
         # Models that are loading: requests for them get NotReady, which clients retry.
         self._awaited: set[str] = set()
-        # When the latest load of each model began, by the clock that stamps files.
-        self._load_began_ns: dict[str, int] = {}
+        # When the latest load of each model began, in ns, by the clock that stamps files.
+        self.load_began_ns: dict[str, int] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -156,7 +157,7 @@ class Catalog:
         """Load or replace all models found; a failure of one does not affect the others."""
         self.announce(found)
         now_ns = time.time_ns()
-        self._load_began_ns.update((config.name, now_ns) for config in found.configs)
+        self.load_began_ns.update((config.name, now_ns) for config in found.configs)
         try:
             await self._load(found)
         finally:
@@ -182,13 +183,9 @@ class Catalog:
             self._failures.pop(name, None)
             self._awaited.discard(name)
             self._latest.pop(name, None)
-            self._load_began_ns.pop(name, None)
+            self.load_began_ns.pop(name, None)
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
-
-    def load_began_ns(self, name: str) -> int:
-        """Return when the latest load of a model began, in nanoseconds of the epoch."""
-        return self._load_began_ns[name]
 
     def find(self, name: str, version: str = "") -> Served:
         """Return a loaded version. NotReady if the model is loading or, with the reasons, if that
@@ -243,11 +240,13 @@ class Catalog:
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     def pending(self) -> list[Pending]:
-        return [
-            pending
-            for model in self
-            for pending in (_pending(model), *map(_pending_stage, _stages(model)))
-        ]
+        """Return the metrics of all models and, under names of their own, of their stages. GPU
+        memory of stages counts for the whole model."""
+        found: list[Pending] = []
+        for model in self:
+            found.append(_pending(model, model.processes))
+            found += map(_pending, model.models if isinstance(model, StagePipeline) else ())
+        return found
 
     async def drain(self) -> None:
         """Wait until every admitted request has its answer."""
@@ -298,12 +297,11 @@ class Catalog:
         began = time.monotonic()
         count = config.num_instances
         plural = "instance" if count == 1 else "instances"
-        where = {"model": config.name, "version": config.version}
-        log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
+        log_about(log, logging.INFO, config, " loads %d %s", count, plural)
         for warning in config.warnings:
-            log.warning("%s/%s: config.pbtxt: %s", *where.values(), warning, extra=where)
+            log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
         for note in config.notes:
-            log.info("%s/%s: %s", *where.values(), note, extra=where)
+            log_about(log, logging.INFO, config, ": %s", note)
         model = self._create(config)
         limit = asyncio.timeout(config.load_timeout_s)
         try:
@@ -315,10 +313,11 @@ class Catalog:
                 raise ConfigError([load_timeout_text(config.load_timeout_s)]) from None
             raise
         took_s = time.monotonic() - began
-        where_and_when = {**where, "load_s": round(took_s, 3)}
-        log.info("%s/%s is ready after %.2f s", *where.values(), took_s, extra=where_and_when)
-        if built := model.instances[0].built:
-            log.info("%s/%s was built with %s", *where.values(), built, extra=where)
+        text, load_s = " is ready after %.2f s", round(took_s, 3)
+        log_about(log, logging.INFO, config, text, took_s, load_s=load_s)
+        if built := model.processes[0].built:
+            text = ", ".join(f"{key}={value}" for key, value in built.items())
+            log_about(log, logging.INFO, config, " was built with %s", text)
         return model
 
     def _create(self, config: ModelConfig) -> Served:
@@ -335,7 +334,7 @@ class Catalog:
         async def leave() -> None:
             await model.drain()
             await model.close()
-            log.info("%s/%s is unloaded", *model.labels.values(), extra=model.labels)
+            log_about(log, logging.INFO, model.config, " is unloaded")
 
         task = asyncio.get_running_loop().create_task(leave())
         self._leaving.add(task)
@@ -346,24 +345,6 @@ class Catalog:
         return self._failures.get(name)
 
 
-def _stages(model: Served) -> Sequence[Served]:
-    """Return the stages of a model of several, whose metrics have their own names."""
-    return model.models if isinstance(model, StagePipeline) else ()
-
-
-def _pending_stage(model: Served) -> Pending:
-    """Return the state of a stage; its GPU memory counts for the whole model."""
-    return Pending(model.metrics, model.num_waiting, sum(e.is_ready for e in model.instances))
-
-
-def _pending(model: Served) -> Pending:
-    return Pending(
-        model.metrics,
-        model.num_waiting,
-        sum(each.is_ready for each in model.instances),
-        [
-            GpuMemory(each.index, each.device, each.gpu_memory_bytes)
-            for each in model.instances
-            if each.gpu_memory_bytes
-        ],
-    )
+def _pending(model: Served, processes: Sequence[ModelProcess] = ()) -> Pending:
+    num_ready = sum(each.is_ready for each in model.processes)
+    return Pending(model.metrics, model.num_waiting, num_ready, processes)

@@ -1,7 +1,8 @@
-"""What all parts of one served model share."""
+"""What all parts of one served model share, and how they log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,3 +45,11 @@ class ModelContext:
     quotas: Quotas
     shares: QueueShares
     saturation: Saturation
+
+
+def log_about(
+    log: logging.Logger, level: int, config: ModelConfig, text: str, *values: object, **more: object
+) -> None:
+    """Log a line about a version of a model; `more` are additional labels."""
+    extra = {**config.labels, **more}
+    log.log(level, f"%s/%s{text}", config.name, config.version, *values, extra=extra)

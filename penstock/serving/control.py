@@ -1,16 +1,26 @@
 """Model control: operators load, unload and list models through it, whatever the protocol.
 
-Reads the repository off the event loop. Changes are allowed in explicit mode only.
+Reads the repository off the event loop. Changes are allowed in explicit mode only. `Reloader` is
+for development (`penstock serve --reload`): it reloads Python models whose files change.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
-from penstock.errors import InvalidRequest, NotAllowed, StorageFull, Unsupported
+from penstock.errors import InvalidRequest, NotAllowed, PenstockError, StorageFull, Unsupported
 from penstock.repository import layout, model_source, staging
+from penstock.repository.python_file import local_imports
 from penstock.serving.catalog import Catalog, IndexEntry
+
+log = logging.getLogger("penstock.reload")
+INTERVAL_S = 0.5
+
+# Modification time and size of each file; None if it is missing.
+Stamps = Mapping[Path, tuple[int, int] | None]
 
 
 class Control:
@@ -65,9 +75,78 @@ class Control:
             )
 
 
+class Reloader:
+    """Watches the files of the loaded Python models: the model's own and the modules beside it that
+    it imports. Runs on the core's event loop, reads files off it."""
+
+    def __init__(self, catalog: Catalog, control: Control, interval_s: float = INTERVAL_S) -> None:
+        self._catalog = catalog
+        self._control = control
+        self._interval_s = interval_s
+        # Files of each model as they were loaded, and as they were at the last check.
+        self._loaded: dict[str, Stamps] = {}
+        self._seen: dict[str, Stamps] = {}
+
+    async def run(self) -> None:
+        while True:
+            models = self._files()
+            began_ns = {name: self._catalog.load_began_ns[name] for name in models}
+            for name in await asyncio.to_thread(self._find_changed, models, began_ns):
+                await self._reload(name)
+            await asyncio.sleep(self._interval_s)
+
+    def _files(self) -> dict[str, list[Path]]:
+        """Return the files of each loaded Python model, one for each version."""
+        found: dict[str, list[Path]] = {}
+        for model in self._catalog:
+            if model.config.backend == "python":
+                found.setdefault(model.config.name, []).append(Path(model.config.artifact))
+        return found
+
+    def _find_changed(
+        self, models: Mapping[str, list[Path]], began_ns: Mapping[str, int]
+    ) -> list[str]:
+        """Return the models that differ from what was loaded. A change is reported once, whether it
+        can be loaded or not, and when it has lasted for one interval: editors write in parts. At
+        the first check, a file counts as changed if it was written after the load began."""
+        changed: list[str] = []
+        for name, paths in models.items():
+            files = {file for path in paths for file in (path, *local_imports(path))}
+            stamps = {file: _stamp(file) for file in sorted(files)}
+            as_loaded = {
+                file: stamp
+                for file, stamp in stamps.items()
+                if stamp is None or stamp[0] <= began_ns[name]
+            }
+            is_new = self._loaded.setdefault(name, as_loaded) != stamps
+            if is_new and self._seen.get(name) == stamps:
+                self._loaded[name] = stamps
+                changed.append(name)
+            self._seen[name] = stamps
+        return changed
+
+    async def _reload(self, name: str) -> None:
+        log.info("%s has changed and is reloaded", name, extra={"model": name})
+        try:
+            await self._control.reload(name)
+        except PenstockError as error:
+            # The catalog has logged why a model cannot be loaded.
+            is_logged = self._catalog.failure(name) is not None
+            reason = "" if is_logged else f": {error}"
+            log.warning("%s keeps the code it had%s", name, reason, extra={"model": name})
+
+
 def _row(entry: IndexEntry) -> dict[str, str]:
     row = {"name": entry.name}
     for key in ("version", "state", "reason"):
         if value := getattr(entry, key):
             row[key] = value
     return row
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -120,15 +120,16 @@ class Explanation:
     mode_reason: str
     policy: dict[str, str]
     instances: list[InstanceState]
-    waiting: list[LaneState]
-    recent: list[PastBatch]
-    num_shapes: int
-    shapes: list[SeenShape]
-    batch_sizes: dict[int, int]
-    verdicts: list[str]
-    paces: list[PaceState]
     refused: dict[str, int]
     notes: list[str]
+    # Language models have none of these: their sequences join and leave between steps.
+    waiting: list[LaneState] = field(default_factory=list)
+    recent: list[PastBatch] = field(default_factory=list)
+    num_shapes: int = 0
+    shapes: list[SeenShape] = field(default_factory=list)
+    batch_sizes: dict[int, int] = field(default_factory=dict)
+    verdicts: list[str] = field(default_factory=list)
+    paces: list[PaceState] = field(default_factory=list)
     processes: list[ProcessState] = field(default_factory=list)
 
 
@@ -168,15 +169,8 @@ def explain(model: Model, now: float) -> Explanation:
     mode, reason = mode_of(config, policy)
     paces = _paces(model)
     instances = [
-        InstanceState(
-            each.index,
-            each.state,
-            each.pid,
-            each.device,
-            each.gpu_memory_bytes,
-            each.num_slots,
-        )
-        for each in model.instances
+        InstanceState(i.index, i.state, i.pid, i.device, i.process.gpu_memory_bytes, i.num_slots)
+        for i in model.instances
     ]
     return Explanation(
         model=config.name,
@@ -188,14 +182,8 @@ def explain(model: Model, now: float) -> Explanation:
         instances=instances,
         waiting=_waiting(model, instances, now),
         recent=[
-            PastBatch(
-                now - each.ended,
-                each.num_rows,
-                each.num_requests,
-                show_shapes(each.shapes),
-                *each[4:],
-            )
-            for each in reversed(history.recent)
+            PastBatch(now - r.ended, r.num_rows, r.num_requests, show_shapes(r.shapes), *r[4:])
+            for r in reversed(history.recent)
         ],
         num_shapes=len(history.shapes),
         shapes=_shapes(model),

@@ -67,9 +67,7 @@ class Fleet:
     """The GPUs, queried each time. `reserve` is the share of their memory that is kept free."""
 
     def __init__(
-        self,
-        reserve: float = GPU_MEMORY_RESERVE,
-        read: Callable[[], Sequence[Gpu]] | None = None,
+        self, reserve: float = GPU_MEMORY_RESERVE, read: Callable[[], Sequence[Gpu]] | None = None
     ) -> None:
         self._reserve = reserve
         self._read = read

@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.backends import GPU_MEMORY
 from penstock.processes.child import ChildProcess
 from penstock.processes.restarts import CrashLoop
 from penstock.serving.batches import RunningBatch
+from penstock.serving.served import ModelProcess
 from penstock.serving.slab import Segment
 from penstock.wire import frames
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Instance:
     """A slot for one worker, on a device. `batches` are in flight, in the order they were sent (the
     dispatcher sets them); at most `num_slots`, one for each model instance that the worker runs.
     The supervisor sets the rest."""
 
-    def __init__(self, index: int, device: str, num_slots: int = 1) -> None:
-        self.index = index
-        self.device = device
-        self.num_slots = num_slots
-        # None while no process runs.
-        self.child: ChildProcess | None = None
-        self.output_spill: Segment | None = None
-        self.is_ready = False
-        # Its current worker is being killed because it hung.
-        self.is_hung = False
-        # Its last worker was killed from outside, so a request may not have caused it.
-        self.was_killed_outside = False
-        # It is to be replaced: it gets no more batches and stops after its last answer.
-        self.is_leaving = False
-        self.batches: list[RunningBatch] = []
-        self.ready: frames.WorkerReady | None = None
-        self.ready_at = 0.0
-        self.started_at = 0.0
-        # When it last answered a batch, by the model's clock.
-        self.answered_at = 0.0
-        # These two belong to the instance, not the worker: a spare that takes over inherits them.
-        self.crashes = CrashLoop()
-        self.num_restarts = 0
-        # Loaded in advance; serves no requests yet.
-        self.is_spare = False
-        # Why the current worker could not load.
-        self.load_error = ""
+    index: int
+    device: str
+    num_slots: int = 1
+    # None while no process runs.
+    child: ChildProcess | None = None
+    output_spill: Segment | None = None
+    is_ready: bool = False
+    # Its current worker is being killed because it hung.
+    is_hung: bool = False
+    # Its last worker was killed from outside, so a request may not have caused it.
+    was_killed_outside: bool = False
+    # It is to be replaced: it gets no more batches and stops after its last answer.
+    is_leaving: bool = False
+    batches: list[RunningBatch] = field(default_factory=list)
+    ready: frames.WorkerReady | None = None
+    ready_at: float = 0.0
+    started_at: float = 0.0
+    # When it last answered a batch, by the model's clock.
+    answered_at: float = 0.0
+    # These two belong to the instance, not the worker: a spare that takes over inherits them.
+    crashes: CrashLoop = field(default_factory=CrashLoop)
+    num_restarts: int = 0
+    # Loaded in advance; serves no requests yet.
+    is_spare: bool = False
+    # Why the current worker could not load.
+    load_error: str = ""
 
     @property
     def pid(self) -> int:
@@ -55,16 +56,9 @@ class Instance:
         return self.ready_at - self.started_at
 
     @property
-    def gpu_memory_bytes(self) -> int:
-        """GPU memory that its worker measured after the warm-up; 0: not measured."""
-        text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
-        return int(text) if text.isdigit() else 0
-
-    @property
-    def built(self) -> str:
-        """Build details of its worker, for the log."""
+    def process(self) -> ModelProcess:
         built = self.ready.built if self.ready is not None else {}
-        return ", ".join(f"{key}={value}" for key, value in built.items())
+        return ModelProcess(self.index, self.device, self.pid, self.is_ready, built)
 
     @property
     def is_idle(self) -> bool:

@@ -185,7 +185,7 @@ class Lanes:
         self.num_queued += 1
 
     def _take_alone(self) -> Request | None:
-        """Return the next rerun, and set `closed_by`; None if there is none."""
+        """Return the next rerun, and set `closed_by`."""
         if not self._alone:
             return None
         request = self._alone.popleft()

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from penstock.config import ModelConfig
@@ -18,6 +17,7 @@ from penstock.errors import ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
+from penstock.serving.context import log_about
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
@@ -47,7 +47,8 @@ class LocalModel:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self._model = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+            starting = start(self.config, ThreadLife)
+            self._model = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         except BaseException:
             self._end_loop()
             raise
@@ -55,12 +56,7 @@ class LocalModel:
     def __enter__(self) -> LocalModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -139,9 +135,6 @@ class LocalModel:
     async def _statistics(self) -> dict[str, Any]:
         return self._model.metrics.statistics()
 
-    async def _start(self) -> Model | StagePipeline:
-        return await start(self.config, ThreadLife)
-
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -154,7 +147,7 @@ async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipe
     if config.batching.max_wait_s is None:
         config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
     for warning in config.warnings:
-        log.warning("%s/%s: config.pbtxt: %s", config.name, config.version, warning)
+        log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
     model = make_model(config, start_life)
     try:
         await model.start()
@@ -164,7 +157,7 @@ async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipe
     return model
 
 
-def placed(config: ModelConfig) -> ModelConfig:
+def place_here(config: ModelConfig) -> ModelConfig:
     """Place the model on the available GPUs if it uses any; ConfigError if it names others."""
     return place(config, devices.read_gpus()) if config.uses_gpu else config
 
@@ -181,4 +174,4 @@ def choose(found: RepositoryScan, where: object, version: str = "") -> ModelConf
         raise ConfigError([f"{where}: no version {version}"])
     if len(names) > 1:
         raise ConfigError([f"{where}: holds {', '.join(names)}; give the folder of one model"])
-    return placed(configs[-1])
+    return place_here(configs[-1])

@@ -185,10 +185,10 @@ class ManagementApi:
                 number = {"front": front.front} if front.front else {}
                 yield front.pid, {"process": f"{front.protocol}_front", **number}
         for model in self.catalog:
-            for instance in model.instances:
-                if instance.pid:
+            for process in model.processes:
+                if process.pid:
                     worker = {"process": "worker", **model.config.labels}
-                    yield instance.pid, {**worker, "instance": str(instance.index)}
+                    yield process.pid, {**worker, "instance": str(process.index)}
 
     def _why_not_ready(self) -> str:
         reasons = {failure.name: "; ".join(failure.problems) for failure in self.catalog.failures}

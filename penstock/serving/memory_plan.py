@@ -74,19 +74,12 @@ class GpuPlan:
 
 def make_plan(shares: Sequence[Share], gpus: Sequence[Gpu], reserve: float) -> tuple[GpuPlan, ...]:
     """Assign shares to GPUs. `reserve` is the share of each GPU's memory that is kept free."""
-    return tuple(
-        GpuPlan(
-            gpu,
-            tuple(
-                sorted(
-                    (share for share in shares if share.device == gpu.device),
-                    key=lambda share: -share.num_bytes,
-                )
-            ),
-            round(reserve * gpu.total_bytes),
-        )
-        for gpu in gpus
-    )
+    plan: list[GpuPlan] = []
+    for gpu in gpus:
+        there = [share for share in shares if share.device == gpu.device]
+        there.sort(key=lambda share: -share.num_bytes)
+        plan.append(GpuPlan(gpu, tuple(there), round(reserve * gpu.total_bytes)))
+    return tuple(plan)
 
 
 def shortages(plan: Sequence[GpuPlan]) -> list[str]:
@@ -96,7 +89,7 @@ def shortages(plan: Sequence[GpuPlan]) -> list[str]:
 
 def _shortage(plan: GpuPlan) -> str:
     gpu = plan.gpu
-    named = "; ".join(told(share) for share in plan.shares[:MAX_NAMED])
+    named = "; ".join(describe_share(share) for share in plan.shares[:MAX_NAMED])
     if len(plan.shares) > MAX_NAMED:
         named += f"; and {len(plan.shares) - MAX_NAMED} smaller ones"
     used = gib(gpu.total_bytes - gpu.free_bytes)
@@ -109,7 +102,7 @@ def _shortage(plan: GpuPlan) -> str:
     )
 
 
-def told(share: Share) -> str:
+def describe_share(share: Share) -> str:
     count = f"{share.num_workers} x " if share.num_workers > 1 else ""
     each = gib(share.need.num_bytes)
     if share.num_instances > share.num_workers:

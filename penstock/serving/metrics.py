@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import penstock
 from penstock.errors import Overloaded, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.serving.served import ModelProcess
     from penstock.system.devices import GpuUse
     from penstock.types import Request, Timings
 
@@ -117,10 +118,6 @@ class ScrapeLines:
         return cls(name, text, "histogram", lines)
 
 
-class Exposed(Protocol):
-    def families(self) -> Sequence[ScrapeLines]: ...
-
-
 class ModelMetrics:
     """Owned by the core's loop; `num_pending` is read from the model at scrape time."""
 
@@ -150,8 +147,8 @@ class ModelMetrics:
         self.padded_bytes = 0
         self.padding_bytes = 0
         self.load_s = 0.0
-        # Metrics that only models of its kind have.
-        self.others: Exposed | None = None
+        # Returns the metrics that only models of its kind have.
+        self.others: Callable[[], Sequence[ScrapeLines]] = tuple
 
     def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
         """Count one executed batch; only the requests that were answered (`answered`) count in the
@@ -287,22 +284,14 @@ def _duration(count: int, seconds: float) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """GPU memory that an instance measured after its warm-up."""
-
-    instance: int
-    device: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pending:
-    """A model's metrics together with state of the live model."""
+    """A model's metrics together with state of the live model. `processes` are those whose GPU
+    memory is shown."""
 
     metrics: ModelMetrics
     num_pending: int
     num_ready: int
-    gpu_memory: Sequence[GpuMemory] = ()
+    processes: Sequence[ModelProcess] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,16 +425,17 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     text = "Tokens of each executed batch"
     yield ScrapeLines.of_histograms("penstock_batch_tokens", text, tokens)
     memory = [
-        ({**labels, "instance": str(each.instance), "device": each.device}, each.num_bytes)
+        ({**labels, "instance": str(each.index), "device": each.device}, each.gpu_memory_bytes)
         for labels, item in items
-        for each in item.gpu_memory
+        for each in item.processes
+        if each.gpu_memory_bytes
     ]
     text = "GPU memory that an instance took for loading and warming up"
     yield ScrapeLines.of("penstock_instance_gpu_memory_bytes", text, "gauge", memory)
     # A family that several models share is written once.
     shared: dict[str, ScrapeLines] = {}
     for _, item in items:
-        for family in item.metrics.others.families() if item.metrics.others is not None else ():
+        for family in item.metrics.others():
             known = shared.setdefault(family.name, replace(family, lines=()))
             shared[family.name] = replace(known, lines=[*known.lines, *family.lines])
     yield from shared.values()

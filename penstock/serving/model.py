@@ -29,6 +29,7 @@ from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory, slab_bytes
 from penstock.serving.request_queue import RequestQueue
+from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Supervisor
 from penstock.types import CANCELLED, Request
@@ -62,13 +63,13 @@ class Model:
         self.config = config
         self.metrics = context.metrics
         self._clock = clock
-        self._memory = memory = RequestMemory(context)
+        self.memory = memory = RequestMemory(context)
         self._replies = replies = Replies(context, memory)
         self.history = replies.history
         guard = PoisonGuard(context, memory)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
-        self._supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
+        self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
         self._dispatcher = dispatcher = Dispatcher(
             context, supervisor, queue, memory, replies, guard
         )
@@ -103,18 +104,12 @@ class Model:
         return self.readiness.notes
 
     @property
-    def labels(self) -> dict[str, str]:
-        """Labels of this version in log lines."""
-        return self.config.labels
-
-    @property
     def instances(self) -> Sequence[Instance]:
-        return self._supervisor.instances
+        return self.supervisor.instances
 
     @property
-    def has_spare(self) -> bool:
-        """Whether all wanted spare workers are loaded."""
-        return self._supervisor.spares.has_all
+    def processes(self) -> Sequence[ModelProcess]:
+        return [each.process for each in self.instances]
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -127,14 +122,6 @@ class Model:
     @property
     def num_running(self) -> int:
         return self._dispatcher.num_running
-
-    @property
-    def num_slabs_held(self) -> int:
-        return self._memory.num_slabs_held
-
-    @property
-    def num_extents_held(self) -> int:
-        return self._memory.num_extents_held
 
     @property
     def mode(self) -> str:
@@ -160,10 +147,10 @@ class Model:
         self._dispatcher.close()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
-        await self._supervisor.stop()
+        await self.supervisor.stop()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
-        self._memory.close()
+        self.memory.close()
         self._admission.close()
 
     # Requests.
@@ -180,7 +167,7 @@ class Model:
             request.respond(error)
             return
         try:
-            self._memory.place(request)
+            self.memory.place(request)
         except Exception:  # A request that cannot be copied must not stay in the queue.
             log.exception("%s: a request could not be placed in shared memory", self.config.name)
             failure = BackendFailed("the request could not be placed in shared memory")
@@ -202,5 +189,5 @@ class Model:
 
     def _withdraw(self, request: Request, error: PenstockError, reason: str) -> None:
         if self._queue.remove(request):
-            self._memory.release(request, was_dispatched=False)
+            self.memory.release(request, was_dispatched=False)
         self._replies.fail(request, error, reason)

@@ -14,20 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.backends.preprocess import NUM_TOKENS, STEP
-from penstock.config import (
-    CPU,
-    PREPROCESS_BACKEND,
-    BatchPolicy,
-    ModelConfig,
-    QueuePolicy,
-)
-from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    ConfigError,
-    NotReady,
-    PenstockError,
-)
+from penstock.config import CPU, PREPROCESS_BACKEND, BatchPolicy, ModelConfig, QueuePolicy
+from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.explain import Explanation
@@ -37,6 +25,7 @@ from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
 from penstock.serving.request_queue import QUEUE_TIMEOUT
+from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
@@ -51,18 +40,6 @@ class Stage:
 
     name: str
     config: ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """An instance of a stage, numbered among those of all stages."""
-
-    index: int
-    device: str
-    pid: int
-    is_ready: bool
-    gpu_memory_bytes: int
-    built: str
 
 
 def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
@@ -124,20 +101,18 @@ def _own_timeouts(policy: BatchPolicy) -> BatchPolicy:
     return replace(policy, policies=policies, preserve_ordering=False, max_wait_s=max_wait_s)
 
 
+@dataclass(slots=True, eq=False)
 class Journey:
     """One client request on its way through the stages; the sink of the stages' requests.
 
     Invariant: `inner` is the request that `stages[at]` has, until the client's request ends.
     """
 
-    __slots__ = ("at", "inner", "owner", "request", "timeout_s")
-
-    def __init__(self, owner: StagePipeline, request: Request, timeout_s: float | None) -> None:
-        self.owner = owner
-        self.request = request
-        self.timeout_s = timeout_s
-        self.at = 0
-        self.inner: Request | None = None
+    owner: StagePipeline
+    request: Request
+    timeout_s: float | None
+    at: int = 0
+    inner: Request | None = None
 
     def submit(self, tensors: Sequence[Tensor], now: float) -> None:
         """Send the tensors to the present stage."""
@@ -231,9 +206,7 @@ class StagePipeline:
         self._shares = QueueShares(self._quotas, policy.max_pending, num_levels)
         # Checks requests before any stage runs; lengths are known only to the stages.
         self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
-        self._sequencer: AnswerSequencer | None = None
-        if policy.preserve_ordering:
-            self._sequencer = AnswerSequencer()
+        self._sequencer = AnswerSequencer() if policy.preserve_ordering else None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -279,10 +252,6 @@ class StagePipeline:
         return found
 
     @property
-    def labels(self) -> dict[str, str]:
-        return self.config.labels
-
-    @property
     def is_ready(self) -> bool:
         return all(model.is_ready for model in self.models)
 
@@ -308,15 +277,10 @@ class StagePipeline:
         return sum(model.num_running for model in self.models)
 
     @property
-    def instances(self) -> Sequence[StagePlace]:
+    def processes(self) -> Sequence[ModelProcess]:
         """Those of the network first."""
-        found = [each for model in reversed(self.models) for each in model.instances]
-        return [
-            StagePlace(
-                index, each.device, each.pid, each.is_ready, each.gpu_memory_bytes, each.built
-            )
-            for index, each in enumerate(found)
-        ]
+        found = [each for model in reversed(self.models) for each in model.processes]
+        return [replace(each, index=index) for index, each in enumerate(found)]
 
     def explain(self) -> Explanation:
         """Explain the network's batches; the other stages are notes."""
@@ -339,8 +303,7 @@ class StagePipeline:
         now = request.timings.queued = self.clock()
         journey = self._journeys[request] = Journey(self, request, self._timeout_s(request))
         if self._quotas.is_active:
-            level = self.config.batching.level(request.priority)
-            self._shares.enter(request, request.caller, level=level)
+            self._shares.enter(request, request.caller, level=self._level(request))
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
         tensors, request.inputs = request.inputs, ()
@@ -363,8 +326,10 @@ class StagePipeline:
         plan = self._planner.fit(request).plan
         request.num_rows = plan.num_rows
         if self._quotas.is_active:
-            level = self.config.batching.level(request.priority)
-            self._shares.check(request.caller, self.clock(), level)
+            self._shares.check(request.caller, self.clock(), self._level(request))
+
+    def _level(self, request: Request) -> int:
+        return self.config.batching.level(request.priority)
 
     def _timeout_s(self, request: Request) -> float | None:
         """Return how long the request may wait and, with an SLO, take."""
@@ -384,8 +349,7 @@ class StagePipeline:
         return is_delay and self.config.batching.slo_latency_s is None
 
     def _queue_policy(self, request: Request) -> QueuePolicy:
-        policy = self.config.batching
-        return policy.policy(policy.level(request.priority) + 1)
+        return self.config.batching.policy(self._level(request) + 1)
 
     def finish(self, journey: Journey, answer: Response | PenstockError) -> None:
         """End the client's request; called once for each, by its journey."""
@@ -414,8 +378,7 @@ class StagePipeline:
         else:
             self._metrics.refused(error)
         if is_overload(error):
-            level = self.config.batching.level(request.priority)
-            self._shares.refused(len(self._journeys), now, level)
+            self._shares.refused(len(self._journeys), now, self._level(request))
 
 
 def make_model(

@@ -51,7 +51,7 @@ def instances_by_device(config: ModelConfig) -> dict[str, list[int]]:
     return found
 
 
-def told(config: ModelConfig, gpus: Sequence[Gpu]) -> str:
+def describe_placement(config: ModelConfig, gpus: Sequence[Gpu]) -> str:
     """Describe which instance runs where on a machine with these GPUs."""
     try:
         placed = place(config, gpus)

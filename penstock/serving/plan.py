@@ -17,15 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
 from penstock.serving.slab import Layout, Slab
-from penstock.types import (
-    DATATYPES,
-    Buffer,
-    Request,
-    Tensor,
-    TensorSpec,
-    num_elements,
-    split_bytes,
-)
+from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_elements, split_bytes
 
 MAX_PLANS = 1024
 MAX_RANK = 32
@@ -291,15 +283,8 @@ class Planner:
                 f"but model '{name}' expects '{spec.datatype}'"
             )
         expected = (-1, *spec.shape) if self._config.max_batch_size > 0 else spec.shape
-        fits = (
-            len(tensor.shape) == len(expected)
-            and len(tensor.shape) <= MAX_RANK
-            and all(
-                size >= 0 and limit in (-1, size)
-                for size, limit in zip(tensor.shape, expected, strict=True)
-            )
-        )
-        if not fits:
+        shape = tensor.shape
+        if len(shape) > MAX_RANK or min(shape, default=0) < 0 or not matches(shape, expected):
             raise InvalidRequest(
                 f"unexpected shape for input '{spec.name}' for model '{name}'. "
                 f"Expected {_dims(expected)}, got {_dims(tensor.shape)}"
@@ -384,6 +369,13 @@ def _find_invalid_utf8(data: Buffer) -> int | None:
         except UnicodeDecodeError:
             return index
     return None
+
+
+def matches(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a shape is as expected; -1 matches any size."""
+    return len(shape) == len(expected) and all(
+        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
+    )
 
 
 def _dims(shape: Sequence[int]) -> str:

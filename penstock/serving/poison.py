@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from penstock.errors import Quarantined
-from penstock.serving.context import ModelContext
+from penstock.serving.context import ModelContext, log_about
 from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, DeathVerdict, Quarantine
 from penstock.serving.request_memory import RequestMemory
 from penstock.types import Request
@@ -56,5 +56,4 @@ class PoisonGuard:
         return verdict
 
     def _warn(self, text: str, num_deaths: int) -> None:
-        where = (self._config.name, self._config.version)
-        log.warning(f"%s/%s: {text}", *where, num_deaths, extra=self._config.labels)
+        log_about(log, logging.WARNING, self._config, f": {text}", num_deaths)

@@ -9,21 +9,22 @@ unproven: it is batched as configured, with a note, and not padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
-from penstock.backends.checks import first_line
 from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, first_line
 from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
 
+Found = TypeVar("Found")
 SEED = 20
 # Sizes of variable axes: the first with which the model runs is used.
 SIZES = (16, 64, 224)
@@ -158,14 +159,20 @@ class ProofTrial:
     def check_padding(self, pads: Pads) -> tuple[Crop, ...]:
         """Return how to crop the outputs; raise Difference if padding changes answers. All-equal
         integers are tried first, since they may be a mask."""
+        is_free = any(n < 0 for shape in pads.shapes(self._shapes(), 1) for n in shape)
+        return self._first(is_free, True, lambda *trial: self._check_padding(pads, *trial))
+
+    def _first(
+        self, is_free: bool, has_integers: bool, attempt: Callable[[Shapes, int], Found]
+    ) -> Found:
+        """Return the result of the first shapes and integer limit with which the model runs."""
         if self._cannot:
             raise Unproven(self._cannot)
         reasons: list[str] = []
-        is_free = any(n < 0 for shape in pads.shapes(self._shapes(), 1) for n in shape)
         for size in SIZES if is_free else SIZES[:1]:
-            for limit in INTEGERS:
+            for limit in INTEGERS if has_integers else INTEGERS[:1]:
                 try:
-                    return self._check_padding(pads, self._free_shapes(size), limit)
+                    return attempt(self._free_shapes(size), limit)
                 except Unproven as error:
                     reasons.append(str(error))
         raise Unproven(reasons[0])
@@ -218,24 +225,17 @@ class ProofTrial:
 
     def _runnable(self, num_rows: int) -> tuple[Shapes, int]:
         """Return shapes and an integer limit with which the model gives finite outputs."""
-        if self._cannot:
-            raise Unproven(self._cannot)
+
+        def attempt(shapes: Shapes, limit: int) -> tuple[Shapes, int]:
+            outputs = self._run(self._rows(shapes, num_rows, limit))
+            if not all(_is_finite(spec, outputs) for spec in self._config.outputs):
+                raise Unproven("its outputs on made-up inputs are not finite")
+            return shapes, limit
+
         specs = self._config.inputs
         is_free = any(-1 in spec.shape for spec in specs)
         has_integers = any(DATATYPES[spec.datatype].numpy.kind in "iu" for spec in specs)
-        reasons: list[str] = []
-        for size in SIZES if is_free else SIZES[:1]:
-            shapes = self._free_shapes(size)
-            for limit in INTEGERS if has_integers else INTEGERS[:1]:
-                try:
-                    outputs = self._run(self._rows(shapes, num_rows, limit))
-                except Unproven as error:
-                    reasons.append(str(error))
-                    continue
-                if all(_is_finite(spec, outputs) for spec in self._config.outputs):
-                    return shapes, limit
-                reasons.append("its outputs on made-up inputs are not finite")
-        raise Unproven(reasons[0])
+        return self._first(is_free, has_integers, attempt)
 
     def _rows(self, shapes: Shapes, num_rows: int, limit: int) -> list[Array]:
         return [

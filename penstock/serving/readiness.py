@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.errors import ConfigError, NotReady
-from penstock.serving.context import ModelContext
+from penstock.serving.context import ModelContext, log_about
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.instance import Instance
 from penstock.serving.padding import Pads
@@ -33,7 +33,7 @@ LOAD_FACTOR = 2
 
 
 class Readiness:
-    """Implements the supervisor's `InstanceListener`."""
+    """The supervisor's listener."""
 
     def __init__(
         self,
@@ -46,6 +46,8 @@ class Readiness:
         self._config = context.config
         self._supervisor = supervisor
         self._dispatcher = dispatcher
+        # Events that only the dispatcher handles.
+        self.instance_answered, self.tick = dispatcher.answered, dispatcher.tick
         self._queue = queue
         self._memory = memory
         self._planner = context.planner
@@ -103,10 +105,8 @@ class Readiness:
             self._first_ready.set_result(None)
         self._dispatcher.pump()
 
-    def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
-        self._dispatcher.answered(instance, frame)
-
     def instance_died(self, instance: Instance, reason: str) -> bool:
+        """Return whether a request is to blame; the death then counts towards no crash loop."""
         if self.state == "READY":
             self._metrics.num_restarts += 1
             if not instance.is_leaving:
@@ -125,6 +125,7 @@ class Readiness:
             self._first_ready.set_result(None)
 
     def hang_limit_s(self, instance: Instance) -> float | None:
+        """Return how long the instance's oldest batch may still take; None if it has no batch."""
         self._fail_if_unavailable()
         if not instance.batches:
             return None
@@ -132,9 +133,6 @@ class Readiness:
         limit_s = self._dispatcher.hang_limits.limit_s(batch.num_rows)
         # Batches that were sent before this one ran first.
         return max(batch.started, instance.answered_at) + limit_s - self._clock()
-
-    def tick(self) -> None:
-        self._dispatcher.tick()
 
     def _fail_if_unavailable(self) -> None:
         """Fail queued requests when no instance came back in time."""
@@ -175,7 +173,7 @@ class Readiness:
         for note in notes:
             # Notes of the proof are about what was not checked; that is served as configured.
             level = logging.INFO if note in proof.notes else logging.WARNING
-            log.log(level, "%s/%s: %s", config.name, config.version, note, extra=config.labels)
+            log_about(log, level, config, ": %s", note)
 
     def _pad(self, pads: Pads, ready: Sequence[frames.WorkerReady]) -> None:
         self._planner.pads = pads

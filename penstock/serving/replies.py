@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from penstock.errors import (
-    BackendFailed,
-    InvalidRequest,
-    Overloaded,
-    PenstockError,
-    QuotaExceeded,
-)
+from penstock.errors import BackendFailed, InvalidRequest, Overloaded, PenstockError, QuotaExceeded
 from penstock.serving.batcher import Sequencer
 from penstock.serving.batches import BatchRecord, History, RunningBatch
-from penstock.serving.context import ModelContext
+from penstock.serving.context import ModelContext, log_about
 from penstock.serving.metrics import Waits
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.slab import Segment
@@ -33,8 +27,7 @@ QUIET_S = 5.0
 AnswerSequencer = Sequencer[tuple[Request, Response | PenstockError]]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A finished stretch of overload."""
 
     num_refused: int
@@ -81,9 +74,8 @@ class Replies:
         self.history = History()
         self._refusals = Refusals()
         # None if answers need no order.
-        self.sequencer: AnswerSequencer | None = None
-        if context.config.batching.preserve_ordering:
-            self.sequencer = AnswerSequencer()
+        is_ordered = context.config.batching.preserve_ordering
+        self.sequencer = AnswerSequencer() if is_ordered else None
 
     def finish(self, request: Request, answer: Response | PenstockError) -> None:
         """End an admitted request."""
@@ -176,26 +168,15 @@ class Replies:
 
     def _note_overload(self, error: PenstockError, now: float) -> None:
         if is_overload(error) and self._refusals.refused(now):
-            log.warning(
-                "%s/%s is overloaded and refuses requests (%s)",
-                self._config.name,
-                self._config.version,
-                error.reason,
-                extra={**self._config.labels, "reason": error.reason},
-            )
+            text, reason = " is overloaded and refuses requests (%s)", error.reason
+            log_about(log, logging.WARNING, self._config, text, reason, reason=reason)
 
     def log_overload_end(self) -> None:
         """Log that overload is over, once; call it periodically."""
         over = self._refusals.ended(self._clock())
         if over is not None:
-            log.info(
-                "%s/%s is no longer overloaded; %d requests were refused in %.1f s",
-                self._config.name,
-                self._config.version,
-                over.num_refused,
-                over.duration_s,
-                extra={**self._config.labels, "num_refused": over.num_refused},
-            )
+            text = " is no longer overloaded; %d requests were refused in %.1f s"
+            log_about(log, logging.INFO, self._config, text, *over, num_refused=over.num_refused)
 
 
 def respond_in_turn(

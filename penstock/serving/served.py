@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.backends import GPU_MEMORY
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.serving.explain import Explanation
@@ -12,26 +14,22 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.types import Servable
 
 
-class ModelProcess(Protocol):
-    """A process that runs the model."""
+@dataclass(frozen=True, slots=True)
+class ModelProcess:
+    """A process that runs the model; `pid` is 0 while none runs. `built` is what its runner says of
+    itself."""
 
-    @property
-    def index(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def pid(self) -> int:
-        """Process id; 0 while no process runs."""
+    index: int
+    device: str
+    pid: int
+    is_ready: bool
+    built: Mapping[str, str]
 
-    @property
-    def is_ready(self) -> bool: ...
     @property
     def gpu_memory_bytes(self) -> int:
-        """GPU memory in use; 0 if unknown."""
-
-    @property
-    def built(self) -> str:
-        """Build details, for the log."""
+        """GPU memory that it measured after the warm-up; 0: not measured."""
+        text = self.built.get(GPU_MEMORY, "")
+        return int(text) if text.isdigit() else 0
 
 
 class Served(Servable, Protocol):
@@ -56,12 +54,9 @@ class Served(Servable, Protocol):
         """How requests are batched, in one word."""
 
     @property
-    def instances(self) -> Sequence[ModelProcess]: ...
+    def processes(self) -> Sequence[ModelProcess]: ...
     @property
     def num_waiting(self) -> int: ...
-    @property
-    def labels(self) -> dict[str, str]:
-        """Labels of this version in log lines."""
 
     async def start(self) -> None:
         """Load and wait until it is ready. ConfigError if it cannot be loaded."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
@@ -125,31 +125,20 @@ class Segment:
             pass  # A numpy view is still alive; the map is freed with it.
 
 
+@dataclass(slots=True, eq=False)
 class Slab:
     """One segment and its rows. Rows are handed out in ascending order and returned in any order;
     the slab restarts at row 0 when none is held."""
 
-    __slots__ = (
-        "geometry",
-        "id",
-        "is_open",
-        "layout",
-        "next_row",
-        "num_held",
-        "num_waiting",
-        "seg",
-    )
-
-    def __init__(self, id: int, nbytes: int) -> None:
-        self.id = id
-        self.seg = Segment(nbytes)
-        self.geometry: object = None
-        self.layout: Layout | None = None
-        self.is_open = False
-        self.next_row = 0
-        self.num_held = 0
-        # Rows taken but not yet dispatched.
-        self.num_waiting = 0
+    id: int
+    seg: Segment
+    geometry: object = None
+    layout: Layout | None = None
+    is_open: bool = False
+    next_row: int = 0
+    num_held: int = 0
+    # Rows taken but not yet dispatched.
+    num_waiting: int = 0
 
 
 class SlabPool:
@@ -160,15 +149,9 @@ class SlabPool:
     one such slab per batch in flight.
     """
 
-    def __init__(
-        self,
-        slab_bytes: int,
-        max_slabs: int,
-        on_create: Callable[[Slab], None] = lambda slab: None,
-    ) -> None:
+    def __init__(self, slab_bytes: int, max_slabs: int) -> None:
         self.slab_bytes = slab_bytes
         self._max_slabs = max_slabs
-        self._on_create = on_create
         self._free: list[Slab] = []
         self._open: dict[object, Slab] = {}
         self.slabs: list[Slab] = []
@@ -224,9 +207,8 @@ class SlabPool:
     def _take(self) -> Slab:
         if self._free:
             return self._free.pop()
-        slab = Slab(len(self.slabs), self.slab_bytes)
+        slab = Slab(len(self.slabs), Segment(self.slab_bytes))
         self.slabs.append(slab)
-        self._on_create(slab)
         return slab
 
     def _close(self, slab: Slab) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from penstock.config import CPU, ModelConfig
 from penstock.processes.restarts import SparePlan
+from penstock.serving.context import log_about
 from penstock.serving.instance import Instance
 
 log = logging.getLogger("penstock.supervisor")
@@ -91,6 +92,5 @@ class Spares:
         if spare.is_leaving:
             return
         self._num_lost += 1
-        name, version = self._config.name, self._config.version
         why = spare.load_error or f"it {reason}"
-        log.warning("%s/%s lost its spare worker: %s", name, version, why)
+        log_about(log, logging.WARNING, self._config, " lost its spare worker: %s", why)

@@ -1,6 +1,6 @@
 """Supervises the workers of one model: starts them, detects crashes and hangs, restarts them.
 
-Knows processes, sockets and back-off but no requests: the model (`InstanceListener`) decides what a
+Knows processes, sockets and back-off but no requests: the model (`Readiness`) decides what a
 death means for a batch and whether a request caused it. Everything runs on the core's event loop.
 """
 
@@ -14,21 +14,25 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import socket_pair
 from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
+from penstock.serving.context import log_about
 from penstock.serving.instance import Instance
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.spares import Spares
 from penstock.serving.worker import Channel, Worker
 from penstock.system.environment import asked_for
 from penstock.wire import frames
+
+if TYPE_CHECKING:
+    from penstock.serving.readiness import Readiness
 
 log = logging.getLogger("penstock.supervisor")
 
@@ -82,32 +86,13 @@ def load_timeout_text(limit_s: float) -> str:
     return f"loading took longer than {limit_s:g} s; parameters.penstock.load_timeout_s sets it"
 
 
-class InstanceListener(Protocol):
-    """The supervisor's callbacks into the model."""
-
-    def instance_ready(self, instance: Instance) -> None: ...
-    def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
-    def instance_died(self, instance: Instance, reason: str) -> bool:
-        """Return whether a request is to blame; the death then counts towards no crash loop."""
-
-    def load_failed(self, problems: Sequence[str]) -> None: ...
-    def tick(self) -> None:
-        """Called every TICK_S."""
-
-    def hang_limit_s(self, instance: Instance) -> float | None:
-        """Return how long the instance's oldest batch may still take; None if it has no batch."""
-
-
 class Supervisor:
     """The instances of one model. Once stopped it cannot be used again, and drops its references:
     an unloaded model must be freed without the garbage collector, which may not scan long-lived
     objects for hours."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        input_spill: Segment,
-        start_life: StartLife = ProcessLife,
+        self, config: ModelConfig, input_spill: Segment, start_life: StartLife = ProcessLife
     ) -> None:
         self._config = config
         self._input_spill = input_spill
@@ -132,7 +117,7 @@ class Supervisor:
     def _all(self) -> list[Instance]:
         return [*self.instances, *self.spares.workers]
 
-    def start(self, listener: InstanceListener) -> None:
+    def start(self, listener: Readiness) -> None:
         """Start all workers; the listener hears of them until `stop`."""
         self._listener = listener
         for instance in self.instances:
@@ -378,10 +363,10 @@ class Supervisor:
         self, level: int, instance: Instance, text: str, *values: object, **more: object
     ) -> None:
         """Log a line about an instance; `more` are additional labels."""
-        labels = {**self._config.labels, "instance": instance.index, "device": instance.device}
-        names = self._config.name, self._config.version, instance.index
-        extra = {**labels, "worker_pid": instance.pid, **more}
-        log.log(level, f"%s/%s instance %d{text}", *names, *values, extra=extra)
+        labels = {"instance": instance.index, "device": instance.device}
+        more = {**labels, "worker_pid": instance.pid, **more}
+        text = f" instance {instance.index}{text}"
+        log_about(log, level, self._config, text, *values, **more)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         number = next(self._timer_ids)

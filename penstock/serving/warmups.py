@@ -13,6 +13,7 @@ import numpy as np
 from penstock.backends import Batch
 from penstock.config import ModelConfig, Warmup, WarmupInput
 from penstock.errors import ConfigError
+from penstock.serving.padding import bf16_bits
 from penstock.types import DATATYPES, Array, Tensor, num_elements, to_array
 from penstock.wire import frames
 
@@ -54,8 +55,7 @@ def _random(datatype: str, shape: tuple[int, ...], chance: np.random.Generator) 
         return values.reshape(shape)
     dtype = DATATYPES[datatype].numpy
     if datatype == "BF16":
-        # bfloat16 is the upper half of a float32.
-        return (chance.random(shape, np.float32).view(np.uint32) >> 16).astype(dtype)
+        return bf16_bits(chance.random(shape, np.float32))
     if dtype.kind == "f":
         return chance.random(shape).astype(dtype)
     return chance.integers(0, 2 if dtype.kind == "b" else MAX_INTEGER, shape).astype(dtype)

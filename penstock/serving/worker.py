@@ -54,7 +54,7 @@ from penstock.repository import manifest
 from penstock.serving import warmups
 from penstock.serving.memory_limit import OUT_OF_MEMORY, MemoryLimit
 from penstock.serving.padding import Pads, cropped
-from penstock.serving.plan import column_bytes, fixed_outputs
+from penstock.serving.plan import column_bytes, fixed_outputs, matches
 from penstock.serving.proof import apply_proof, prove
 from penstock.serving.slab import Extents, Layout, Segment
 from penstock.system import logs
@@ -560,7 +560,7 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
     if values is None:
         raise BackendFailed(f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}")
     expected = (num_rows, *spec.shape) if config.max_batch_size > 0 else spec.shape
-    if values.shape != expected and not _fits(values.shape, expected):
+    if values.shape != expected and not matches(values.shape, expected):
         raise BackendFailed(
             f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
         )
@@ -570,13 +570,6 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
             f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
         )
     return values
-
-
-def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether a shape matches; -1 matches any size."""
-    return len(shape) == len(expected) and all(
-        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
-    )
 
 
 def _rows(frame: frames.Dispatch) -> Iterator[Sequence[frames.RowRange]]:

@@ -13,77 +13,56 @@ from collections.abc import Mapping, Sequence
 Asks = Sequence[object]
 # By field: the values that request nothing.
 _OF_TEXT: Mapping[str, Asks] = {
+    **dict.fromkeys((
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag",
+        "prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "repetition_detection",
+        "thinking_token_budget",
+    ), (None,)),
+    **dict.fromkeys((
+        "use_beam_search", "early_stopping", "include_stop_str_in_output",
+        "return_tokens_as_token_ids", "return_token_ids",
+    ), (None, False)),
+    **dict.fromkeys((
+        "max_repetition_pattern_size", "min_repetition_pattern_size", "repetition_min_count",
+    ), (None, 0)),
+    **dict.fromkeys(("skip_special_tokens", "detokenize"), (None, True)),
+    **dict.fromkeys(("bad_words", "logits_processors", "prompt_embeds"), (None, [])),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), (None, {})),
     "best_of": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_decoding_backend": (None,),
-    "guided_whitespace_pattern": (None,),
-    "structural_tag": (None,),
-    "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "logits_processors": (None, []),
-    "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
-    "early_stopping": (None, False),
-    "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
-    "detokenize": (None, True),
-    "truncate_prompt_tokens": (None,),
-    "prompt_embeds": (None, []),
-    "return_tokens_as_token_ids": (None, False),
-    "return_token_ids": (None, False),
-    "kv_transfer_params": (None, {}),
-    "vllm_xargs": (None, {}),
-    "max_repetition_pattern_size": (None, 0),
-    "min_repetition_pattern_size": (None, 0),
-    "repetition_min_count": (None, 0),
-    "repetition_detection": (None,),
-    "thinking_token_budget": (None,),
-}
+    "response_format": (None, {"type": "text"}),
+}  # fmt: skip
 OF_COMPLETIONS: Mapping[str, Asks] = {**_OF_TEXT, "suffix": (None, "")}
+_OF_MEDIA: Mapping[str, Asks] = {"mm_processor_kwargs": (None, {}), "media_io_kwargs": (None, {})}
 OF_CHATS: Mapping[str, Asks] = {
     **_OF_TEXT,
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
+    **_OF_MEDIA,
+    **dict.fromkeys(("audio", "moderation", "web_search_options", "chat_template"), (None,)),
+    **dict.fromkeys((
+        "store", "echo", "continue_final_message", "add_special_tokens",
+    ), (None, False)),
+    **dict.fromkeys(("tools", "functions"), (None, [])),
+    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "store": (None, False),
     "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-    "echo": (None, False),
-    "continue_final_message": (None, False),
-    "add_special_tokens": (None, False),
-    "chat_template": (None,),
-    "mm_processor_kwargs": (None, {}),
-    "media_io_kwargs": (None, {}),
     "include_reasoning": (None, True),
-}
+}  # fmt: skip
 OF_EMBEDDINGS: Mapping[str, Asks] = {
-    "truncate_prompt_tokens": (None,),
-    "truncation_side": (None,),
-    "normalize": (None,),
-    "use_activation": (None,),
+    **dict.fromkeys((
+        "truncate_prompt_tokens", "truncation_side", "normalize", "use_activation",
+        "additional_data", "chat_template",
+    ), (None,)),
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
-    "additional_data": (None,),
     "mm_processor_kwargs": (None, {}),
-    "chat_template": (None,),
     "add_special_tokens": (None, True),
-}
+}  # fmt: skip
 OF_TOKENIZE: Mapping[str, Asks] = {
+    **_OF_MEDIA,
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "tools": (None, []),
-    "mm_processor_kwargs": (None, {}),
-    "media_io_kwargs": (None, {}),
 }
 # By field: why ignoring it changes nothing.
 HARMLESS: Mapping[str, str] = {

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from penstock.backends import CHOICES, Batch, backend
+from penstock.backends import Batch, backend
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
+from penstock.kernels import CHOICES
 from penstock.types import TensorSpec
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
-convolution = pytest.importorskip("penstock.backends.torch_convolution")
+convolution = pytest.importorskip("penstock.kernels.convolution")
 nn, functional = torch.nn, torch.nn.functional
 
 

@@ -27,18 +27,18 @@ from fake_gpu import FakeGpu  # noqa: E402
 from packable import answer, texts, write  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
-from penstock.backends.packed_encoder import (  # noqa: E402
+from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
+from penstock.kernels.cublaslt import Products  # noqa: E402
+from penstock.kernels.gemm import Multiplier  # noqa: E402
+from penstock.kernels.packed_encoder import (  # noqa: E402
     LinearInput,
     PackedFp8Linear,
     PackedLinear,
     Scaling,
     lay_out,
-    taken_of,
+    quantise_input,
     to_fp8,
 )
-from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
-from penstock.backends.torch_products import Multiplier  # noqa: E402
-from penstock.kernels.cublaslt import Products  # noqa: E402
 
 PACKED = {"penstock.pack": "tokens"}
 
@@ -500,14 +500,14 @@ class TestFp8:
         product = PackedFp8Linear(PackedLinear(torch.randn(64, 48), torch.zeros(64)), None)
         assert product.scaling == Scaling(None)
         layout = lay_out(torch.ones(1, 40), 40)
-        found = product(taken_of(x, product.scaling), layout)
+        found = product(quantise_input(x, product.scaling), layout)
         wanted = torch.zeros(40, 64)
         for row in range(40):
             largest = float(x[row].abs().max())
             one = PackedFp8Linear(PackedLinear(torch.randn(64, 48), torch.zeros(64)), largest)
             one.weight, one.scales = product.weight, product.scales * max(largest, 1e-6) / 448
             alone = lay_out(torch.ones(1, 1), 1)
-            wanted[row] = one(taken_of(x[row : row + 1], one.scaling), alone)[0]
+            wanted[row] = one(quantise_input(x[row : row + 1], one.scaling), alone)[0]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-9)
         exact = x @ (product.weight.float() * product.scales.t()).t()
         gaps = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-12)

@@ -1,6 +1,6 @@
 """Fused convolutions on a GPU: the answers of the plain module, in graphs too, and nothing is timed
 a second time; `make test-gpu`. Without one: tests/backends/test_torch_fusion.py and
-test_torch_convolution.py, and the kernels in tests/kernels/test_conv.py."""
+tests/kernels/test_convolution.py, and the kernels in tests/kernels/test_conv.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -187,12 +187,13 @@ def test_choices_of_another_gpu_are_not_taken(config):
 def test_no_kernel_of_ours_is_dropped(config, dtype):
     """Large and small, with sums that programs share and without."""
     pytest.importorskip("triton")
-    from penstock.backends import torch_convolution, torch_fusion
+    from penstock.backends import torch_fusion
+    from penstock.kernels import convolution
 
     space: dict[str, object] = {}
     exec(MODULE, space)
     device = torch.device("cuda")
-    tuner = torch_convolution.Tuner(torch_convolution.GpuTimer(device), device)
+    tuner = convolution.Tuner(convolution.GpuTimer(device), device)
     found = torch_fusion.fuse(space["factory"]().eval(), tuner)
     found.module.to(device, dtype).to(memory_format=torch.channels_last)
     for batch in (1, 128):

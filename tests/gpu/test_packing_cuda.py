@@ -23,19 +23,19 @@ from packable import answer, texts, write  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
-from penstock.backends.packed_encoder import (  # noqa: E402
+from penstock.backends.pytorch import load_module  # noqa: E402
+from penstock.kernels import encoder, layout, varlen  # noqa: E402
+from penstock.kernels.packed_encoder import (  # noqa: E402
     BLOCK,
     LinearInput,
     PackedFp8Linear,
     PackedLinear,
     lay_out,
     plain_layout,
-    taken_of,
+    quantise_input,
     to_fp8,
 )
-from penstock.backends.packed_encoder import padded_attention as plain_attention  # noqa: E402
-from penstock.backends.pytorch import load_module  # noqa: E402
-from penstock.kernels import encoder, layout, varlen  # noqa: E402
+from penstock.kernels.packed_encoder import padded_attention as plain_attention  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no FP8"
@@ -179,7 +179,7 @@ def test_a_product_in_fp8_by_row():
     x = torch.randn(333, 256, device="cuda", dtype=torch.bfloat16)
     x *= torch.logspace(-3, 3, 333, device="cuda")[:, None]
     product = PackedFp8Linear(PackedLinear(weight, bias), None)
-    found = product(taken_of(x, product.scaling), a_layout((333,), 333))
+    found = product(quantise_input(x, product.scaling), a_layout((333,), 333))
     wanted = x.float() @ weight.t()
     gaps = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert float(gaps.max()) < 0.06

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from paged_cases import a_case, plain  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from penstock.kernels import decoding, drawing, paged_attention  # noqa: E402
+from penstock.kernels import decoding, paged_attention, token_sampling  # noqa: E402
 from penstock.llm import operations, sampling  # noqa: E402
 from penstock.llm.models.decoder import rms_norm  # noqa: E402
 from penstock.llm.models.linear import fp8_linear, in_fp8  # noqa: E402
@@ -114,7 +114,7 @@ def test_turn(dtype, size, group, num_kv_heads, has_norms):
     there = Places(host.batch_table, 0, 1)
     operations.rope_to_cache(wanted, host.paged, there, turns.cpu(), norms_there, 1e-5)
     found = qkv.clone()
-    decoding.turn(found, case.paged, turns, places.positions, places.rows, norms, 1e-5)
+    decoding.apply_rope(found, case.paged, turns, places.positions, places.rows, norms, 1e-5)
     is_there = host.batch_table[:, 1] >= 0
     queries = group * num_kv_heads * size
     assert relative(found.cpu()[is_there][:, :queries], wanted[is_there][:, :queries]) < 5e-3
@@ -161,7 +161,7 @@ class TestDrawing:
         torch.manual_seed(4)
         logits = 2 * torch.randn(5, self.SIZE, device="cuda", dtype=dtype)
         temperature, top_k, top_p, min_p = self.rows(5, **values)
-        lowest = drawing.cut(logits, temperature, top_k, top_p, min_p)
+        lowest = token_sampling.cut(logits, temperature, top_k, top_p, min_p)
         warm = logits.float() / temperature[:, None]
         wanted = sampling.without(warm, top_k, top_p, min_p) > float("-inf")
         least = torch.where(wanted, logits.float(), float("inf")).amin(1)
@@ -182,7 +182,9 @@ class TestDrawing:
         temperature = torch.full((9,), 0.7, device="cuda")
         rows = torch.arange(9, dtype=torch.int32, device="cuda").flip(0)
         lowest = torch.full((9,), float("-inf"), device="cuda")
-        drawing.draw(logits, lowest, temperature, keys.int().cuda(), drawn, last, rows.contiguous())
+        token_sampling.sample(
+            logits, lowest, temperature, keys.int().cuda(), drawn, last, rows.contiguous()
+        )
         noised = logits.float() / 0.7 + sampling.noise(keys.cuda(), self.SIZE)
         best = noised.gather(1, drawn.long()[:, None])[:, 0]
         assert bool((noised.amax(1) - best < 1e-3).all())
@@ -199,7 +201,7 @@ class TestDrawing:
         rows = torch.arange(num, dtype=torch.int32, device="cuda")
         lowest = torch.full((num,), float("-inf"), device="cuda")
         ones = torch.ones(num, device="cuda")
-        drawing.draw(logits, lowest, ones, keys, drawn, torch.empty_like(drawn), rows)
+        token_sampling.sample(logits, lowest, ones, keys, drawn, torch.empty_like(drawn), rows)
         shares = drawn.long().bincount(minlength=1024) / num
         wanted = logits[0].float().softmax(0)
         assert float((shares - wanted).abs().max()) < 0.015

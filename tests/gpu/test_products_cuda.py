@@ -17,9 +17,9 @@ from packable import answer, texts, write  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends import backend  # noqa: E402
-from penstock.backends.torch_products import Gemm, open_multiplier  # noqa: E402
 from penstock.kernels import cublaslt  # noqa: E402
 from penstock.kernels.cublaslt import E4M3, GemmForm, Operands  # noqa: E402
+from penstock.kernels.gemm import Gemm, open_multiplier  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (9, 0), reason="scales by row need a Hopper"

@@ -63,7 +63,7 @@ def test_turn(group, num_kv_heads, has_norms):
     for target, before in zip((case.paged.keys, case.paged.values), kept, strict=True):
         target.copy_(before)
     found = qkv.clone()
-    decoding.turn(found, case.paged, turns, places.positions, places.rows, norms, 1e-5)
+    decoding.apply_rope(found, case.paged, turns, places.positions, places.rows, norms, 1e-5)
     is_there = case.batch_table[:, 1] >= 0
     queries = found[:, : num_heads * size]
     assert torch.equal(queries[~is_there], qkv[~is_there][:, : num_heads * size])

@@ -10,8 +10,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from penstock.backends.packed_encoder import BLOCK, plain_layout  # noqa: E402
 from penstock.kernels import layout  # noqa: E402
+from penstock.kernels.packed_encoder import BLOCK, plain_layout  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])

@@ -11,8 +11,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from penstock.backends.packed_encoder import lay_out, padded_attention  # noqa: E402
 from penstock.kernels import varlen  # noqa: E402
+from penstock.kernels.packed_encoder import lay_out, padded_attention  # noqa: E402
 
 
 @pytest.mark.parametrize("lengths", [(130, 1, 65), (64, 128), (7,), (3, 0, 70)])

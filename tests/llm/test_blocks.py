@@ -46,19 +46,19 @@ class TestSharing:
         pool = BlockPool(8, SIZE)
         blocks = filled(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
         keys = keys_of([1, 2, 3, 4, 5, 6, 7, 8, 10, 11])
-        assert pool.found(keys) == blocks[:2]
+        assert pool.find(keys) == blocks[:2]
         pool.release(blocks)
-        assert pool.found(keys) == blocks[:2] and pool.num_free == 8
+        assert pool.find(keys) == blocks[:2] and pool.num_free == 8
 
     def test_only_a_beginning_is_shared(self):
         pool = BlockPool(8, SIZE)
         filled(pool, [1, 2, 3, 4, 5, 6, 7, 8])
-        assert pool.found(keys_of([0, 2, 3, 4, 5, 6, 7, 8])) == []
+        assert pool.find(keys_of([0, 2, 3, 4, 5, 6, 7, 8])) == []
 
     def test_a_salt_keeps_tenants_apart(self):
         pool = BlockPool(8, SIZE)
         filled(pool, [1, 2, 3, 4], salt="one")
-        assert pool.found(keys_of([1, 2, 3, 4], "other")) == []
+        assert pool.find(keys_of([1, 2, 3, 4], "other")) == []
 
     def test_a_shared_block_is_free_when_the_last_lets_go(self):
         pool = BlockPool(2, SIZE)
@@ -72,9 +72,9 @@ class TestSharing:
     def test_of_two_with_the_same_content_one_is_found(self):
         pool = BlockPool(4, SIZE)
         first, second = filled(pool, [1, 2, 3, 4]), filled(pool, [1, 2, 3, 4])
-        assert pool.found(keys_of([1, 2, 3, 4])) == first and pool.num_cached == 1
+        assert pool.find(keys_of([1, 2, 3, 4])) == first and pool.num_cached == 1
         pool.release(second)
-        assert pool.take(1) != second or pool.found(keys_of([1, 2, 3, 4])) == first
+        assert pool.take(1) != second or pool.find(keys_of([1, 2, 3, 4])) == first
 
     def test_room_that_a_hit_takes_is_counted(self):
         pool = BlockPool(3, SIZE)
@@ -98,7 +98,7 @@ class TestOrder:
         pool.release(old)
         pool.release(new)
         assert pool.take(1) == old
-        assert pool.found(keys_of([5, 6, 7, 8])) == new
+        assert pool.find(keys_of([5, 6, 7, 8])) == new
 
     def test_a_hit_makes_it_young_again(self):
         pool = BlockPool(2, SIZE)
@@ -141,7 +141,7 @@ class Blocks(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20), salt=st.sampled_from("ab"))
     def arrive(self, tokens, salt):
         keys = keys_of(tokens, salt)
-        shared = self.pool.found(keys)
+        shared = self.pool.find(keys)
         needed = self.pool.num_needed(len(tokens)) - len(shared)
         if needed > self.pool.num_free_without(shared):
             return

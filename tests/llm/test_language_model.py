@@ -31,9 +31,9 @@ def test_it_is_shown_as_the_others_are(tmp_path):
     async def scenario():
         async with served(tmp_path) as server:
             model = server.model
-            (place,) = model.instances
+            (place,) = model.processes
             assert model.is_ready and model.shown_state == "READY" and model.mode == "continuous"
-            assert place.is_ready and "dtype=float32" in place.built and place.device == "cpu"
+            assert place.is_ready and place.built["dtype"] == "float32" and place.device == "cpu"
             assert model.num_waiting == 0 and model.metrics.load_s > 0
             told = model.explain()
             assert told.mode == "continuous" and told.instances[0].state == "idle"

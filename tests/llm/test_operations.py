@@ -26,7 +26,7 @@ def test_tokens_that_only_the_device_knows():
     batch_table[:, operations.TOKEN] = torch.tensor([5, -1, 0, -1])
     batch_table[:, operations.ROW] = torch.tensor([0, 2, 1, 0])
     last = torch.tensor([70, 71, 72], dtype=torch.int32)
-    assert operations.known(batch_table, last).tolist() == [5, 72, 0, 70]
+    assert operations.read_tokens(batch_table, last).tolist() == [5, 72, 0, 70]
 
 
 def test_products_in_fp8_get_what_they_take():

@@ -308,8 +308,8 @@ def test_what_workers_measured_is_told_instance_by_instance():
         options = {"null.gpu_memory_bytes": str(3 * GIB)}
         await stage.load(replace(on_gpus(1, "cuda", "cpu"), options=options))
         [pending] = stage.catalog.pending()
-        told = [(each.instance, each.device, each.num_bytes) for each in pending.gpu_memory]
-        assert told == [(0, "cuda:0", 3 * GIB), (1, "cuda:1", 3 * GIB)]
+        told = [(each.index, each.device, each.gpu_memory_bytes) for each in pending.processes]
+        assert told == [(0, "cuda:0", 3 * GIB), (1, "cuda:1", 3 * GIB), (2, "cpu", 0)]
         instances = stage.catalog.find("echo").explain().instances
         assert [each.gpu_memory_bytes for each in instances] == [3 * GIB, 3 * GIB, 0]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.serving.memory_plan import Need, Share, gib, make_plan, shortages, told
+from penstock.serving.memory_plan import Need, Share, describe_share, gib, make_plan, shortages
 from penstock.system.devices import Gpu
 
 GIB = 1 << 30
@@ -55,9 +55,9 @@ def test_a_shortage_names_sizes_and_the_largest_models():
 def test_sizes_are_told_in_the_unit_that_fits():
     assert gib(3 * GIB // 2) == "1.5 GiB"
     assert gib(300 << 20) == "300 MiB"
-    assert told(share("a", 2)) == "a/1 2.0 GiB (estimated)"
+    assert describe_share(share("a", 2)) == "a/1 2.0 GiB (estimated)"
     slots = Share("a", "1", "cuda:0", 1, Need(2 * GIB, "evidence"), num_instances=3)
-    assert told(slots) == "a/1 2.0 GiB for 3 instances (evidence)"
+    assert describe_share(slots) == "a/1 2.0 GiB for 3 instances (evidence)"
 
 
 @given(st.lists(st.floats(0.1, 60), max_size=6), st.floats(0, 0.5))

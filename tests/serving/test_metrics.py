@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
+from penstock.backends import GPU_MEMORY
 from penstock.errors import (
     InvalidRequest,
     NotReady,
@@ -29,7 +30,6 @@ from penstock.serving.metrics import (
     REFUSED_LATER,
     WAITS,
     FrontUse,
-    GpuMemory,
     Histogram,
     HostUse,
     ModelMetrics,
@@ -37,6 +37,7 @@ from penstock.serving.metrics import (
     ProcessUse,
     expose,
 )
+from penstock.serving.served import ModelProcess
 from penstock.system.devices import GpuUse
 from penstock.types import CallbackSink, Request
 
@@ -513,7 +514,10 @@ def test_what_no_gpu_says_has_no_series() -> None:
 
 
 def test_memory_of_instances_on_gpus_is_told() -> None:
-    memory = [GpuMemory(0, "cuda:0", 5), GpuMemory(1, "cuda:1", 6)]
+    memory = [
+        ModelProcess(index, f"cuda:{index}", 1, True, {GPU_MEMORY: str(5 + index)})
+        for index in range(2)
+    ]
     types, samples = parse(expose([Pending(ModelMetrics("digits", "3"), 0, 0, memory)]))
     name = "penstock_instance_gpu_memory_bytes"
     assert types[name] == "gauge"

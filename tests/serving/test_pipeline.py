@@ -296,7 +296,7 @@ def test_a_closed_pipeline_refuses_and_ends_what_it_has():
 def test_it_is_ready_when_every_stage_is():
     async def scenario(pipeline, puppets):
         assert pipeline.is_ready and pipeline.shown_state == "READY"
-        assert [place.index for place in pipeline.instances] == [0, 1]
+        assert [place.index for place in pipeline.processes] == [0, 1]
         # One instance of the network, as configured; that of the first stage does not count.
         assert num_ready(pipeline) == pipeline.config.num_instances == 1
         puppets.alive[0].kill()
@@ -402,7 +402,7 @@ class Chaos:
                 assert isinstance(sink.answers[0], ends), sink.answers[0]
         assert pipeline.num_waiting == pipeline.num_running == 0
         for model in pipeline.models:
-            assert model.num_slabs_held == model.num_extents_held == 0
+            assert model.memory.num_slabs_held == model.memory.num_extents_held == 0
         self.check_counts(pipeline.metrics)
 
     def check_counts(self, metrics):

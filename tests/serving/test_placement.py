@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.serving.placement import briefly, instances_by_device, place, told
+from penstock.serving.placement import briefly, describe_placement, instances_by_device, place
 from penstock.system.devices import Gpu
 from penstock.types import TensorSpec
 
@@ -92,8 +92,10 @@ def test_there_may_be_too_many_in_the_end():
 def test_instances_are_listed_by_device():
     config = place(CONFIG.on(["cuda", "cuda"]), gpus(2))
     assert instances_by_device(config) == {"cuda:0": [0, 2], "cuda:1": [1, 3]}
-    assert told(config, gpus(2)) == "0, 2 on cuda:0 (Made Up); 1, 3 on cuda:1 (Made Up)"
-    assert told(CONFIG.on(["cuda:5"]), gpus(2)).startswith("cannot be placed here: ")
+    assert (
+        describe_placement(config, gpus(2)) == "0, 2 on cuda:0 (Made Up); 1, 3 on cuda:1 (Made Up)"
+    )
+    assert describe_placement(CONFIG.on(["cuda:5"]), gpus(2)).startswith("cannot be placed here: ")
 
 
 def test_where_they_are_fits_a_column():

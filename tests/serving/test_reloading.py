@@ -11,8 +11,7 @@ from doubles import RecordingSink
 
 from penstock.repository.model_source import resolve
 from penstock.serving.catalog import Catalog
-from penstock.serving.control import Control
-from penstock.serving.reloading import Reloader
+from penstock.serving.control import Control, Reloader
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import Request, Response, from_array, to_array
 

@@ -299,12 +299,12 @@ def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
         assert workers() == {instance.pid}
         await poison(model, 1)
         # How many spares are wanted depends on how long they take to start.
-        await until(lambda: model.has_spare)
+        await until(lambda: model.supervisor.spares.has_all)
         spares = workers() - {model.instances[0].pid}
         await poison(model, 2)
         # A spare took over after the first death, and died of the same request.
         assert spares - workers()
-        await until(lambda: model.has_spare)
+        await until(lambda: model.supervisor.spares.has_all)
         request = ask(1)
         model.submit(request)
         await until(lambda: request.is_done)

@@ -163,7 +163,7 @@ class InProcess(LocalTarget[Request]):
         await super().open(num_connections)
 
     async def _load(self, config: ModelConfig) -> Model | StagePipeline:
-        return await local.start(await asyncio.to_thread(local.placed, config), ProcessLife)
+        return await local.start(await asyncio.to_thread(local.place_here, config), ProcessLife)
 
     def _cancel(self, job: Request) -> None:
         assert self._model is not None

@@ -73,7 +73,7 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         parses_special = settings_of(config).parses_special
         read = partial(read_text, str(path_of(config)), parses_special=parses_special)
         self._text = await asyncio.to_thread(read)
-        model = LanguageModel(await asyncio.to_thread(local.placed, config))
+        model = LanguageModel(await asyncio.to_thread(local.place_here, config))
         await model.start()
         return model
 

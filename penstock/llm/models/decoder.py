@@ -7,7 +7,7 @@ values are one linear layer, and so are gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,19 +62,19 @@ class Decoder:
         # Whether activations are rounded to fewer bits than FP32.
         self.rounds = is_fp8 or bool(on_cpu) or dtype != torch.float32
 
-        def placed(*names: str) -> Tensor:
+        def place(*names: str) -> Tensor:
             parts = [weights(name).to(self.device, dtype) for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        self.embeddings = placed(EMBEDDINGS)
+        self.embeddings = place(EMBEDDINGS)
         linear: MakeLinear = Linear
         if is_fp8 or on_cpu:
             linear = fp8_linear if is_fp8 else ON_CPU[on_cpu]
         self.layers = [
-            _layer(shape, f"model.layers.{n}", placed, linear) for n in range(shape.num_layers)
+            _layer(shape, f"model.layers.{n}", place, linear) for n in range(shape.num_layers)
         ]
-        self.norm = placed(NORM)
-        head = self.embeddings if shape.is_tied else placed(HEAD)
+        self.norm = place(NORM)
+        head = self.embeddings if shape.is_tied else place(HEAD)
         of_logits: MakeLinear = int8_linear if on_cpu else Linear
         self._logits = of_logits(head, None)
         # Packed weights replace the original ones.
@@ -132,26 +132,26 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def _layer(
     shape: DecoderShape,
     prefix: str,
-    placed: Callable[..., Tensor],
+    place: Callable[..., Tensor],
     linear: MakeLinear,
 ) -> DecoderLayer:
     attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     norms = None
     if shape.has_qk_norm:
-        norms = tuple(placed(f"{prefix}.self_attn.{name}_norm.weight") for name in "qk")
+        norms = tuple(place(f"{prefix}.self_attn.{name}_norm.weight") for name in "qk")
 
-    def made(*parts: str, has_bias: bool = False) -> AnyLinear:
-        bias = placed(*(f"{part}.bias" for part in parts)) if has_bias else None
-        return linear(placed(*(f"{part}.weight" for part in parts)), bias)
+    def make(*parts: str, has_bias: bool = False) -> AnyLinear:
+        bias = place(*(f"{part}.bias" for part in parts)) if has_bias else None
+        return linear(place(*(f"{part}.weight" for part in parts)), bias)
 
     return DecoderLayer(
-        placed(f"{prefix}.input_layernorm.weight"),
-        made(*attention, has_bias=shape.has_bias),
-        made(f"{prefix}.self_attn.o_proj", has_bias=shape.has_bias),
+        place(f"{prefix}.input_layernorm.weight"),
+        make(*attention, has_bias=shape.has_bias),
+        make(f"{prefix}.self_attn.o_proj", has_bias=shape.has_bias),
         None if norms is None else (norms[0], norms[1]),
-        placed(f"{prefix}.post_attention_layernorm.weight"),
-        made(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
-        made(f"{prefix}.mlp.down_proj"),
+        place(f"{prefix}.post_attention_layernorm.weight"),
+        make(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+        make(f"{prefix}.mlp.down_proj"),
     )
 
 
@@ -184,21 +184,11 @@ def _fast_rope(heads: Tensor, rope_table: Tensor) -> Tensor:
     return found.to(heads.dtype)
 
 
-def names(shape: DecoderShape) -> Iterator[str]:
-    """Yield the names of all weights, as in files."""
-    yield EMBEDDINGS
-    yield NORM
-    if not shape.is_tied:
-        yield HEAD
-    for number in range(shape.num_layers):
-        yield from (f"model.layers.{number}.{name}" for name in sizes(shape))
-
-
-def sizes(shape: DecoderShape) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a layer's weights, by name."""
+def weight_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, by their names in files."""
     width, queries = shape.width, shape.num_heads * shape.head_size
     keys = shape.num_kv_heads * shape.head_size
-    found: dict[str, tuple[int, ...]] = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (width,),
         "self_attn.q_proj.weight": (queries, width),
         "self_attn.k_proj.weight": (keys, width),
@@ -210,10 +200,15 @@ def sizes(shape: DecoderShape) -> Mapping[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (width, shape.inner),
     }
     if shape.has_qk_norm:
-        found |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
+        layer |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
     if shape.has_bias:
-        found |= {
+        layer |= {
             f"self_attn.{name}_proj.bias": (size,)
             for name, size in zip("qkvo", (queries, keys, keys, width), strict=True)
         }
+    found: dict[str, tuple[int, ...]] = {EMBEDDINGS: (shape.vocabulary, width), NORM: (width,)}
+    if not shape.is_tied:
+        found[HEAD] = shape.vocabulary, width
+    for number in range(shape.num_layers):
+        found |= {f"model.layers.{number}.{name}": size for name, size in layer.items()}
     return found

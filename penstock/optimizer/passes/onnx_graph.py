@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.checks import first_line
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, first_line
 from penstock.optimizer import onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import is_onnx, write_onnx

@@ -17,16 +17,15 @@ from pathlib import Path
 
 import torch
 
-from penstock.backends import CHOICES
-from penstock.backends.checks import first_line
-from penstock.backends.torch_convolution import (
+from penstock.errors import first_line
+from penstock.kernels import CHOICES, cublaslt
+from penstock.kernels.convolution import (
     REFERENCE,
     GpuTimer,
     check_close,
     choices_file,
     remembered,
 )
-from penstock.kernels import cublaslt
 from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Unavailable
 
 # Largest relative error against torch (in norm), by output type. Two algorithms may round a value

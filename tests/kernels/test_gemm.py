@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch")
 
 from fake_cublaslt import FakeCublasLt  # noqa: E402
 
-from penstock.backends.torch_convolution import remembered  # noqa: E402
-from penstock.backends.torch_products import Gemm, Multiplier, open_multiplier  # noqa: E402
+from penstock.kernels.convolution import remembered  # noqa: E402
 from penstock.kernels.cublaslt import (  # noqa: E402
     E4M3,
     GemmForm,
@@ -22,6 +21,7 @@ from penstock.kernels.cublaslt import (  # noqa: E402
     Products,
     Unavailable,
 )
+from penstock.kernels.gemm import Gemm, Multiplier, open_multiplier  # noqa: E402
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_torch_stays_where_it_is_the_fastest():
 @pytest.mark.parametrize(("seconds", "is_taken"), [(0.96, False), (0.94, True)])
 def test_of_many_rows_it_must_be_clearly_faster(monkeypatch, seconds, is_taken):
     """Power is the limit there, and a moment does not tell who takes less of it."""
-    monkeypatch.setattr("penstock.backends.torch_products.MANY_ROWS", 16)
+    monkeypatch.setattr("penstock.kernels.gemm.MANY_ROWS", 16)
     for num_rows in (8, 16):
         times = {-1: 1.0, 0: 3.0, 1: seconds, 2: 2.0}
         multiplier, library, _ = a_multiplier(times=times)

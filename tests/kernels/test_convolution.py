@@ -6,10 +6,10 @@ import importlib.util
 import msgspec
 import pytest
 
-from penstock.backends import CHOICES
+from penstock.kernels import CHOICES
 
 torch = pytest.importorskip("torch")
-convolution = pytest.importorskip("penstock.backends.torch_convolution")
+convolution = pytest.importorskip("penstock.kernels.convolution")
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
 Geometry, nn = convolution.ConvGeometry, torch.nn
 # Of Triton's interpreter.

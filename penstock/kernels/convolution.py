@@ -23,9 +23,8 @@ import msgspec
 import torch
 from torch.nn import functional
 
-from penstock.backends import CHOICES, KERNELS
-from penstock.backends.checks import first_line
-from penstock.kernels import has_triton
+from penstock.errors import first_line
+from penstock.kernels import CHOICES, KERNELS, has_triton
 
 if TYPE_CHECKING:
     from penstock.kernels.conv import Tile, Workspace

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.backends.packed_encoder import BLOCK, add_norm, lay_out, packed, padded  # noqa: E402
+from penstock.kernels.packed_encoder import BLOCK, add_norm, lay_out, packed, padded  # noqa: E402
 
 
 def a_mask(lengths, length: int):
@@ -57,7 +57,7 @@ def test_shapes_depend_on_the_batch_and_the_budget_alone():
 
 
 def test_a_norm_without_bias_is_none_for_the_kernels(monkeypatch):
-    monkeypatch.setattr("penstock.backends.packed_encoder.uses_kernels", lambda x: True)
+    monkeypatch.setattr("penstock.kernels.packed_encoder.uses_kernels", lambda x: True)
     norm = torch.nn.LayerNorm(8, bias=False)
     added, residual = torch.randn(3, 8), torch.randn(3, 8)
     x, taken = add_norm(added, residual, norm, None)

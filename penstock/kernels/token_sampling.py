@@ -1,5 +1,5 @@
 """Sample tokens from 16-bit logits, without sorting and without leaving the device: `cut` finds
-the lowest logit that may be sampled, `draw` adds Gumbel noise and takes the argmax. The noise is
+the lowest logit that may be sampled, `sample` adds Gumbel noise and takes the argmax. The noise is
 that of `llm.sampling`: it depends only on a row's key and the token. Sampling parameters are
 tensors with one value per row, so a CUDA graph can hold both.
 """
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 # Logits that a program reads at a time.
-CUT_CHUNK, DRAW_CHUNK = 8192, 1024
+CUT_CHUNK, SAMPLE_CHUNK = 8192, 1024
 # Parts of a row, each with a program of its own.
 NUM_PARTS = 16
 # Range of the integers that order like 16-bit logits.
@@ -117,12 +117,12 @@ def _noise(key, tokens):
     is_low = numbers < HALF
     uniform = tl.where(is_low, numbers.to(tl.float32) * UNIT + 0.5 * UNIT, 1.0 - missing)
     powers = missing * (1.0 + missing * (0.5 + missing * (0.3333333 + missing * 0.25)))
-    waited = tl.where(missing < SMALL, powers, -tl.log(uniform))
-    return -tl.log(waited)
+    exponential = tl.where(missing < SMALL, powers, -tl.log(uniform))
+    return -tl.log(exponential)
 
 
 @triton.jit
-def _draw(
+def _sample(
     logits, lowest, temperatures, keys, bests, places, row_stride, size,
     CHUNK: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -156,16 +156,16 @@ def _draw(
 
 @triton.jit
 def _choose(
-    bests, places, drawn, last, rows, row_stride, size, NUM_PARTS: tl.constexpr
+    bests, places, sampled, last, rows, row_stride, size, NUM_PARTS: tl.constexpr
 ):  # fmt: skip
-    """Store the best token of a row in `drawn`, and in `last` for its sequence."""
+    """Store the best token of a row in `sampled`, and in `last` for its sequence."""
     number = tl.program_id(0).to(tl.int64)
     parts = number * NUM_PARTS + tl.arange(0, NUM_PARTS)
     best = tl.load(bests + parts)
     place = tl.load(places + parts)
     token = tl.min(tl.where(best == tl.max(best, 0), place, size), 0)
     token = tl.minimum(token, size - 1)
-    tl.store(drawn + number, token)
+    tl.store(sampled + number, token)
     tl.store(last + tl.load(rows + number * row_stride), token)
 
 
@@ -189,25 +189,25 @@ def cut(
     return lowest
 
 
-def draw(
+def sample(
     logits: torch.Tensor,
     lowest: torch.Tensor,
     temperatures: torch.Tensor,
     keys: torch.Tensor,
-    drawn: torch.Tensor,
+    sampled: torch.Tensor,
     last: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Sample a token for each row into `drawn`, and into `last` at the row's target in `rows`. No
+    """Sample a token for each row into `sampled`, and into `last` at the row's target in `rows`. No
     noise at temperature 0."""
     num_rows, size = logits.shape
     assert temperatures.stride(0) == keys.stride(0) == rows.stride(0)
     bests = torch.empty(num_rows, NUM_PARTS, dtype=torch.float32, device=logits.device)
     places = torch.empty(num_rows, NUM_PARTS, dtype=torch.int32, device=logits.device)
-    _draw[(num_rows, NUM_PARTS)](
+    _sample[(num_rows, NUM_PARTS)](
         logits, lowest, temperatures, keys, bests, places, keys.stride(0), size,
-        DRAW_CHUNK, NUM_PARTS, num_warps=4,
+        SAMPLE_CHUNK, NUM_PARTS, num_warps=4,
     )  # fmt: skip
     _choose[(num_rows,)](
-        bests, places, drawn, last, rows, rows.stride(0), size, NUM_PARTS, num_warps=1
+        bests, places, sampled, last, rows, rows.stride(0), size, NUM_PARTS, num_warps=1
     )

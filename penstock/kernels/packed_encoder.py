@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.backends import torch_products
-from penstock.backends.torch_products import Multiplier
 from penstock.kernels import has_triton
 from penstock.kernels.cublaslt import GemmForm, Operands
+from penstock.kernels.gemm import Gemm, Multiplier
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -141,7 +140,7 @@ def to_fp8(x: Tensor, inverse: Tensor) -> Tensor:
     return (x.float() * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def taken_of(x: Tensor, scaling: Scaling | None) -> LinearInput:
+def quantise_input(x: Tensor, scaling: Scaling | None) -> LinearInput:
     if scaling is None:
         return LinearInput(x)
     if scaling.inverse is not None:
@@ -163,13 +162,13 @@ def attend(
     qkv: Tensor, layout: PackedLayout, num_heads: int, scaling: Scaling | None
 ) -> LinearInput:
     if not uses_kernels(qkv) or qkv.shape[1] // 3 // num_heads not in KERNEL_HEADS:
-        return taken_of(padded_attention(qkv, layout, num_heads), scaling)
+        return quantise_input(padded_attention(qkv, layout, num_heads), scaling)
     from penstock.kernels import varlen
 
     inverse = None if scaling is None else scaling.inverse
     mixed: Tensor = varlen.attend(qkv, layout.blocks, num_heads, inverse)
     # The kernel sees one head at a time, so it cannot compute a scale over all heads.
-    return LinearInput(mixed) if inverse is not None else taken_of(mixed, scaling)
+    return LinearInput(mixed) if inverse is not None else quantise_input(mixed, scaling)
 
 
 def add_norm(
@@ -178,7 +177,7 @@ def add_norm(
     """Return the LayerNorm of the sum, and the same as the input of the next linear layer."""
     if not uses_kernels(added) or norm.bias is None:
         x = norm(added + residual)
-        return x, taken_of(x, scaling)
+        return x, quantise_input(x, scaling)
     from penstock.kernels import encoder
 
     inverse = None if scaling is None else scaling.inverse
@@ -202,16 +201,16 @@ class PackedLinear(nn.Module):
         # Largest input so far; None if inputs are not watched.
         self.largest: float | None = None
 
-    def forward(self, taken: LinearInput, layout: PackedLayout) -> Tensor:
-        x = taken.values
+    def forward(self, given: LinearInput, layout: PackedLayout) -> Tensor:
+        x = given.values
         if self.largest is not None:
             is_real = layout.places < layout.is_token.numel()
             self.largest = max(self.largest, float(x[is_real].abs().amax()))
         return self._multiplied(x, has_gelu=False)
 
-    def gelu(self, taken: LinearInput) -> Tensor:
+    def gelu(self, given: LinearInput) -> Tensor:
         """Return GELU (tanh form) of the product; on GPUs as an epilogue of the GEMM."""
-        return self._multiplied(taken.values, has_gelu=True)
+        return self._multiplied(given.values, has_gelu=True)
 
     def _multiplied(self, x: Tensor, *, has_gelu: bool) -> Tensor:
         by_torch = functools.partial(self._by_torch, has_gelu=has_gelu)
@@ -219,7 +218,7 @@ class PackedLinear(nn.Module):
             return by_torch(x)
         form = GemmForm(len(x), x.shape[1], len(self.weight), x.dtype, x.dtype, has_gelu)
         operands = Operands(x, self.weight, self.bias)
-        return self.multiplier.run(torch_products.Gemm(form, operands, by_torch))
+        return self.multiplier.run(Gemm(form, operands, by_torch))
 
     def _by_torch(self, x: Tensor, *, has_gelu: bool) -> Tensor:
         if has_gelu and x.is_cuda:
@@ -250,16 +249,16 @@ class PackedFp8Linear(nn.Module):
     def scaling(self) -> Scaling:
         return Scaling(self.inverse)
 
-    def forward(self, taken: LinearInput, layout: PackedLayout) -> Tensor:
-        x = taken.values
-        rows = layout.ones if taken.scales is None else taken.scales
+    def forward(self, given: LinearInput, layout: PackedLayout) -> Tensor:
+        x = given.values
+        rows = layout.ones if given.scales is None else given.scales
         by_torch = functools.partial(self._by_torch, rows)
         if self.multiplier is None:
             return by_torch(x)
         sizes = len(x), x.shape[1], len(self.weight)
         form = GemmForm(*sizes, FP8, self.bias.dtype, scaling="rows")
         operands = Operands(x, self.weight, self.bias, rows, self.scales)
-        return self.multiplier.run(torch_products.Gemm(form, operands, by_torch))
+        return self.multiplier.run(Gemm(form, operands, by_torch))
 
     def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -306,7 +305,7 @@ class GeluToFp8(nn.Module):
         form = GemmForm(len(x), x.shape[1], len(self.weight), FP8, FP8, True, "one")
         scales = self.x_scale, self.weight_scale, self.factor
         operands = Operands(x, self.weight, self.bias, *scales)
-        return self.multiplier.run(torch_products.Gemm(form, operands, apart))
+        return self.multiplier.run(Gemm(form, operands, apart))
 
     def plain(self, x: Tensor) -> Tensor:
         sums = x.float() @ self.weight.t().float() * self.x_scale * self.weight_scale
@@ -332,33 +331,33 @@ class PackedLayer(nn.Module):
         self.gelu_to_fp8: GeluToFp8 | None = None
 
     def forward(
-        self, x: Tensor, taken: LinearInput, layout: PackedLayout, next_scaling: Scaling | None
+        self, x: Tensor, given: LinearInput, layout: PackedLayout, next_scaling: Scaling | None
     ) -> tuple[Tensor, LinearInput]:
-        """Run the layer. `taken` is x as input of the first linear layer; returns the same pair."""
-        qkv = self.qkv(taken, layout)
+        """Run the layer. `given` is x as input of the first linear layer; returns the same pair."""
+        qkv = self.qkv(given, layout)
         mixed = attend(qkv, layout, self.num_heads, self.out.scaling)
-        x, taken = add_norm(self.out(mixed, layout), x, self.first_norm, self.inner.scaling)
-        bent = self._bent(taken, layout)
-        return add_norm(self.outer(bent, layout), x, self.last_norm, next_scaling)
+        x, given = add_norm(self.out(mixed, layout), x, self.first_norm, self.inner.scaling)
+        activated = self._activate(given, layout)
+        return add_norm(self.outer(activated, layout), x, self.last_norm, next_scaling)
 
-    def _bent(self, taken: LinearInput, layout: PackedLayout) -> LinearInput:
+    def _activate(self, given: LinearInput, layout: PackedLayout) -> LinearInput:
         """Return the activation of the first MLP product, as input of the second."""
         if self.gelu_to_fp8 is None:
-            return self._bent_apart(taken, layout)
+            return self._activate_apart(given, layout)
 
         def apart(x: Tensor) -> Tensor:
-            return self._bent_apart(LinearInput(x), layout).values
+            return self._activate_apart(LinearInput(x), layout).values
 
-        return LinearInput(self.gelu_to_fp8(taken.values, apart))
+        return LinearInput(self.gelu_to_fp8(given.values, apart))
 
-    def _bent_apart(self, taken: LinearInput, layout: PackedLayout) -> LinearInput:
+    def _activate_apart(self, given: LinearInput, layout: PackedLayout) -> LinearInput:
         scaling, product = self.outer.scaling, self.inner
-        is_half = taken.values.dtype in KERNEL_TYPES
+        is_half = given.values.dtype in KERNEL_TYPES
         if is_half and self.has_fast_gelu and scaling is None and product.largest is None:
-            return LinearInput(product.gelu(taken))
-        x = product(taken, layout)
+            return LinearInput(product.gelu(given))
+        x = product(given, layout)
         if self.activation == "relu" or not uses_kernels(x):
-            return taken_of(ACTIVATIONS[self.activation](x), scaling)
+            return quantise_input(ACTIVATIONS[self.activation](x), scaling)
         from penstock.kernels import encoder
 
         is_fast = scaling is not None or self.has_fast_gelu
@@ -445,9 +444,9 @@ class PackedStack(nn.Module):
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
         scalings = [layer.qkv.scaling for layer in self.layers] + [None]
-        tokens, taken = self._tokens(x, layout, scalings[0])
+        tokens, given = self._tokens(x, layout, scalings[0])
         for layer, next_scaling in zip(self.layers, scalings[1:], strict=True):
-            tokens, taken = layer(tokens, taken, layout, next_scaling)
+            tokens, given = layer(tokens, given, layout, next_scaling)
         found = padded(tokens, layout)
         return (found,) if self.gives_tuple else found
 
@@ -457,7 +456,7 @@ class PackedStack(nn.Module):
         if self.embeddings:
             return self.embeddings[0].of_tokens(layout, scaling)
         tokens = packed(x, layout)
-        return tokens, taken_of(tokens, scaling)
+        return tokens, quantise_input(tokens, scaling)
 
     def products(self) -> dict[str, PackedLinear | PackedFp8Linear]:
         """Return linear layers by name, in order: `3.inner` is in the fourth layer."""

@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from penstock.kernels import drawing  # noqa: E402
+from penstock.kernels import token_sampling  # noqa: E402
 from penstock.llm import sampling  # noqa: E402
 
 SIZE = 20_000
@@ -38,7 +38,7 @@ def test_those_that_are_left_are_those_of_a_sorted_row(top_k, top_p, min_p, temp
     logits = distinct(2)
     one = torch.ones(2)
     most = torch.full((2,), top_k, dtype=torch.int32)
-    lowest = drawing.cut(logits, temperature * one, most, top_p * one, min_p * one)
+    lowest = token_sampling.cut(logits, temperature * one, most, top_p * one, min_p * one)
     found = logits.float() >= lowest[:, None]
     warm = logits.float() / temperature
     wanted = sampling.without(warm, most, top_p * one, min_p * one) > float("-inf")
@@ -49,7 +49,7 @@ def test_those_that_are_left_are_those_of_a_sorted_row(top_k, top_p, min_p, temp
 
 def test_of_a_temperature_of_zero_nothing_is_left_out():
     logits, zero = distinct(1, 100), torch.zeros(1)
-    lowest = drawing.cut(logits, zero, torch.ones(1, dtype=torch.int32), zero, zero)
+    lowest = token_sampling.cut(logits, zero, torch.ones(1, dtype=torch.int32), zero, zero)
     assert float(lowest) == float("-inf")
 
 
@@ -59,7 +59,7 @@ def drawn_of(logits, temperatures, keys, lowest=None):
     last = torch.full((len(logits) + 1,), -1, dtype=torch.int32)
     if lowest is None:
         lowest = torch.full((len(logits),), float("-inf"))
-    drawing.draw(logits, lowest, temperatures, keys, drawn, last, rows)
+    token_sampling.sample(logits, lowest, temperatures, keys, drawn, last, rows)
     assert torch.equal(last[:-1], drawn) and int(last[-1]) == -1
     return drawn
 
