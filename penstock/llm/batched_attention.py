@@ -5,7 +5,7 @@ kept in a *row*, and each new token's keys and values are written to the row as 
 cache. Rows of one length form a KV bucket, over which one call attends; a sequence that
 outgrows its row is gathered again into the next longer bucket. Rows are only copies: the cache has
 everything, and a sequence that is not in a step loses its row. Tokens without a row, such as
-prompts, go through `cache.PlainAttention`.
+prompts, attend one sequence at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm.cache import Cache, PlainAttention, Span, slots_of, spans_of
-from penstock.llm.exact_attention import attend, pad_length
+from penstock.llm.cache import Cache, Span, attend_sdpa, slots_of, spans_of
+from penstock.llm.exact_attention import attend, attend_prompt, pad_length
 from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.llm.sequence import Sequence
 
@@ -200,12 +200,13 @@ class KvBuckets:
 
 
 class BatchedAttention:
-    """Attention of one step: batched for tokens with a row, plain for the others."""
+    """Attention of one step: batched for tokens with a row, one sequence at a time for `others`."""
 
     def __init__(
-        self, cache: Cache, spans: Many[Span], others: Many[Span], lots: Many[Lot]
+        self, cache: Cache, spans: Many[Span], others: Many[Span], lots: Many[Lot] = ()
     ) -> None:
-        self._plain = PlainAttention(cache, spans)
+        self._cache = cache
+        self._slots = torch.cat([span.slots[span.first - span.end :] for span in spans])
         self._others = others
         self._lots = lots
         num_tokens = spans[-1].end
@@ -214,15 +215,22 @@ class BatchedAttention:
         self._is_one = len(lots) == 1 and lots[0].tokens.tolist() == whole
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._plain.keep(layer, keys, values)
+        self._cache.keys[layer].index_copy_(0, self._slots, keys)
+        self._cache.values[layer].index_copy_(0, self._slots, values)
         if self._is_one:
-            return _on_shelf(self._lots[0], layer, queries, keys, values)
+            return _attend_rows(self._lots[0], layer, queries, keys, values)
         found = torch.empty_like(queries)
         for lot in self._lots:
             parts = queries[lot.tokens], keys[lot.own], values[lot.own]
-            found[lot.own] = _on_shelf(lot, layer, *parts)[lot.rows]
+            found[lot.own] = _attend_rows(lot, layer, *parts)[lot.rows]
+        attend = attend_prompt if self._cache.is_exact else attend_sdpa
         for span in self._others:
-            found[span.first : span.end] = self._plain.attended(layer, span, queries, keys, values)
+            own = slice(span.first, span.end)
+            # A prompt from its first token sees tokens of this step only.
+            seen = keys[own], values[own]
+            if len(span.slots) > span.end - span.first:
+                seen = self._cache.keys[layer][span.slots], self._cache.values[layer][span.slots]
+            found[own] = attend(queries[own], *seen)
         return found
 
 
@@ -234,7 +242,7 @@ def row_length(num_tokens: int) -> int:
     return length
 
 
-def _on_shelf(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_rows(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Write the new keys and values to their rows; return the attention of each row up to the
     last."""
     all_keys, all_values = lot.bucket.keys[layer], lot.bucket.values[layer]

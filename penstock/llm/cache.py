@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm import exact_attention
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.scheduler import BatchStep
 
@@ -69,40 +68,6 @@ def spans_of(step: BatchStep, block_size: int) -> list[Span]:
 def slots_of(blocks: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
     some = torch.tensor(blocks[: -(-num_tokens // block_size)], dtype=torch.int64)
     return (some[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
-
-
-class PlainAttention:
-    """Attention of one step, one sequence at a time."""
-
-    def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
-        self._cache = cache
-        self._spans = spans
-        own = [span.slots[len(span.slots) - (span.end - span.first) :] for span in spans]
-        self._slots = torch.cat(own)
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self.keep(layer, keys, values)
-        found = torch.empty_like(queries)
-        for span in self._spans:
-            found[span.first : span.end] = self.attended(layer, span, queries, keys, values)
-        return found
-
-    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the keys and values of all the step's tokens to the cache."""
-        self._cache.keys[layer].index_copy_(0, self._slots, keys)
-        self._cache.values[layer].index_copy_(0, self._slots, values)
-
-    def attended(
-        self, layer: int, span: Span, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Return the attention of one span, whose keys and values are in the cache."""
-        own = slice(span.first, span.end)
-        attend = exact_attention.attend_prompt if self._cache.is_exact else attend_sdpa
-        if len(span.slots) == span.end - span.first:
-            # A prompt from its first token: everything that it sees is in this step.
-            return attend(queries[own], keys[own], values[own])
-        seen = self._cache.keys[layer][span.slots], self._cache.values[layer][span.slots]
-        return attend(queries[own], *seen)
 
 
 def attend_sdpa(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

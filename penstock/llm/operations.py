@@ -19,7 +19,7 @@ from penstock.kernels import has_triton
 from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
-from penstock.llm.models.decoder import rms_norm, rope
+from penstock.llm.models.decoder import rms_norm, rope, widen
 from penstock.llm.models.linear import AnyLinear, Fp8Linear, Small, in_fp8
 
 # Columns of the batch table. A token below 0 is the last one sampled in its row of the block table;
@@ -128,9 +128,10 @@ def rope_to_cache(
     asked, kept = queries, keys
     if norms is not None:
         asked, kept = rms_norm(queries, norms[0], epsilon), rms_norm(keys, norms[1], epsilon)
-    queries.copy_(rope(asked, rope_table[positions]))
+    table = widen(rope_table[positions])
+    queries.copy_(rope(asked, table))
     slots = slots_of(paged, places.rows, positions)[is_there]
-    paged.keys[slots] = rope(kept, rope_table[positions])[is_there]
+    paged.keys[slots] = rope(kept, table)[is_there]
     paged.values[slots] = values[is_there]
 
 

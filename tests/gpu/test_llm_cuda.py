@@ -17,7 +17,8 @@ from batch_invariance import differences  # noqa: E402
 
 from penstock.backends.torch_cuda import Cuda  # noqa: E402
 from penstock.llm import loading  # noqa: E402
-from penstock.llm.cache import Cache, PlainAttention, Span  # noqa: E402
+from penstock.llm.batched_attention import BatchedAttention  # noqa: E402
+from penstock.llm.cache import Cache, Span  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
 from penstock.llm.engine import Engine  # noqa: E402
@@ -78,7 +79,8 @@ def plain_logits(folder, tokens) -> torch.Tensor:
     decoder = Decoder(checkpoint.shape, checkpoint.weight, "cpu", torch.float32)
     checkpoint.close()
     cache = Cache(checkpoint.shape, len(tokens), 1, "cpu", torch.float32)
-    attend = PlainAttention(cache, [Span(0, len(tokens), torch.arange(len(tokens)))])
+    spans = [Span(0, len(tokens), torch.arange(len(tokens)))]
+    attend = BatchedAttention(cache, spans, spans)
     with torch.inference_mode():
         hidden = decoder.hidden(torch.tensor(tokens), torch.arange(len(tokens)), attend)
         return decoder.logits(hidden)

@@ -8,9 +8,15 @@ torch = pytest.importorskip("torch")
 
 import tiny_llm as tiny  # noqa: E402
 
-from penstock.llm.batched_attention import SHORTEST, KvBucket, KvBuckets, row_length  # noqa: E402
+from penstock.llm.batched_attention import (  # noqa: E402
+    SHORTEST,
+    BatchedAttention,
+    KvBucket,
+    KvBuckets,
+    row_length,
+)
 from penstock.llm.blocks import BlockPool  # noqa: E402
-from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
+from penstock.llm.cache import Cache, spans_of  # noqa: E402
 from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import BatchStep, Chunk, Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
@@ -19,6 +25,11 @@ from penstock.sampling_params import SamplingParams  # noqa: E402
 SHAPE = LLAMA.shape_of_config(tiny.CONFIG)
 SIZE = 4
 HEADS = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads
+
+
+def one_by_one(cache, step) -> BatchedAttention:
+    spans = spans_of(step, SIZE)
+    return BatchedAttention(cache, spans, spans)
 
 
 class Pair:
@@ -36,7 +47,7 @@ class Pair:
         if not step.chunks:
             return
         found = self.buckets.attention(step)
-        wanted = PlainAttention(self.caches[1], spans_of(step, SIZE))
+        wanted = one_by_one(self.caches[1], step)
         for layer in range(SHAPE.num_layers):
             parts = [torch.randn(step.num_tokens, each, SHAPE.head_size) for each in HEADS]
             parts = [each.to(self.dtype) for each in parts]
@@ -119,7 +130,7 @@ def test_a_row_is_of_one_sequence_and_of_its_last_token(start, is_other):
         Sequence(7, [3] * 16, SamplingParams(max_tokens=4)) if is_other else sequence, start
     )
     found = buckets.attention(step)(0, *parts)
-    wanted = PlainAttention(buckets.cache, spans_of(step, SIZE))(0, *parts)
+    wanted = one_by_one(buckets.cache, step)(0, *parts)
     # It goes on where it was, by what it has.
     is_next = start == 11 and not is_other
     assert torch.allclose(found, wanted, atol=1e-5) != is_next

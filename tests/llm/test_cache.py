@@ -7,8 +7,9 @@ torch = pytest.importorskip("torch")
 import tiny_llm as tiny  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from penstock.llm.batched_attention import BatchedAttention  # noqa: E402
 from penstock.llm.blocks import BlockPool  # noqa: E402
-from penstock.llm.cache import Cache, PlainAttention, bytes_of_block, spans_of  # noqa: E402
+from penstock.llm.cache import Cache, bytes_of_block, spans_of  # noqa: E402
 from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
@@ -46,7 +47,8 @@ def test_chunks_of_several_sequences_see_their_own_past_and_nobody_else():
             torch.cat([drawn[c.sequence.id][which][c.start : c.end] for c in step.chunks])
             for which in range(3)
         ]
-        answer = PlainAttention(cache, spans_of(step, SIZE))(1, *parts)
+        spans = spans_of(step, SIZE)
+        answer = BatchedAttention(cache, spans, spans)(1, *parts)
         at = 0
         for chunk in step.chunks:
             found[chunk.sequence.id][chunk.start : chunk.end] = answer[at : at + chunk.count]

@@ -84,7 +84,7 @@ class Decoder:
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the final hidden states, [tokens, width], after the last RMSNorm."""
         x = F.embedding(tokens, self.embeddings)
-        rope_table = _widened(self.rope_table[positions])
+        rope_table = widen(self.rope_table[positions])
         for number, layer in enumerate(self.layers):
             x = x + self._attended(number, layer, x, rope_table, attend)
             x = x + self._fed(layer, x)
@@ -110,7 +110,7 @@ class Decoder:
         if layer.head_norms is not None:
             parts = zip(both.split(sizes, 1), layer.head_norms, strict=True)
             both = torch.cat([self._norm(part, norm) for part, norm in parts], 1)
-        queries, keys = _fast_rope(both, rope_table).split(sizes, 1)
+        queries, keys = rope(both, rope_table).split(sizes, 1)
         mixed = attend(number, queries, keys, values)
         return layer.out(mixed.flatten(1))
 
@@ -162,25 +162,17 @@ def _rope_table(shape: DecoderShape) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], 1).float()
 
 
-def rope(heads: Tensor, rope_table: Tensor) -> Tensor:
-    """Apply RoPE to [tokens, heads, size]; the two halves of a head form the pairs."""
-    cosines, sines = rope_table[:, :1], rope_table[:, 1:]
-    first, second = heads.float().chunk(2, 2)
-    found = torch.cat([first * cosines - second * sines, second * cosines + first * sines], 2)
-    return found.to(heads.dtype)
-
-
-def _widened(rope_table: Tensor) -> Tensor:
-    """Expand the RoPE table from half heads to whole heads, once for all layers."""
+def widen(rope_table: Tensor) -> Tensor:
+    """Expand rows of the RoPE table from half heads to whole heads, once for all layers."""
     cosines, sines = rope_table.unbind(1)
     wide = torch.cat([cosines, cosines, -sines, sines], 1)
     return wide.unflatten(1, (2, -1))
 
 
-def _fast_rope(heads: Tensor, rope_table: Tensor) -> Tensor:
-    """Like `rope`, in fewer operations."""
+def rope(heads: Tensor, wide_table: Tensor) -> Tensor:
+    """Apply RoPE to [tokens, heads, size]; the two halves of a head form the pairs."""
     wide = heads.float()
-    found = wide * rope_table[:, :1] + wide.roll(heads.shape[2] // 2, 2) * rope_table[:, 1:]
+    found = wide * wide_table[:, :1] + wide.roll(heads.shape[2] // 2, 2) * wide_table[:, 1:]
     return found.to(heads.dtype)
 
 

@@ -8,7 +8,7 @@ import tiny_llm as tiny  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
-from penstock.llm.models.decoder import Decoder, rope, weight_sizes  # noqa: E402
+from penstock.llm.models.decoder import Decoder, rope, weight_sizes, widen  # noqa: E402
 
 
 def attend(layer, queries, keys, values):
@@ -51,7 +51,7 @@ def test_products_may_have_a_bias(tmp_path):
 def test_positions_turn_pairs_by_their_angle_and_keep_lengths():
     turns = torch.tensor([[[0.0], [1.0]], [[1.0], [0.0]]])
     heads = torch.tensor([[[3.0, 4.0]], [[3.0, 4.0]]])
-    assert rope(heads, turns).tolist() == [[[-4.0, 3.0]], [[3.0, 4.0]]]
+    assert rope(heads, widen(turns)).tolist() == [[[-4.0, 3.0]], [[3.0, 4.0]]]
 
 
 def test_every_weight_has_a_size(tmp_path):
