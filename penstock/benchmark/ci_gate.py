@@ -45,7 +45,7 @@ def _slo_checks(run: BenchRun, slo: Slo) -> Iterator[Check]:
     for level in run.levels:
         for verdict in headline.verdicts_of(run, level, slo):
             is_kept = verdict.outcome == "kept"
-            text = f"{verdict.term}: {verdict.outcome}{_shown(verdict.term, verdict.measured)}"
+            text = f"{verdict.term}: {verdict.outcome}{_describe(verdict.term, verdict.measured)}"
             yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
 
 
@@ -84,7 +84,7 @@ def _failed(level: Level) -> stats.Interval:
     return stats.share_interval(failed, np.array([each.num_due for each in level.windows], float))
 
 
-def _shown(term: Term, found: stats.Interval | None) -> str:
+def _describe(term: Term, found: stats.Interval | None) -> str:
     if found is None:
         return ""
     is_latency = isinstance(term, Latency)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock import units
@@ -34,31 +34,6 @@ class ComparisonRow:
     other: str
     ratio: Interval
     verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class _Unjudged:
-    """A figure of both runs, compared in both directions."""
-
-    load: str
-    figure: str
-    texts: list[str]
-    # Base to other, and other to base.
-    both: list[RatioTest]
-
-    @property
-    def p_value(self) -> float:
-        """Two-sided p-value of the difference; 1: unknown."""
-        least = min(each.p_value for each in self.both)
-        return 1.0 if math.isnan(least) else min(1.0, 2 * least)
-
-    def judged(self, is_shown: bool) -> ComparisonRow:
-        verdict: Verdict = "no difference shown"
-        if is_shown:
-            is_worse = self.both[0].p_value < self.both[1].p_value
-            verdict = "slower" if is_worse else "faster"
-        base, other = self.texts
-        return ComparisonRow(self.load, self.figure, base, other, self.both[0].ratio, verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +66,12 @@ def matched(base: BenchRun, other: BenchRun) -> list[tuple[Level, Level]]:
     return found
 
 
-def _rows(ours: Level, theirs: Level, tolerance: float) -> list[_Unjudged]:
+def _rows(ours: Level, theirs: Level, tolerance: float) -> list[tuple[float, ComparisonRow]]:
     label = summary.label_of(ours)
     a, b = ours.windows, theirs.windows
     speeds = [units.number(stats.throughput_interval(each).value) + "/s" for each in (a, b)]
     both = [stats.compare_throughput(*each, tolerance) for each in ((a, b), (b, a))]
-    rows = [_Unjudged(label, "throughput", speeds, both)]
+    rows = [_row(label, "throughput", speeds, both)]
     metrics = [name for name in ("latency", "ttft", "tpot") if _has(a, name) and _has(b, name)]
     for metric in metrics:
         for name in ("p50", "p99"):
@@ -105,24 +80,37 @@ def _rows(ours: Level, theirs: Level, tolerance: float) -> list[_Unjudged]:
             texts = [units.duration(each.value) for each in values]
             figure = name if metric == "latency" else f"{name} {metric.upper()}"
             both = [stats.compare(*each, metric, percent, tolerance) for each in ((a, b), (b, a))]
-            rows.append(_Unjudged(label, figure, texts, both))
+            rows.append(_row(label, figure, texts, both))
     return rows
+
+
+def _row(
+    load: str, figure: str, texts: Sequence[str], both: Sequence[RatioTest]
+) -> tuple[float, ComparisonRow]:
+    """Return the row if the difference is shown, and its two-sided p-value (1: unknown). `both`
+    compares the base with the other run and vice versa."""
+    worse, better = (each.p_value for each in both)
+    p_value = 1.0 if math.isnan(worse) else min(1.0, 2 * worse, 2 * better)
+    verdict: Verdict = "slower" if worse < better else "faster"
+    base, other = texts
+    return p_value, ComparisonRow(load, figure, base, other, both[0].ratio, verdict)
 
 
 def _has(windows: Sequence[stats.Window], metric: str) -> bool:
     return any(metric in window.metrics for window in windows)
 
 
-def _judged(rows: Sequence[_Unjudged]) -> list[ComparisonRow]:
+def _judged(rows: Sequence[tuple[float, ComparisonRow]]) -> list[ComparisonRow]:
     """Judge all rows together with Holm's procedure: among twenty comparisons, one would differ by
     chance alone."""
-    shown: set[int] = set()
-    order = sorted(range(len(rows)), key=lambda index: rows[index].p_value)
+    judged = [replace(row, verdict="no difference shown") for _, row in rows]
+    order = sorted(range(len(rows)), key=lambda index: rows[index][0])
     for num_before, index in enumerate(order):
-        if rows[index].p_value > stats.ALPHA / (len(rows) - num_before):
+        p_value, row = rows[index]
+        if p_value > stats.ALPHA / (len(rows) - num_before):
             break
-        shown.add(index)
-    return [row.judged(index in shown) for index, row in enumerate(rows)]
+        judged[index] = row
+    return judged
 
 
 def differences(base: BenchRun, other: BenchRun) -> list[str]:

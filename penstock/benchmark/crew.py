@@ -8,18 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from penstock.benchmark.messages import (
-    Answer,
-    Broken,
-    GeneratorReport,
-    LoadPrepared,
-    PrepareLoad,
-    Question,
-    SetUp,
-    TargetOpened,
-    decode_answer,
-    encode,
-)
+from penstock.benchmark import messages
 from penstock.benchmark.pacer import Load
 from penstock.errors import ConfigError
 from penstock.processes import framing
@@ -32,22 +21,24 @@ class GeneratorProcess:
     """One generator. `report` receives its progress; all other answers queue for `expect`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, report: Callable[[GeneratorReport], None]
+        self,
+        process: asyncio.subprocess.Process,
+        report: Callable[[messages.GeneratorReport], None],
     ) -> None:
         # Why the generator failed; empty while it works.
         self.problems: list[str] = []
         self._process = process
         self._report = report
-        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+        self._answers: asyncio.Queue[messages.Answer] = asyncio.Queue()
         self._listening = asyncio.ensure_future(self._listen())
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: messages.Question) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(framing.frame(encode(question)))
+        self._process.stdin.write(framing.frame(messages.encode(question)))
 
     async def expect(self, kind: type[A]) -> A:
         answer = await self._answers.get()
-        if isinstance(answer, Broken):
+        if isinstance(answer, messages.Broken):
             self._answers.put_nowait(answer)  # Every later `expect` fails too.
             raise ConfigError(answer.problems)
         if not isinstance(answer, kind):
@@ -57,16 +48,16 @@ class GeneratorProcess:
     async def _listen(self) -> None:
         assert self._process.stdout is not None
         while (body := await framing.read(self._process.stdout)) is not None:
-            answer = decode_answer(body)
-            if isinstance(answer, GeneratorReport):
+            answer = messages.decode_answer(body)
+            if isinstance(answer, messages.GeneratorReport):
                 self._report(answer)
             else:
                 self._put(answer)
         code = await self._process.wait()
-        self._put(Broken([f"a generator process {describe_status(code)}"]))
+        self._put(messages.Broken([f"a generator process {describe_status(code)}"]))
 
-    def _put(self, answer: Answer) -> None:
-        if isinstance(answer, Broken) and not self.problems:
+    def _put(self, answer: messages.Answer) -> None:
+        if isinstance(answer, messages.Broken) and not self.problems:
             self.problems = answer.problems
         self._answers.put_nowait(answer)
 
@@ -85,35 +76,31 @@ class GeneratorProcess:
 class GeneratorPool:
     """All generators of a run."""
 
-    def __init__(self, report: Callable[[int, GeneratorReport], None]) -> None:
+    def __init__(self, report: Callable[[int, messages.GeneratorReport], None]) -> None:
         self._report = report
         self.members: list[GeneratorProcess] = []
 
-    async def start(self, setups: Sequence[SetUp]) -> list[TargetOpened]:
+    async def start(self, setups: Sequence[messages.SetUp]) -> list[messages.TargetOpened]:
         """Start generators one at a time: the first one measures the cold start."""
         opened = []
         for setup in setups:
-            member = GeneratorProcess(await self._spawn(), partial(self._report, setup.index))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.benchmark.generator"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # The conductor handles Ctrl-C.
+            )
+            member = GeneratorProcess(process, partial(self._report, setup.index))
             self.members.append(member)
             member.ask(setup)
-            opened.append(await member.expect(TargetOpened))
+            opened.append(await member.expect(messages.TargetOpened))
         return opened
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "penstock.benchmark.generator",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # The conductor handles Ctrl-C.
-        )
-
     async def prepare(self, load: Load, seed: int) -> None:
-        self.ask(PrepareLoad(load, seed))
-        await self.expect(LoadPrepared)
+        self.ask(messages.PrepareLoad(load, seed))
+        await self.expect(messages.LoadPrepared)
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: messages.Question) -> None:
         for member in self.members:
             member.ask(question)
 

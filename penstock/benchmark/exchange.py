@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,36 +18,32 @@ import numpy as np
 from penstock.types import Array
 
 
+@dataclass(slots=True, eq=False)
 class TimedExchange:
     """One request. `due` is when it should be sent, `sent` when it was. The sender sets `sent`,
     then `done` (and `failure` if it failed), and calls `finish` once, on the event loop."""
 
-    __slots__ = ("done", "due", "failure", "finish", "item", "phases", "sent", "stream")
-
-    def __init__(self, due: float, item: Any, finish: Callable[[TimedExchange], None]) -> None:
-        self.due = due
-        # The target's encoding of the input: bytes to write, a message, tensors.
-        self.item = item
-        self.finish = finish
-        self.sent = 0.0
-        self.done = 0.0
-        # A short text, identical for identical causes: failures are counted by it.
-        self.failure: str | None = None
-        # The server's own timings of this request in seconds, where it was asked for them.
-        self.phases: Mapping[str, float] | None = None
-        self.stream: StreamTimes | None = None
+    due: float
+    # The target's encoding of the input: bytes to write, a message, tensors.
+    item: Any
+    finish: Callable[[TimedExchange], None]
+    sent: float = 0.0
+    done: float = 0.0
+    # A short text, identical for identical causes: failures are counted by it.
+    failure: str | None = None
+    # The server's own timings of this request in seconds, where it was asked for them.
+    phases: Mapping[str, float] | None = None
+    stream: StreamTimes | None = None
 
 
+@dataclass(slots=True)
 class StreamTimes:
     """Arrival times of the chunks of a streamed answer, and its token counts."""
 
-    __slots__ = ("num_input_tokens", "num_output_tokens", "times")
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.num_input_tokens = 0
-        # As the server counts them, or else the number of chunks.
-        self.num_output_tokens = 0
+    times: list[float] = field(default_factory=list)
+    num_input_tokens: int = 0
+    # As the server counts them, or else the number of chunks.
+    num_output_tokens: int = 0
 
 
 class TimingSample(msgspec.Struct, frozen=True):

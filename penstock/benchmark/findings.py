@@ -7,18 +7,15 @@ risk; a note explains.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock import units
 from penstock.benchmark import headline, pacer, stats, steadiness, summary
-from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.pacer import Closed
 from penstock.benchmark.results import BenchRun, Level
-from penstock.benchmark.summary import (
-    PERCENTILES,
-    Figures,
-)
+from penstock.benchmark.summary import PERCENTILES, Figures
 
 Severity = Literal["error", "warning", "note"]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -73,9 +70,9 @@ def deciding_levels(run: BenchRun) -> set[int]:
     if run.max_rate is None:
         return every
     rates = {
-        index: level.load.profile.rate
+        index: rate
         for index, level in enumerate(run.levels)
-        if isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
+        if (rate := pacer.flat_rate(level.load)) is not None
     }
     answer = run.max_rate.rate.value
     kept = [rate for rate in rates.values() if rate <= answer * (1 + 1e-9)]
@@ -181,9 +178,7 @@ def _shared_machine(run: BenchRun, level: Level) -> Iterator[tuple[Severity, str
 def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
     """Report a period with no answers where many were expected. In a closed loop it affects hardly
     any request, so no percentile shows it."""
-    is_even = isinstance(level.load, Closed) or (
-        isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
-    )
+    is_even = isinstance(level.load, Closed) or pacer.flat_rate(level.load) is not None
     if not is_even or level.ending in ("interrupted", "lost"):
         return
     longest_s = silent_s = 0.0
@@ -229,71 +224,55 @@ def _warm_up(level: Level) -> str | None:
     warm_up = level.warm_up
     if warm_up is None or warm_up.is_steady or level.ending in ("interrupted", "lost"):
         return None
-    first, last = (
-        "no answer" if each is None else units.duration(each)
-        for each in (warm_up.first_s, warm_up.last_s)
-    )
+    ends_s = (warm_up.first_s, warm_up.last_s)
+    first, last = ("no answer" if each is None else units.duration(each) for each in ends_s)
     medians = f"(median {first} at first, {last} at last)."
-    if _is_same(warm_up.first_s, warm_up.last_s):
-        text = (
-            f"The warm-up of {warm_up.duration_s:.0f} s was too short, or the load too uneven, to"
-        )
-        return f"{text} tell that latency was steady {medians}"
-    text = f"Latency still changed when the warm-up of {warm_up.duration_s:.0f} s was over"
+    warming = f"warm-up of {warm_up.duration_s:.0f} s was"
+    known_s = [each for each in ends_s if each is not None]
+    if len(known_s) == 2 and math.isclose(*known_s, rel_tol=steadiness.TOLERANCE):
+        text = f"The {warming} too short, or the load too uneven, to tell that latency was steady"
+    else:
+        text = f"Latency still changed when the {warming} over"
     return f"{text} {medians}"
-
-
-def _is_same(first_s: float | None, last_s: float | None) -> bool:
-    if first_s is None or last_s is None:
-        return False
-    return math.isclose(first_s, last_s, rel_tol=steadiness.TOLERANCE)
 
 
 def _is_growing(level: Level) -> bool:
     """Whether latency keeps growing; only for open loops at a constant rate."""
-    is_flat = isinstance(level.load, Open) and isinstance(level.load.profile, pacer.Flat)
+    is_flat = pacer.flat_rate(level.load) is not None
     return is_flat and steadiness.trend(level.windows).is_growing
 
 
 def _imprecision(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:
     """Report levels that ended before they were precise enough; the worst one sets the advice."""
-    errors: dict[int, float] = {}
-    for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
-        measured = row.latency.get(run.statistic)
-        is_asked = level.ending == "time" and run.precision_percent > 0
-        if is_asked and not _is_growing(level) and measured is not None and measured.value > 0:
-            errors[index] = 100 * measured.relative_error
-    deciding = deciding_levels(run)
-    wide = {
-        index: error
-        for index, error in errors.items()
-        if index in deciding and not error <= run.precision_percent
-    }
-    unbounded = [index for index, error in wide.items() if not math.isfinite(error)]
-    bounded = [index for index in wide if index not in unbounded]
-    if bounded:
-        yield from _findings(bounded, _wide_text(run, [wide[index] for index in bounded], bounded))
+    bounded: dict[int, float] = {}
+    unbounded: list[int] = []
+    for index in sorted(deciding_levels(run)) if run.precision_percent > 0 else ():
+        level, measured = run.levels[index], figures[index].latency.get(run.statistic)
+        if level.ending != "time" or _is_growing(level) or measured is None:
+            continue
+        error = 100 * measured.relative_error
+        if measured.value > 0 and not math.isfinite(error):
+            unbounded.append(index)
+        elif measured.value > 0 and error > run.precision_percent:
+            bounded[index] = error
+    for index in bounded:
+        yield Finding("warning", _wide_text(run, bounded), index)
     if unbounded:
         span = units.duration(max(run.levels[index].measured_s for index in unbounded))
+    for index in unbounded:
         text = f"How high {run.statistic} may be cannot be said from {span}: measure longer."
-        yield from _findings(unbounded, text)
-
-
-def _findings(indices: Sequence[int], text: str) -> Iterator[Finding]:
-    for index in indices:
         yield Finding("warning", text, index)
 
 
-def _wide_text(run: BenchRun, errors: Sequence[float], indices: Sequence[int]) -> str:
-    lowest, highest = units.number(min(errors)), units.number(max(errors))
+def _wide_text(run: BenchRun, errors: Mapping[int, float]) -> str:
+    """Describe the relative errors of levels, in percent by their index."""
+    lowest, highest = (units.number(each(errors.values())) for each in (min, max))
     known = f"±{highest} %" if lowest == highest else f"±{lowest} to ±{highest} %"
-    spans_s = [run.levels[index].measured_s for index in indices]
+    spans_s = {index: run.levels[index].measured_s for index in errors}
     # The width of an interval shrinks with the square root of the time.
-    needed_s = max(
-        span_s * (error / run.precision_percent) ** 2
-        for span_s, error in zip(spans_s, errors, strict=True)
-    )
-    text = f"{run.statistic} is known to {known} only: {units.duration(max(spans_s))} were not"
+    needed_s = max(spans_s[i] * (errors[i] / run.precision_percent) ** 2 for i in errors)
+    span = units.duration(max(spans_s.values()))
+    text = f"{run.statistic} is known to {known} only: {span} were not"
     if needed_s > LONGEST_ADVICE_S:
         return f"{text} enough, by far; or something disturbs the server, or its machine."
     a_level = "" if len(errors) == 1 else " a level"

@@ -16,31 +16,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 import uvloop
 
+from penstock.benchmark import messages
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
-from penstock.benchmark.messages import (
-    Answer,
-    Broken,
-    Count,
-    Counted,
-    Ended,
-    GeneratorReport,
-    Go,
-    LoadPrepared,
-    PrepareLoad,
-    Question,
-    SetUp,
-    StopLoad,
-    TargetOpened,
-    decode_question,
-    encode,
-)
 from penstock.benchmark.pacer import Closed, Replay
-from penstock.benchmark.targets import Target
+from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets.kinds import open_target
 from penstock.data import Origin, RequestForm, open_source
 from penstock.errors import ConfigError, PenstockError
@@ -54,38 +38,37 @@ NUM_OPEN_AT_FIRST = 16
 class Generator:
     """Answers the conductor's questions; `tell` sends it an answer."""
 
-    def __init__(self, tell: Callable[[Answer], None]) -> None:
+    def __init__(self, setup: messages.SetUp, tell: Callable[[messages.Answer], None]) -> None:
+        self._setup = setup
         self._tell = tell
-        self._set_up: SetUp | None = None
-        self._target: Target | None = None
-        self._form: RequestForm | None = None
-        self._feed: Feed | None = None
+        self._target = open_target(setup.target)
+        self._form: RequestForm
+        self._feed: Feed
         self._running: ClosedLoop | OpenLoop | None = None
         self._report: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         self._give_up_at = 0.0
         self._num_waited_before = 0
 
-    async def answer(self, question: Question) -> None:
+    async def answer(self, question: messages.Question) -> None:
         match question:
-            case SetUp():
-                await self._open(question)
-            case PrepareLoad():
+            case messages.SetUp():
+                await self._open()
+            case messages.PrepareLoad():
                 await self._prepare(question)
-            case Go():
+            case messages.Go():
                 assert self._running is not None
                 self._running.start(question.start)
                 self._plan_report()
-            case StopLoad():
+            case messages.StopLoad():
                 assert self._running is not None
                 self._give_up_at = max(question.at, time.monotonic()) + question.patience_s
                 if self._ending is None:
                     self._running.stop(question.at)
                     self._ending = asyncio.ensure_future(self._end())
                     self._ending.add_done_callback(_raise_failure)
-            case Count():
-                assert self._target is not None
-                self._tell(Counted(await self._target.counters()))
+            case messages.Count():
+                self._tell(messages.Counted(await self._target.counters()))
             case _:
                 assert_never(question)
 
@@ -94,58 +77,50 @@ class Generator:
             self._report.cancel()
         if self._running is not None:
             self._running.close()
-        if self._target is not None:
-            await self._target.close()
+        await self._target.close()
 
-    async def _open(self, setup: SetUp) -> None:
-        self._set_up = setup
-        self._target = open_target(setup.target)
+    async def _open(self) -> None:
         description, self._form = await self._target.describe()
-        origin = self._open_feed(setup, self._target)
+        origin = self._open_feed()
         # A target that connected in `describe` does not connect again here; an in-process model
         # never connects.
         is_connected = self._target.num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
-        opened = TargetOpened(description, origin, time.monotonic() - began)
-        opened.load_s = self._target.load_s
-        if is_connected:
-            opened.connect_s = None
-        if setup.is_first:
+        connect_s = None if is_connected else time.monotonic() - began
+        cold_start = ColdStart(connect_s=connect_s, load_s=self._target.load_s)
+        opened = messages.TargetOpened(description, origin, cold_start)
+        if self._setup.is_first:
             first = await self._ask_once()
-            opened.first_s = first.done - first.sent
+            cold_start.first_s = first.done - first.sent
             opened.first_failure = first.failure or ""
         self._tell(opened)
 
-    def _open_feed(self, setup: SetUp, target: Target) -> Origin:
+    def _open_feed(self) -> Origin:
         """Open the inputs, starting at the first one."""
-        assert self._form is not None
+        setup = self._setup
         source = open_source(setup.inputs, self._form, setup.index, setup.num_processes)
-        self._feed = Feed(source, target)
+        self._feed = Feed(source, self._target)
         return source.origin
 
     async def _ask_once(self) -> TimedExchange:
-        assert self._target is not None and self._feed is not None
         answered: asyncio.Future[TimedExchange] = asyncio.get_running_loop().create_future()
         exchange = TimedExchange(0.0, self._feed.next(), answered.set_result)
         exchange.due = time.monotonic()
         self._target.send(exchange)
         return await answered
 
-    async def _prepare(self, question: PrepareLoad) -> None:
-        assert self._set_up is not None and self._target is not None
-        setup = self._set_up
+    async def _prepare(self, question: messages.PrepareLoad) -> None:
+        place = (self._setup.index, self._setup.num_processes)
         if self._running is not None:
             self._running.close()
         if isinstance(question.load, Replay):
             # A trace always starts with its own first request.
-            self._open_feed(setup, self._target)
+            self._open_feed()
         num_connections = NUM_OPEN_AT_FIRST
         if isinstance(question.load, Closed):
-            num_connections = share_of(question.load.concurrency, setup.index, setup.num_processes)
+            num_connections = share_of(question.load.concurrency, *place)
         await self._target.open(num_connections)
-        place = (setup.index, setup.num_processes)
-        assert self._feed is not None
         self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
         self._ending = None
         self._num_waited_before = self._target.num_waited
@@ -154,11 +129,11 @@ class Generator:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        self._tell(LoadPrepared())
+        self._tell(messages.LoadPrepared())
 
     async def _end(self) -> None:
         """Wait for the requests in flight until `_give_up_at`, then cancel them."""
-        assert self._running is not None and self._target is not None
+        assert self._running is not None
         ended = self._running.ended
         while not ended.is_set() and (left_s := self._give_up_at - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -173,7 +148,7 @@ class Generator:
             self._report.cancel()
         self._tell_progress()
         self._running.close()
-        self._tell(Ended(self._running.is_through))
+        self._tell(messages.Ended(self._running.is_through))
 
     def _plan_report(self) -> None:
         self._report = asyncio.get_running_loop().call_later(REPORT_S, self._make_report)
@@ -184,11 +159,11 @@ class Generator:
 
     def _tell_progress(self) -> None:
         running, target = self._running, self._target
-        assert running is not None and target is not None
+        assert running is not None
         in_flight = running.in_flight
         now = time.monotonic()
         self._tell(
-            GeneratorReport(
+            messages.GeneratorReport(
                 at=now,
                 columns=running.collector.take(),
                 in_flight=in_flight.now,
@@ -207,39 +182,41 @@ def _raise_failure(task: asyncio.Task[None]) -> None:
         task.result()
 
 
-async def run(questions: asyncio.StreamReader, tell: Callable[[Answer], None]) -> None:
+async def run(questions: asyncio.StreamReader, tell: Callable[[messages.Answer], None]) -> None:
     """Answer questions until the conductor disconnects or a failure occurs."""
-    generator = Generator(tell)
-    loop = asyncio.get_running_loop()
-    broken: asyncio.Future[None] = loop.create_future()
+    failures: list[BaseException] = []
 
-    def fail(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        if not broken.done():
-            error = context.get("exception")
-            broken.set_exception(
-                error if isinstance(error, Exception) else RuntimeError(context["message"])
-            )
+    def fail(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        failures.append(context.get("exception") or RuntimeError(context["message"]))
+        serving.cancel()
 
-    loop.set_exception_handler(fail)
-    serving = asyncio.ensure_future(_serve(generator, questions))
+    asyncio.get_running_loop().set_exception_handler(fail)
+    serving = asyncio.ensure_future(_serve(questions, tell))
     try:
-        await asyncio.wait({serving, broken}, return_when=asyncio.FIRST_COMPLETED)
-        if broken.done():
-            serving.cancel()
-            broken.result()
-        await serving
+        await asyncio.wait({serving})
+        if failures:
+            raise failures[0]
+        serving.result()
     except ConfigError as error:
-        tell(Broken(list(error.problems)))
+        tell(messages.Broken(list(error.problems)))
     except PenstockError as error:
-        tell(Broken([str(error)]))
+        tell(messages.Broken([str(error)]))
+    if failures and not serving.cancelled():
+        serving.result()  # Closing failed, too.
+
+
+async def _serve(questions: asyncio.StreamReader, tell: Callable[[messages.Answer], None]) -> None:
+    generator = None
+    try:
+        while (body := await framing.read(questions)) is not None:
+            question = messages.decode_question(body)
+            if generator is None:
+                assert isinstance(question, messages.SetUp), question
+                generator = Generator(question, tell)
+            await generator.answer(question)
     finally:
-        broken.cancel()
-        await generator.close()
-
-
-async def _serve(generator: Generator, questions: asyncio.StreamReader) -> None:
-    while (body := await framing.read(questions)) is not None:
-        await generator.answer(decode_question(body))
+        if generator is not None:
+            await generator.close()
 
 
 async def _main(out: int) -> None:
@@ -251,7 +228,7 @@ async def _main(out: int) -> None:
         asyncio.streams.FlowControlMixin, os.fdopen(out, "wb", 0)
     )
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    await run(reader, lambda answer: writer.write(framing.frame(encode(answer))))
+    await run(reader, lambda answer: writer.write(framing.frame(messages.encode(answer))))
     with contextlib.suppress(ConnectionError):  # The conductor was killed.
         await writer.drain()
     writer.close()

@@ -11,15 +11,10 @@ from typing import Literal
 
 from penstock import slo as promises
 from penstock import units
-from penstock.benchmark import stats, verdicts
-from penstock.benchmark.pacer import Flat, Open
+from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.benchmark.stats import Interval
-from penstock.benchmark.summary import (
-    in_order,
-    label_of,
-    slo_of,
-)
+from penstock.benchmark.summary import in_order, label_of, slo_of
 from penstock.benchmark.verdicts import IntervalVerdict
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 
@@ -69,18 +64,17 @@ def _headline(run: BenchRun) -> Headline:
         # Its earlier percentiles do not matter.
         return Headline("missed", f"SLO missed: {run.problem}")
     levels = _levels_at(in_order(run), limits)
-    judged = [_judged(run, level, limits) for level in levels]
+    judged = [_Judged(level, verdicts_of(run, level, limits)) for level in levels]
     if not judged:
         return Headline("not measured", "SLO not judged: nothing was measured")
     outcomes = [each.outcome for each in judged]
+    place = " at every level" if len(judged) > 1 else ""
     if "not measured" in outcomes and "missed" not in outcomes:
         return Headline("not measured", f"SLO not judged: {_first(judged, 'not measured').text}")
     if set(outcomes) == {"kept"}:
-        place = " at every level" if len(judged) > 1 else ""
         return Headline("kept", f"SLO kept{place}: {judged[-1].text}")
     if "kept" in outcomes:
         return Headline("partly kept", _partly_text(judged))
-    place = " at every level" if len(judged) > 1 else ""
     return Headline("missed", f"SLO missed{place}: {_first(judged, 'missed').text}")
 
 
@@ -104,11 +98,9 @@ def _without_slo(run: BenchRun) -> str:
 def level_outcome(run: BenchRun, level: Level) -> promises.Outcome:
     """Return the outcome of a level; "not measured" also without an SLO."""
     limits = slo_of(run)
-    return "not measured" if limits is None else _judged(run, level, limits).outcome
-
-
-def _judged(run: BenchRun, level: Level, limits: Slo) -> _Judged:
-    return _Judged(level, verdicts_of(run, level, limits))
+    if limits is None:
+        return "not measured"
+    return _Judged(level, verdicts_of(run, level, limits)).outcome
 
 
 def verdicts_of(run: BenchRun, level: Level, limits: Slo) -> tuple[IntervalVerdict, ...]:
@@ -137,9 +129,7 @@ def _levels_at(run: BenchRun, limits: Slo) -> list[Level]:
     found = [
         level
         for level in run.levels
-        if isinstance(level.load, Open)
-        and isinstance(level.load.profile, Flat)
-        and math.isclose(level.load.profile.rate, asked, rel_tol=0.01)
+        if math.isclose(pacer.flat_rate(level.load) or 0.0, asked, rel_tol=0.01)
     ]
     return found or run.levels
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from penstock.benchmark import pacer, stats, system
+from penstock.benchmark import pacer, stats
 from penstock.benchmark.crew import GeneratorPool
 from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.messages import Count, Counted, Ended, GeneratorReport, Go, StopLoad
@@ -20,9 +20,10 @@ from penstock.benchmark.plan import BenchPlan
 from penstock.benchmark.progress import LevelProgress as Shown
 from penstock.benchmark.progress import Phase
 from penstock.benchmark.recorder import Recorder
-from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample, WarmUp
+from penstock.benchmark.results import Ending, GeneratorUse, Level, WarmUp
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.steadiness import steadiness, trend
+from penstock.benchmark.system import SystemWatch
 from penstock.benchmark.targets import Counters
 from penstock.benchmark.verdicts import (
     has_overdue,
@@ -34,7 +35,6 @@ from penstock.benchmark.verdicts import (
 from penstock.errors import ConfigError
 
 TICK_S = 0.25
-SYSTEM_S = 0.5
 # Lead time, so that all generators know the start before it comes.
 LEAD_S = 0.05
 # A level is not called precise before this share of its time: a rare stall must get a chance.
@@ -279,16 +279,16 @@ class Meter:
         self, load: Load, phase: Phase, elapsed_of_s: tuple[float, float], windows: list[Window]
     ) -> None:
         elapsed_s, of_s = elapsed_of_s
-        recent = windows[-4:]
-        span_s = sum(window.length_s for window in recent)
+        recent = stats.merged(windows[-4:])
+        durations = recent.metrics.get(self._plan.decides.metric, stats.NO_DURATIONS)
         self._watch(
             Shown(
                 level=pacer.label(load),
                 phase=phase,
                 elapsed_s=elapsed_s,
                 of_s=of_s,
-                rate=sum(window.num_arrived for window in recent) / span_s if span_s else 0.0,
-                p99_s=stats.histogram(recent, self._plan.decides.metric).percentile(99),
+                rate=recent.num_arrived / recent.length_s if recent.length_s else 0.0,
+                p99_s=durations.percentile(99),
                 num_requests=sum(window.num_due for window in windows),
                 num_failed=sum(window.num_failed for window in windows),
                 statistic=self._plan.decides.name,
@@ -297,21 +297,6 @@ class Meter:
                 num_levels=len(self._plan.loads) or None,
             )
         )
-
-
-class SystemWatch:
-    """Samples the machine every half second."""
-
-    def __init__(self, start: float) -> None:
-        self._start = start
-        self._next = start + SYSTEM_S
-        self._sampler = system.Sampler()
-        self.samples: list[SystemSample] = []
-
-    def look(self, now: float) -> None:
-        if now >= self._next:
-            self._next = now + SYSTEM_S
-            self.samples.append(self._sampler.sample(now - self._start))
 
 
 def is_lost(windows: list[Window]) -> bool:

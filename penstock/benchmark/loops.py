@@ -79,22 +79,30 @@ class InFlightCount:
         return self._sum_s + self.now * (moment - self._zero)
 
 
-class ClosedLoop:
+class LoadLoop:
+    """What both loops have: items to send, and what became of them."""
+
+    def __init__(self, feed: Feed, target: Target) -> None:
+        self.collector = Collector()
+        self.in_flight = InFlightCount()
+        self.ended = asyncio.Event()
+        # Whether the load has reached its own end.
+        self.is_through = False
+        self._loop = asyncio.get_running_loop()
+        self._next_item = feed.next
+        self._send_to = target.send
+        self._stop_at = float("inf")
+
+
+class ClosedLoop(LoadLoop):
     """`share` clients with one request in flight each. Their first requests are due at the start,
     however late this process wakes up."""
 
     def __init__(self, feed: Feed, target: Target, share: int) -> None:
-        self.collector = Collector()
-        self.in_flight = InFlightCount()
-        self.is_through = False
-        self._loop = asyncio.get_running_loop()
-        self._next = feed.next
-        self._send_to = target.send
+        super().__init__(feed, target)
         self._share = share
-        self._stop_at = float("inf")
         self._num_pausing = 0
         self._has_begun = False
-        self.ended = asyncio.Event()
         if share == 0:
             self.ended.set()
 
@@ -119,7 +127,7 @@ class ClosedLoop:
             self._send(at)
 
     def _send(self, due: float) -> None:
-        exchange = TimedExchange(due, self._next(), self._finish)
+        exchange = TimedExchange(due, self._next_item(), self._finish)
         self.in_flight.begin(time.monotonic())
         self._send_to(exchange)
 
@@ -146,21 +154,14 @@ class ClosedLoop:
             self.ended.set()
 
 
-class OpenLoop:
+class OpenLoop(LoadLoop):
     """Sends each request when it is due, whatever happened to the earlier ones. `due` is this
     process's share of the schedule: ascending seconds from the start."""
 
     def __init__(self, feed: Feed, target: Target, due: Iterator[float]) -> None:
-        self.collector = Collector()
-        self.in_flight = InFlightCount()
-        self.ended = asyncio.Event()
-        self.is_through = False
-        self._loop = asyncio.get_running_loop()
-        self._next_item = feed.next
-        self._send_to = target.send
+        super().__init__(feed, target)
         self._due = due
         self._start = 0.0
-        self._stop_at = float("inf")
         self._next_due: float | None = None
         # Encoded before it is due, so that encoding adds no latency.
         self._item: Any = None

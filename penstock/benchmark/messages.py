@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.pacer import Load
+from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.data import InputSpec, Origin
 
@@ -53,9 +54,7 @@ class Count(msgspec.Struct, tag="count"):
 class TargetOpened(msgspec.Struct, tag="opened"):
     description: Description
     origin: Origin
-    connect_s: float | None
-    load_s: float | None = None
-    first_s: float | None = None
+    cold_start: ColdStart
     # Why the first request failed.
     first_failure: str = ""
 
@@ -99,18 +98,6 @@ class Broken(msgspec.Struct, tag="broken"):
 Question = SetUp | PrepareLoad | Go | StopLoad | Count
 Answer = TargetOpened | LoadPrepared | GeneratorReport | Ended | Counted | Broken
 
-_encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Question | Answer) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_question(body: bytes) -> Question:
-    return _questions.decode(body)
-
-
-def decode_answer(body: bytes) -> Answer:
-    return _answers.decode(body)
+encode = msgspec.msgpack.Encoder().encode
+decode_question = msgspec.msgpack.Decoder[Question](Question).decode
+decode_answer = msgspec.msgpack.Decoder[Answer](Answer).decode

@@ -156,10 +156,15 @@ def duration_s(load: Load) -> float | None:
     return sum(step.duration_s for step in load.profile.steps)
 
 
+def flat_rate(load: Load) -> float | None:
+    """Return the rate of an open loop at a constant rate; None for other loads."""
+    return load.profile.rate if isinstance(load, Open) and isinstance(load.profile, Flat) else None
+
+
 def mean_rate(load: Open | Replay) -> float:
     """Return requests per second over the whole load; infinite for a trace without duration."""
-    if isinstance(load, Open) and isinstance(load.profile, Flat):
-        return load.profile.rate
+    if (rate := flat_rate(load)) is not None:
+        return rate
     total_s = duration_s(load) or 0.0
     num = len(load.times) if isinstance(load, Replay) else _num_expected(load.profile)
     return num / total_s if total_s > 0 else math.inf

@@ -49,10 +49,6 @@ class Recorder:
         self.lateness = DurationHistogram()
         self.samples: list[TimingSample] = []
 
-    @property
-    def num_due(self) -> int:
-        return sum(window.num_due for window in self._windows.values())
-
     def stop(self, end: float) -> None:
         """End the level: later requests and later answers do not count, but the latency of requests
         due before `end` does, whenever they are answered."""

@@ -4,17 +4,16 @@ search gives, and saves the result so far after each."""
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from penstock.benchmark import pacer, stats, system
 from penstock.benchmark.findings import MAX_CPU_SHARE
 from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
-from penstock.benchmark.pacer import Closed, Load, Open
+from penstock.benchmark.pacer import Closed, Open
 from penstock.benchmark.plan import BenchPlan
 from penstock.benchmark.progress import LevelProgress
-from penstock.benchmark.results import BenchRun, ColdStart, Level
+from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError
 
@@ -24,79 +23,35 @@ PROBE_S = 2.0
 INTERRUPTED = "interrupted"
 
 
-class LoadPolicy(Protocol):
-    """Chooses the next load and learns from each measurement."""
-
-    def next(self) -> Load | None: ...
-    def add(self, load: Load, level: Level) -> None: ...
-    def answer(self, run: BenchRun) -> None: ...
-
-
-class GivenLoads:
-    """The loads of the plan, in order."""
-
-    def __init__(self, loads: Sequence[Load]) -> None:
-        self._left = list(loads)
-
-    def next(self) -> Load | None:
-        return self._left.pop(0) if self._left else None
-
-    def add(self, load: Load, level: Level) -> None:
-        pass
-
-    def answer(self, run: BenchRun) -> None:
-        """Report a knee, even unasked, if the sweep goes from one client to the plateau."""
-        search = KneeSearch()
+def conclude(run: BenchRun, search: KneeSearch | MaxRateSearch | None) -> None:
+    """Add what a search found. A sweep from one client to the plateau has a knee, even unasked."""
+    if isinstance(search, MaxRateSearch):
+        run.max_rate = search.max_rate
+        _note_generator_limit(run)
+    elif search is not None:
+        run.knee = search.knee
+    elif Closed(1) in [level.load for level in run.levels]:
+        sweep = KneeSearch()
         for level in run.levels:
             if not isinstance(level.load, Closed):
                 return
-            search.add(level.load, level.windows)
-        if Closed(1) in [level.load for level in run.levels]:
-            found = search.knee
-            run.knee = found if found is not None and not found.reason else None
+            sweep.add(level.load, level.windows)
+        run.knee = sweep.knee if sweep.knee is not None and not sweep.knee.reason else None
 
 
-class KneeChoice:
-    def __init__(self) -> None:
-        self._search = KneeSearch()
-
-    def next(self) -> Load | None:
-        return self._search.next()
-
-    def add(self, load: Load, level: Level) -> None:
-        assert isinstance(load, Closed)
-        self._search.add(load, level.windows)
-
-    def answer(self, run: BenchRun) -> None:
-        run.knee = self._search.knee
-
-
-class MaxRateChoice:
-    def __init__(self, search: MaxRateSearch) -> None:
-        self._search = search
-
-    def next(self) -> Load | None:
-        return self._search.next()
-
-    def add(self, load: Load, level: Level) -> None:
-        assert isinstance(load, Open)
-        self._search.add(load, level.windows)
-
-    def answer(self, run: BenchRun) -> None:
-        run.max_rate = found = self._search.max_rate
-        if found is None or found.reason:
-            return
-        # The lowest rate above the answer ended the search.
-        above = [level for level in run.levels if pacer.mean_rate(_open(level)) > found.rate.value]
-        lowest = min(above, key=lambda level: pacer.mean_rate(_open(level)), default=None)
-        if lowest is not None and max(lowest.generator.cpu_shares, default=0.0) >= MAX_CPU_SHARE:
-            rate = pacer.label(lowest.load)
-            found.reason = f"at {rate} the generator was the limit: the server may do more"
-
-
-def _open(level: Level) -> Open:
-    assert isinstance(level.load, Open)
-    return level.load
+def _note_generator_limit(run: BenchRun) -> None:
+    found = run.max_rate
+    if found is None or found.reason:
+        return
+    # The lowest rate above the answer ended the search.
+    rates = {
+        pacer.mean_rate(level.load): level for level in run.levels if isinstance(level.load, Open)
+    }
+    above = [rate for rate in rates if rate > found.rate.value]
+    lowest = rates[min(above)] if above else None
+    if lowest is not None and max(lowest.generator.cpu_shares, default=0.0) >= MAX_CPU_SHARE:
+        rate = pacer.label(lowest.load)
+        found.reason = f"at {rate} the generator was the limit: the server may do more"
 
 
 class Conductor:
@@ -171,35 +126,40 @@ class Conductor:
             batch_size=plan.inputs.batch_size,
             slo="" if plan.slo is None else str(plan.slo),
             price_per_hour=plan.price_per_hour,
-            cold_start=ColdStart(opened.first_s, opened.connect_s, opened.load_s),
+            cold_start=opened.cold_start,
             seed=plan.seed,
         )
 
     async def _measure_levels(self, run: BenchRun) -> str:
         """Measure all levels. Return the problem that ended the run, or an empty text."""
-        choice = await self._choice()
-        while not self.is_interrupted and (load := choice.next()) is not None:
+        search = await self._search()
+        loads = iter(self._plan.loads)
+        while not self.is_interrupted:
+            load = search.next() if search is not None else next(loads, None)
+            if load is None:
+                break
             level = await self._meter.measure(load, self._plan.duration_s)
             run.levels.append(level)
             if level.ending == "lost":
                 return f"the server stopped answering: {_last_failure(level)}"
-            choice.add(load, level)
+            if search is not None:
+                search.add(load, level.windows)
             self._keep(run)
         if self.is_interrupted:
             return INTERRUPTED
-        choice.answer(run)
+        conclude(run, search)
         return ""
 
-    async def _choice(self) -> LoadPolicy:
+    async def _search(self) -> KneeSearch | MaxRateSearch | None:
         plan = self._plan
         if plan.question == "knee":
-            return KneeChoice()
+            return KneeSearch()
         if plan.question == "max rate":
             assert plan.slo is not None
             probe = await self._meter.measure(Closed(PROBE_CONCURRENCY), PROBE_S)
             start = max(1.0, stats.throughput_interval(probe.windows).value / 2)
-            return MaxRateChoice(MaxRateSearch(plan.slo, start, arrivals=plan.arrivals, cv=plan.cv))
-        return GivenLoads(plan.loads)
+            return MaxRateSearch(plan.slo, start, arrivals=plan.arrivals, cv=plan.cv)
+        return None
 
 
 def _last_failure(level: Level) -> str:

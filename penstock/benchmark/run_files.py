@@ -57,12 +57,12 @@ def write_run(run: BenchRun, path: Path) -> None:
 def to_json(run: BenchRun) -> str:
     """Return the run as JSON, with a summary of each level."""
     verdict = headline_of(run)
-    data: dict[str, Any] = {"verdict": {"slo": verdict.outcome, "text": verdict.text}}
-    data |= plain(msgspec.to_builtins(run, str_keys=True))
+    data = plain(msgspec.to_builtins(run, str_keys=True))
     data["levels"] = [
         {"summary": _summary(run, level)} | values
         for level, values in zip(run.levels, data["levels"], strict=True)
     ]
+    data = {"verdict": {"slo": verdict.outcome, "text": verdict.text}} | data
     text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
     return LONG_ROWS.sub(lambda match: re.sub(r"\n *", " ", match[0]), text) + "\n"
 
@@ -128,10 +128,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _summary(run: BenchRun, level: Level) -> dict[str, Any]:
+def _summary(run: BenchRun, level: Level) -> dict[str, object]:
     """Summarise a level; None where a figure is unknown."""
     figures = summary.figures_of(run, level)
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "load": figures.label,
         "num_requests": figures.num_requests,
         "num_failed": figures.num_failed,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
 from penstock.benchmark.steadiness import trend
 from penstock.benchmark.verdicts import IntervalVerdict, measured, of_each_request, verdicts
@@ -75,7 +75,8 @@ class KneeSearch:
         near = self._near_knee()
         return Closed(near) if near is not None and near not in self._throughputs else None
 
-    def add(self, load: Closed, windows: Sequence[Window]) -> None:
+    def add(self, load: Load, windows: Sequence[Window]) -> None:
+        assert isinstance(load, Closed)
         # Measuring next to the knee moves it a little; the search does not follow.
         self._is_through = bool(self._tried) and load.concurrency < self._highest
         self._tried.append(load.concurrency)
@@ -162,8 +163,8 @@ class MaxRateSearch:
         rate = self._next_rate()
         return None if rate is None else Open(Flat(rate), self._arrivals, self._cv)
 
-    def add(self, load: Open, windows: Sequence[Window]) -> None:
-        assert isinstance(load.profile, Flat)
+    def add(self, load: Load, windows: Sequence[Window]) -> None:
+        assert isinstance(load, Open) and isinstance(load.profile, Flat)
         rate = load.profile.rate
         if not any(window.num_due for window in windows):
             self._is_silent = True
@@ -260,10 +261,8 @@ class MaxRateSearch:
         """Return the rate at which the upper end of the worst latency's interval crosses its limit,
         but never one inside the bracket, where nothing was measured. NaN: no rate clearly kept."""
         end = self._high or math.inf
-        kept = [r for r in self._verdicts if self._is_kept(r) and r < end and not self._is_close(r)]
-        if not kept:
-            return math.nan
-        low = max(kept)
+        sure = (rate for rate in self._verdicts if rate < end and not self._is_close(rate))
+        low = max(sure, default=math.nan)
         above = min((rate for rate in self._verdicts if rate > low), default=None)
         if above is None or self._low is None:
             return low
@@ -272,14 +271,8 @@ class MaxRateSearch:
     def _surely_missed(self) -> float:
         """The same for the lower end of the interval. NaN: no rate clearly missed."""
         begin = self._low or 0.0
-        missed = [
-            r
-            for r in self._verdicts
-            if not self._is_kept(r) and r > begin and not self._is_close(r)
-        ]
-        if not missed:
-            return math.nan
-        high = min(missed)
+        missed = (rate for rate in self._verdicts if rate > begin and not self._is_kept(rate))
+        high = min((rate for rate in missed if not self._is_close(rate)), default=math.nan)
         below = max((rate for rate in self._verdicts if rate < high), default=None)
         if below is None or self._high is None:
             return high

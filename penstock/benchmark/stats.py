@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 else:
     # JSON has no NaN; files hold null instead.
     Number = float | None
-
-Finding = Literal["regression", "improvement", "no difference shown"]
 
 
 class DurationHistogram(msgspec.Struct):
@@ -93,11 +91,6 @@ class DurationHistogram(msgspec.Struct):
         """Return how many are shorter; a bucket that contains `seconds` counts in proportion."""
         shares = _shares_below(np.array(list(self.counts), np.int64), seconds)
         return float(shares @ np.array(list(self.counts.values()), np.float64))
-
-    def share_below(self, seconds: float) -> float:
-        """Return a share between 0 and 1; NaN when empty."""
-        total = self.total
-        return self.num_below(seconds) / total if total else math.nan
 
 
 def _buckets(seconds: Array) -> Array:
@@ -184,18 +177,20 @@ class Interval(msgspec.Struct, frozen=True):
         return max(self.high - self.value, self.value - self.low) / self.value
 
 
+NOTHING = Interval(math.nan, math.nan, math.nan)
+
+
 class RatioTest(msgspec.Struct, frozen=True):
     """`ratio` is b over a. `p_value`: the probability of such a ratio if b were not worse than a by
     more than the tolerance."""
 
     ratio: Interval
     p_value: float
-    finding: Finding
 
 
 def merged(windows: Sequence[Window]) -> Window:
-    """Merge neighbouring windows, at least one, into one."""
-    whole = windows[0].copy()
+    """Merge neighbouring windows into one."""
+    whole = windows[0].copy() if windows else Window(0.0, 0.0)
     for window in windows[1:]:
         whole.length_s += window.length_s
         add_counts(whole, window)
@@ -293,7 +288,7 @@ def ratio_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -
     """Return sum of `parts` over sum of `sizes`, both by window: a rate, a mean, a share."""
     total = float(np.sum(sizes))
     if total <= 0:
-        return Interval(math.nan, math.nan, math.nan)
+        return NOTHING
     value = float(np.sum(parts)) / total
     if len(parts) < 2:
         return Interval(value, math.nan, math.nan)
@@ -359,7 +354,7 @@ def percentile_interval(
     never = [window.num_failed if with_failures else 0 for window in windows]
     total = num_good + sum(never)
     if not total:
-        return Interval(math.nan, math.nan, math.nan)
+        return NOTHING
 
     def at(rank: int) -> float:
         return whole.at_rank(rank) if rank <= num_good else math.inf
@@ -429,7 +424,7 @@ def compare_throughput(
     turned = _compared(throughput_interval(b), throughput_interval(a), degrees, tolerance)
     value, low, high = turned.ratio.value, turned.ratio.low, turned.ratio.high
     ratio = Interval(_inverse(value), _inverse(high), _inverse(low))
-    return RatioTest(ratio, turned.p_value, turned.finding)
+    return RatioTest(ratio, turned.p_value)
 
 
 def _inverse(number: float) -> float:
@@ -437,11 +432,11 @@ def _inverse(number: float) -> float:
 
 
 def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> RatioTest:
-    """Compare logarithms, each side with the error in the direction that matters: intervals of
-    percentiles are not symmetric."""
+    """Compare logarithms, each side with the error in the direction of the other side: intervals
+    of percentiles are not symmetric."""
     is_known = all(0 < side.value < math.inf and side.low >= 0 for side in (a, b))
     if not is_known:
-        return RatioTest(Interval(math.nan, math.nan, math.nan), math.nan, "no difference shown")
+        return RatioTest(NOTHING, math.nan)
     log_ratio = math.log(b.value / a.value)
     downwards = math.hypot(_log(b.value, b.low), _log(a.high, a.value))
     upwards = math.hypot(_log(b.high, b.value), _log(a.value, a.low))
@@ -449,11 +444,11 @@ def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: flo
         math.exp(log_ratio), math.exp(log_ratio - downwards), _exp(log_ratio + upwards)
     )
     margin = math.log1p(tolerance)
-    worse = _p_value(log_ratio - margin, _errors(b, a, degrees), degrees)
-    better = _p_value(-log_ratio - margin, _errors(a, b, degrees[::-1]), degrees)
-    if worse < ALPHA:
-        return RatioTest(ratio, worse, "regression")
-    return RatioTest(ratio, worse, "improvement" if better < ALPHA else "no difference shown")
+    errors = (
+        _log(b.value, b.low) / student_t(degrees[1]),
+        _log(a.high, a.value) / student_t(degrees[0]),
+    )
+    return RatioTest(ratio, _p_value(log_ratio - margin, errors, degrees))
 
 
 def _log(high: float, low: float) -> float:
@@ -462,14 +457,6 @@ def _log(high: float, low: float) -> float:
 
 def _exp(number: float) -> float:
     return math.exp(number) if number < 700 else math.inf
-
-
-def _errors(upper: Interval, lower: Interval, degrees: tuple[int, int]) -> tuple[float, float]:
-    """Return the standard errors of both sides, each in the direction of the other side."""
-    return (
-        _log(upper.value, upper.low) / student_t(degrees[1]),
-        _log(lower.high, lower.value) / student_t(degrees[0]),
-    )
 
 
 def _p_value(excess: float, errors: tuple[float, float], degrees: tuple[int, int]) -> float:

@@ -12,14 +12,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from penstock.benchmark.stats import (
-    NO_DURATIONS,
-    DurationHistogram,
-    Window,
-    histogram,
-    merged,
-    student_t,
-)
+from penstock.benchmark import stats
+from penstock.benchmark.stats import DurationHistogram, Window
 from penstock.types import Array
 
 # A smaller relative change between thirds counts as none.
@@ -61,8 +55,8 @@ def steadiness(windows: Sequence[Window], patience_s: float) -> Steadiness:
     return Steadiness(
         is_steady,
         is_steady or sum(window.length_s for window in windows) >= patience_s,
-        histogram(windows[:third]).percentile(50),
-        histogram(windows[-third:] if third else []).percentile(50),
+        stats.histogram(windows[:third]).percentile(50),
+        stats.histogram(windows[-third:] if third else []).percentile(50),
     )
 
 
@@ -79,11 +73,11 @@ def _is_steady(windows: Sequence[Window]) -> bool:
 
 def _groups(windows: Sequence[Window], num: int) -> list[Window]:
     ends = np.linspace(0, len(windows), num + 1).astype(int).tolist()
-    return [merged(windows[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [stats.merged(windows[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
 
 
 def _latency(window: Window) -> DurationHistogram:
-    return window.metrics.get("latency", NO_DURATIONS)
+    return window.metrics.get("latency", stats.NO_DURATIONS)
 
 
 def _is_same(values: Array, is_shown: bool) -> bool:
@@ -100,7 +94,7 @@ def _is_same(values: Array, is_shown: bool) -> bool:
     error = noise * math.sqrt(2 / size)
     # At this pace the change triples by the time the warm-up is twice as long.
     is_drifting = (
-        3 * change > TOLERANCE and change > student_t(2 * size - 2, DRIFT_CONFIDENCE) * error
+        3 * change > TOLERANCE and change > stats.student_t(2 * size - 2, DRIFT_CONFIDENCE) * error
     )
     if is_drifting:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
@@ -16,7 +17,6 @@ from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.targets import Counters
 from penstock.slo import Goodput, Latency, Slo
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
@@ -93,28 +93,22 @@ class Figures:
 
 def figures_of(run: BenchRun, level: Level) -> Figures:
     windows, limits = level.windows, slo_of(run)
-    failures: dict[str, int] = {}
-    for window in windows:
-        for cause, amount in window.failures.items():
-            failures[cause] = failures.get(cause, 0) + amount
-    span_s = sum(window.length_s for window in windows)
-    num_tokens = (
-        sum(window.num_input_tokens for window in windows),
-        sum(window.num_output_tokens for window in windows),
-    )
-    metrics = {name for window in windows for name in window.metrics}
+    whole = stats.merged(windows)
+    has_tokens = whole.num_output_tokens > 0 and whole.length_s > 0
     return Figures(
         label=label_of(level),
-        num_requests=sum(window.num_due for window in windows),
-        num_good=sum(window.num_good for window in windows),
-        failures=dict(sorted(failures.items(), key=lambda item: -item[1])),
+        num_requests=whole.num_due,
+        num_good=whole.num_good,
+        failures=dict(sorted(whole.failures.items(), key=lambda item: -item[1])),
         throughput=stats.throughput_interval(windows),
         mean_s=stats.histogram(windows, "latency").mean(),
         latency=_percentiles(windows, "latency"),
-        streams={name: _percentiles(windows, name) for name in STREAM_METRICS if name in metrics},
+        streams={
+            name: _percentiles(windows, name) for name in STREAM_METRICS if name in whole.metrics
+        },
         goodput_percent=_goodput(windows, limits),
-        input_tokens_per_s=num_tokens[0] / span_s if num_tokens[1] and span_s else None,
-        output_tokens_per_s=num_tokens[1] / span_s if num_tokens[1] and span_s else None,
+        input_tokens_per_s=whole.num_input_tokens / whole.length_s if has_tokens else None,
+        output_tokens_per_s=whole.num_output_tokens / whole.length_s if has_tokens else None,
         breakdown=breakdown_of(level),
         utilisation=utilisation_of(run, level),
     )
@@ -166,26 +160,15 @@ def utilisation_of(run: BenchRun, level: Level) -> dict[str, float]:
     """Return means over the level. The machine counts only if the server runs on it."""
     found: dict[str, float] = {}
     if run.environment.is_server_local and level.system:
-        found["CPU"] = _mean([sample.cpu_percent for sample in level.system])
+        found["CPU"] = fmean(sample.cpu_percent for sample in level.system)
         for index in range(min(len(sample.gpu_percent) for sample in level.system)):
             name = "GPU" if len(run.environment.gpus) <= 1 else f"GPU {index}"
-            found[name] = _mean([sample.gpu_percent[index] for sample in level.system])
-    busy = _instances_busy(level.server, run.target.num_instances, level.measured_s)
-    if busy is not None:
-        found["instances"] = busy
+            found[name] = fmean(sample.gpu_percent[index] for sample in level.system)
+    server, num_instances = level.server, run.target.num_instances
+    if server is not None and server.busy_ns is not None and num_instances and level.measured_s > 0:
+        busy = 100 * server.busy_ns * NANOSECOND / (level.measured_s * num_instances)
+        found["instances"] = min(100.0, busy)
     return found
-
-
-def _instances_busy(
-    server: Counters | None, num_instances: int | None, measured_s: float
-) -> float | None:
-    if server is None or server.busy_ns is None or not num_instances or measured_s <= 0:
-        return None
-    return min(100.0, 100 * server.busy_ns * NANOSECOND / (measured_s * num_instances))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def slo_of(run: BenchRun) -> Slo | None:

@@ -16,33 +16,40 @@ import penstock
 from penstock.benchmark.results import Environment, SystemSample
 from penstock.system import devices
 
+SAMPLE_S = 0.5
 PACKAGES = ("numpy", "onnxruntime", "openvino", "torch", "grpcio", "uvloop")
 
 
-class Sampler:
-    """Samples the machine; the first CPU reading only starts psutil's counter."""
+class SystemWatch:
+    """Samples the machine every half second while measuring."""
 
-    def __init__(self) -> None:
-        psutil.cpu_percent(None)
+    def __init__(self, start: float) -> None:
+        self.samples: list[SystemSample] = []
+        self._start = start
+        self._next = start + SAMPLE_S
+        psutil.cpu_percent(None)  # Starts psutil's counter.
 
-    def sample(self, at_s: float) -> SystemSample:
-        sample = SystemSample(at_s, psutil.cpu_percent(None), psutil.virtual_memory().used)
-        with suppress(Exception):  # Some virtual machines do not report it.
-            sample.cpu_mhz = float(psutil.cpu_freq().current)
-        for use in devices.read_uses():
-            _add(use, sample)
-        return sample
+    def look(self, now: float) -> None:
+        if now >= self._next:
+            self._next = now + SAMPLE_S
+            self.samples.append(take_sample(now - self._start))
 
 
-def _add(use: devices.GpuUse, sample: SystemSample) -> None:
-    if use.utilization is not None:
-        sample.gpu_percent.append(100 * use.utilization)
-    if use.memory_used_bytes is not None:
-        sample.gpu_memory_bytes.append(use.memory_used_bytes)
-    if use.power_watts is not None:
-        sample.gpu_watts.append(use.power_watts)
-    if use.clock_mhz is not None:
-        sample.gpu_mhz.append(use.clock_mhz)
+def take_sample(at_s: float) -> SystemSample:
+    mhz = None
+    with suppress(Exception):  # Some virtual machines do not report it.
+        mhz = float(psutil.cpu_freq().current)
+    gpus = devices.read_uses()
+    return SystemSample(
+        at_s,
+        psutil.cpu_percent(None),
+        psutil.virtual_memory().used,
+        mhz,
+        [100 * gpu.utilization for gpu in gpus if gpu.utilization is not None],
+        [gpu.memory_used_bytes for gpu in gpus if gpu.memory_used_bytes is not None],
+        [gpu.power_watts for gpu in gpus if gpu.power_watts is not None],
+        [gpu.clock_mhz for gpu in gpus if gpu.clock_mhz is not None],
+    )
 
 
 def environment(address: str) -> Environment:

@@ -11,16 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.benchmark import stats
 from penstock.benchmark.recorder import limits
-from penstock.benchmark.stats import (
-    CONFIDENCE,
-    Interval,
-    Window,
-    mean_interval,
-    percentile_interval,
-    share_interval,
-    throughput_interval,
-)
+from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.steadiness import trend
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
 
@@ -57,7 +50,7 @@ class IntervalVerdict:
 
 
 def measured(
-    windows: Sequence[Window], slo: Slo, confidence: float = CONFIDENCE
+    windows: Sequence[Window], slo: Slo, confidence: float = stats.CONFIDENCE
 ) -> dict[str, Interval]:
     """Return intervals by `term.name`, without terms that windows cannot measure (cost, memory)."""
     found = {}
@@ -65,7 +58,7 @@ def measured(
         if isinstance(term, Latency):
             found[term.name] = _latency(windows, term, confidence)
         elif isinstance(term, Throughput):
-            found[term.name] = throughput_interval(windows, confidence)
+            found[term.name] = stats.throughput_interval(windows, confidence)
         elif isinstance(term, Goodput):
             found[term.name] = _goodput(windows, slo, confidence)
     return found
@@ -75,9 +68,9 @@ def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Int
     if term.statistic == "mean":
         if any(window.num_failed for window in windows):
             return Interval(math.inf, math.inf, math.inf)
-        return mean_interval(windows, term.metric, confidence)
+        return stats.mean_interval(windows, term.metric, confidence)
     percent = float(term.statistic.removeprefix("p"))
-    return percentile_interval(
+    return stats.percentile_interval(
         windows, term.metric, percent, with_failures=True, confidence=confidence
     )
 
@@ -87,7 +80,7 @@ def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval
     in_time = [_num_in_time(window, slo) for window in windows]
     parts = np.array([math.nan if num is None else num for num in in_time], np.float64)
     sizes = np.array([window.num_due for window in windows], np.float64)
-    share = share_interval(parts, sizes, confidence)
+    share = stats.share_interval(parts, sizes, confidence)
     return Interval(share.value * 100, share.low * 100, share.high * 100)
 
 

@@ -46,7 +46,6 @@ class StateReader:
         self._calls: dict[CallKey, tuple[ModelConfig, ExampleCall]] = {}
 
     def read(self, scopes: Sequence[str]) -> ServerState:
-        """Return what a caller with these scopes may see."""
         catalog = self._catalog
         known, self._calls = self._calls, {}
         models = []

@@ -5,6 +5,7 @@ A source knows tensors and texts, but no protocol. Process i of n takes its own 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.data.cycling import shares
@@ -36,7 +37,7 @@ def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: i
     problems = _problems(spec, form)
     if problems:
         raise ConfigError(problems)
-    trace = read_trace(spec.trace_path) if spec.trace_path else None
+    trace = read_trace(spec.trace_path) if spec.trace_path else Trace(())
     sizes = _sizes(spec, trace, index, num_processes)
     if not _takes_limit(form):
         sizes.answers = None
@@ -93,21 +94,18 @@ def _check_fields(form: RequestForm, sizes: Sizes) -> None:
         raise ConfigError([f"the body names {missing}: expected a data file with these fields"])
 
 
-def _sizes(spec: InputSpec, trace: Trace | None, index: int, num_processes: int) -> Sizes:
+def _sizes(spec: InputSpec, trace: Trace, index: int, num_processes: int) -> Sizes:
     """Return the lengths of requests and answers; requested lengths override those of a trace."""
-    sizes = Sizes()
-    if trace is not None:
-        recorded = f"as recorded in {trace.name}"
-        if trace.input_tokens is not None:
-            sizes.requests = followed(trace.input_tokens, index, num_processes)
-            sizes.requests_text = recorded
-        if trace.output_tokens is not None:
-            sizes.answers = followed(trace.output_tokens, index, num_processes)
-            sizes.answers_text = recorded
-    if spec.lengths is not None:
-        sizes.requests = drawn(spec.lengths, (spec.seed, index, 1))
-        sizes.requests_text = str(spec.lengths)
-    if spec.output_lengths is not None:
-        sizes.answers = drawn(spec.output_lengths, (spec.seed, index, 2))
-        sizes.answers_text = str(spec.output_lengths)
-    return sizes
+
+    def one(
+        asked: Lengths | None, recorded: tuple[int, ...] | None, number: int
+    ) -> tuple[Iterator[int] | None, str]:
+        if asked is not None:
+            return drawn(asked, (spec.seed, index, number)), str(asked)
+        if recorded is not None:
+            return followed(recorded, index, num_processes), f"as recorded in {trace.name}"
+        return None, ""
+
+    requests, requests_text = one(spec.lengths, trace.input_tokens, 1)
+    answers, answers_text = one(spec.output_lengths, trace.output_tokens, 2)
+    return Sizes(requests, answers, requests_text, answers_text)

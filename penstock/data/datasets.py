@@ -7,24 +7,11 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import penstock.data.example_sets as example_sets
+import penstock.data.files as files
 from penstock.data.cycling import shares
-from penstock.data.example_sets import (
-    Columns,
-    TensorExamples,
-    TextExamples,
-    check_batches,
-    from_arrays,
-    from_list,
-    from_rows,
-)
-from penstock.data.files import (
-    ARRAY_SUFFIXES,
-    ROW_SUFFIXES,
-    FileRows,
-    digest,
-    read_arrays,
-    read_rows,
-)
+from penstock.data.example_sets import Columns
+from penstock.data.files import FileRows
 from penstock.data.images import Images, read_images
 from penstock.data.lengths import Sizes
 from penstock.data.non_finite import describe
@@ -52,7 +39,7 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
     account = DatasetSummary([path])
     if form.kind == "tensors":
         columns = _columns(spec, form, path, account)
-        check_batches(columns, spec.batch_size, path.name)
+        example_sets.check_batches(columns, spec.batch_size, path.name)
         order = shares(columns.num_examples, spec.seed, *place, spec.batch_size)
         account.notes += columns.notes
         account.warnings += [
@@ -60,17 +47,18 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
             for text in describe(columns.non_finite)
         ]
         origin = _origin(spec, columns.num_examples, account)
-        return TensorExamples(columns, form.has_batch, order, origin)
+        return example_sets.TensorExamples(columns, form.has_batch, order, origin)
     rows = _rows(spec, form, path, account)
     if sizes.answers is not None and form.kind == "fields":
         # A placeholder: each request gets its own limit.
         rows = replace(rows, rows=[{"max_tokens": 1, **row} for row in rows.rows])
     samples = samples_from_rows(form, rows, path.name)
-    _note_left_out(account, len(samples), len(rows.rows), "in the others nobody asks anything")
+    _note_left_out(account, len(samples), len(rows.rows), "the others have no question")
     if sizes.answers is not None:
         account.notes.append(f"answer tokens (at most): {sizes.answers_text}")
     origin = _origin(spec, len(samples), account)
-    return TextExamples(samples, sizes.answers, shares(len(samples), spec.seed, *place), origin)
+    order = shares(len(samples), spec.seed, *place)
+    return example_sets.TextExamples(samples, sizes.answers, order, origin)
 
 
 def read_columns(spec: InputSpec, form: RequestForm) -> Columns:
@@ -84,7 +72,7 @@ def existing(spec: InputSpec) -> Path:
     path = Path(spec.path)
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file or folder"])
-    known = ARRAY_SUFFIXES + ROW_SUFFIXES
+    known = files.ARRAY_SUFFIXES + files.ROW_SUFFIXES
     if not path.is_dir() and path.suffix not in known:
         raise ConfigError(
             [f"{path}: expected a file that ends in {', '.join(known)}, or a folder of images"]
@@ -93,28 +81,26 @@ def existing(spec: InputSpec) -> Path:
 
 
 def _columns(spec: InputSpec, form: RequestForm, path: Path, account: DatasetSummary) -> Columns:
-    required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
+    required = [tensor.name for tensor in form.required]
     if path.is_dir():
-        name = one_name(spec, required, [tensor.name for tensor in form.inputs])
+        name = one_name(spec, required, form.names)
         tensor = next(tensor for tensor in form.inputs if tensor.name == name)
         images = _images(path, tensor, spec.seed, account)
-        return from_list(form, name, images.examples, path.name)
-    if path.suffix in ROW_SUFFIXES:
-        rows, label = _without_labels(form, read_rows(path, as_arrays=True))
-        return from_rows(form, rows, path.name, [label] if label else [])
-    arrays = read_arrays(path)
+        return example_sets.from_list(form, name, images.examples, path.name)
+    if path.suffix in files.ROW_SUFFIXES:
+        rows, label = _without_labels(form, files.read_rows(path, as_arrays=True))
+        return example_sets.from_rows(form, rows, path.name, [label] if label else [])
+    arrays = files.read_arrays(path)
     if "" in arrays:
-        name = one_name(spec, required, [tensor.name for tensor in form.inputs])
-        arrays = {name: arrays[""]}
+        arrays = {one_name(spec, required, form.names): arrays[""]}
     label = label_name(form, arrays.keys())
     rest = {name: array for name, array in arrays.items() if name != label}
-    return from_arrays(form, rest, path.name, [label] if label else [])
+    return example_sets.from_arrays(form, rest, path.name, [label] if label else [])
 
 
 def label_name(form: RequestForm, names: Set[str]) -> str:
     """Guess which array or field holds the labels; empty if none does."""
-    inputs = {tensor.name for tensor in form.inputs}
-    return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
+    return next((name for name in LABEL_NAMES if name in names and name not in form.names), "")
 
 
 def _without_labels(form: RequestForm, table: FileRows) -> tuple[FileRows, str]:
@@ -125,10 +111,10 @@ def _without_labels(form: RequestForm, table: FileRows) -> tuple[FileRows, str]:
 
 
 def _rows(spec: InputSpec, form: RequestForm, path: Path, account: DatasetSummary) -> FileRows:
-    if not path.is_dir() and path.suffix in ROW_SUFFIXES:
-        return read_rows(path)
+    if not path.is_dir() and path.suffix in files.ROW_SUFFIXES:
+        return files.read_rows(path)
     if form.kind != "fields":
-        listed = ", ".join(ROW_SUFFIXES)
+        listed = ", ".join(files.ROW_SUFFIXES)
         raise ConfigError([f"{path}: prompts are read from files that end in {listed}"])
     if path.is_dir():
         name = one_name(spec, form.fields, form.fields)
@@ -136,7 +122,7 @@ def _rows(spec: InputSpec, form: RequestForm, path: Path, account: DatasetSummar
         texts = [base64.b64encode(array.item()).decode() for array in images.examples]
         account.notes.append("files as base64")
         return FileRows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
-    arrays = read_arrays(path)
+    arrays = files.read_arrays(path)
     if "" in arrays:
         arrays = {one_name(spec, form.fields, form.fields): arrays[""]}
     columns = [array.tolist() for array in arrays.values()]
@@ -182,6 +168,6 @@ def _origin(spec: InputSpec, num_examples: int, account: DatasetSummary) -> Orig
         "; ".join([text, *account.notes]),
         is_random=False,
         num_examples=num_examples,
-        digest=digest(account.files),
+        digest=files.digest(account.files),
         warnings=tuple(account.warnings),
     )

@@ -37,21 +37,13 @@ class Columns:
     non_finite: tuple[NonFinite, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _FilePlace:
-    """How messages name a file and a place in it."""
-
-    file: str
-    place: Callable[[int], str]
-
-
 def from_arrays(
     form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
 ) -> Columns:
     """Fit arrays to the inputs of their names; ConfigError lists everything that does not fit.
     `others` names arrays of the file with another purpose, such as labels."""
-    required = _required(form)
-    if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in _names(form):
+    required = [spec.name for spec in form.required]
+    if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in form.names:
         arrays = {required[0]: arrays[UNNAMED]}
     names = _renamed(form, list(arrays))
     arrays = {names.get(name, name): array for name, array in arrays.items()}
@@ -65,8 +57,7 @@ def from_arrays(
             columns[spec.name] = examples(spec, arrays[spec.name])
         except DataMismatch as misfit:
             problems.append(f"{label}: {misfit}")
-    notes = _ignored(form, arrays)
-    return _columns(form, columns, problems, notes, _FilePlace(label, lambda index: f"row {index}"))
+    return _columns(form, columns, problems, _ignored(form, arrays), label)
 
 
 def from_rows(
@@ -78,7 +69,7 @@ def from_rows(
         renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
         rows = FileRows(renamed, rows.numbers, rows.word)
         names = [given.get(name, name) for name in names]
-    missing = {name for name in _required(form) if name not in names}
+    missing = {spec.name for spec in form.required} - set(names)
     problems = _mismatch(form, names, others, label) if missing else []
     columns: dict[str, Column] = {}
     for spec in form.inputs:
@@ -91,16 +82,14 @@ def from_rows(
             problems.append(f"{label}: input '{spec.name}': {num_more:,} more such examples")
         if any(array is not None for array in column):
             columns[spec.name] = _joined(column)
-    return _columns(form, columns, problems, _ignored(form, names), _FilePlace(label, rows.place))
+    return _columns(form, columns, problems, _ignored(form, names), label, rows.place)
 
 
 def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
     """Make columns from examples of one input that are known to fit."""
-    problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
-    column = _joined(list(arrays))
-    return _columns(
-        form, {name: column}, problems, (), _FilePlace(label, lambda index: f"row {index}")
-    )
+    others = [spec.name for spec in form.required if spec.name != name]
+    problems = [f"{label}: input '{each}' is missing" for each in others]
+    return _columns(form, {name: _joined(arrays)}, problems, (), label)
 
 
 def check_batches(columns: Columns, batch_size: int, label: str) -> None:
@@ -154,28 +143,22 @@ class TensorExamples:
         return Sample(tensors)
 
 
+@dataclass(slots=True)
 class TextExamples:
     """A source of fields: prompts, messages or a template's fields. The answer's length comes from
     `answers`, else from the example, else from the server."""
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        answers: Iterator[int] | None,
-        order: Iterator[list[int]],
-        origin: Origin,
-    ) -> None:
-        self.origin = origin
-        self._samples = samples
-        self._answers = answers
-        self._order = order
+    samples: Sequence[Sample]
+    answers: Iterator[int] | None
+    order: Iterator[list[int]]
+    origin: Origin
 
     def next(self) -> tuple[int | None, Sample]:
-        index = next(self._order)[0]
-        sample = self._samples[index]
-        if self._answers is None:
+        index = next(self.order)[0]
+        sample = self.samples[index]
+        if self.answers is None:
             return index, sample
-        max_tokens = next(self._answers)
+        max_tokens = next(self.answers)
         fields = sample.fields
         if "max_tokens" in fields:
             fields = {**fields, "max_tokens": max_tokens}
@@ -184,8 +167,7 @@ class TextExamples:
 
 def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
     """Return which column is the text of a model that takes only one."""
-    required = [spec for spec in form.inputs if not spec.is_optional]
-    return rename(required[0], names) if len(required) == 1 else {}
+    return rename(form.required[0], names) if len(form.required) == 1 else {}
 
 
 def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
@@ -199,14 +181,6 @@ def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
     return {} if found is None else {found: spec.name}
 
 
-def _names(form: RequestForm) -> list[str]:
-    return [spec.name for spec in form.inputs]
-
-
-def _required(form: RequestForm) -> list[str]:
-    return [spec.name for spec in form.inputs if not spec.is_optional]
-
-
 def _mismatch(
     form: RequestForm, names: Sequence[str], others: Collection[str], label: str
 ) -> list[str]:
@@ -215,8 +189,8 @@ def _mismatch(
     theirs = f"inputs are {listed(inputs)}" if len(inputs) > 1 else f"input is {inputs[0]}"
     there = [f"'{name}'" for name in (*names, *others)]
     ours = listed(there) if there else "no values"
-    unknown = [name for name in names if name not in _names(form)]
-    missing = [name for name in _required(form) if name not in names]
+    unknown = [name for name in names if name not in form.names]
+    missing = [spec.name for spec in form.required if spec.name not in names]
     quoted = listed([f"'{name}'" for name in missing])
     advice = f"add {quoted}" + (", or rename what is meant to be that" if unknown else "")
     if len(unknown) == len(missing) == 1:
@@ -232,7 +206,7 @@ def _described(spec: TensorSpec, has_batch: bool) -> str:
 
 def _ignored(form: RequestForm, names: Collection[str]) -> tuple[str, ...]:
     """Note what is not sent; data sets often have extra columns such as ids."""
-    unknown = [f"'{name}'" for name in names if name not in _names(form)]
+    unknown = [f"'{name}'" for name in names if name not in form.names]
     return (f"ignored: {listed(unknown)}",) if unknown else ()
 
 
@@ -264,7 +238,8 @@ def _columns(
     columns: dict[str, Column],
     problems: list[str],
     notes: tuple[str, ...],
-    reader: _FilePlace,
+    label: str,
+    place: Callable[[int], str] = "row {}".format,
 ) -> Columns:
     if not columns and not problems:
         problems.append("the model takes no inputs, and data was given")
@@ -274,7 +249,7 @@ def _columns(
         row
         for spec in form.inputs
         if spec.name in columns
-        for row in find_non_finite(spec, columns[spec.name], reader.file, reader.place)
+        for row in find_non_finite(spec, columns[spec.name], label, place)
     ]
     count = len(next(iter(columns.values())))
     return Columns(columns, count, notes, tuple(non_finite))

@@ -16,13 +16,16 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.types import Array
+
+if TYPE_CHECKING:
+    import pyarrow
 
 ARRAY_SUFFIXES = (".npz", ".npy")
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -103,16 +106,11 @@ def _loaded(path: Path) -> dict[str, Array]:
 def read_rows(path: Path, as_arrays: bool = False) -> FileRows:
     """Read all rows. `as_arrays`: lists of numbers may come as arrays where that is cheaper."""
     try:
-        if path.suffix == ".jsonl":
-            rows = _json_lines(path)
-        elif path.suffix == ".json":
-            rows = _json(path)
-        elif path.suffix == ".txt":
-            rows = _text_lines(path)
-        elif path.suffix == ".csv":
-            rows = _csv(path)
-        else:
+        if path.suffix == ".parquet":
             rows = _parquet(path, as_arrays)
+        else:
+            readers = {".jsonl": _json_lines, ".json": _json, ".txt": _text_lines, ".csv": _csv}
+            rows = readers[path.suffix](path)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
     if not rows.rows:
@@ -151,7 +149,7 @@ def _csv(path: Path) -> FileRows:
     return FileRows(rows, [number for number, _ in found], "line")
 
 
-def _numeric(texts: Sequence[str]) -> Sequence[Any]:
+def _numeric(texts: Sequence[str]) -> Sequence[float | str]:
     """Return whole numbers, or numbers, if all texts are; else the texts."""
     for kind in (int, float):
         try:
@@ -250,7 +248,7 @@ def _parquet(path: Path, as_arrays: bool) -> FileRows:
     return FileRows(rows, range(1, len(rows) + 1), "row")
 
 
-def _values(column: Any) -> Sequence[Any]:
+def _values(column: pyarrow.Array) -> Sequence[object]:
     """Return a column's values: each list of numbers as a view, anything else as Python values."""
     from pyarrow import types
 
@@ -265,7 +263,7 @@ def _values(column: Any) -> Sequence[Any]:
     return np.split(flat.to_numpy(zero_copy_only=False), ends[:-1])
 
 
-def _is_number(kind: Any) -> bool:
+def _is_number(kind: pyarrow.DataType) -> bool:
     from pyarrow import types
 
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

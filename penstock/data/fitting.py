@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -68,20 +67,20 @@ def _numbers(spec: TensorSpec, array: Array) -> Array:
         raise DataMismatch(spec, f"{given} cannot be cast to {spec.datatype}")
     with np.errstate(over="ignore"):
         cast: Array = np.ascontiguousarray(array, dtype=dtype)
-    if not _holds(array, dtype, cast):
+    if not _holds(array, cast):
         raise DataMismatch(spec, f"a value does not fit {spec.datatype}")
     return cast
 
 
-def _holds(array: Array, dtype: np.dtype[Any], cast: Array) -> bool:
+def _holds(array: Array, cast: Array) -> bool:
     """Whether the cast changed no value beyond its precision."""
-    if dtype.kind == "f":
+    if cast.dtype.kind == "f":
         infinite = np.isinf(cast)
         return not infinite.any() or bool(np.isinf(array[infinite]).all())
     lowest, highest = int(array.min()), int(array.max())
-    if dtype.kind == "b":
+    if cast.dtype.kind == "b":
         return lowest >= 0 and highest <= 1
-    limits = np.iinfo(dtype)
+    limits = np.iinfo(cast.dtype)
     return limits.min <= lowest and highest <= limits.max
 
 

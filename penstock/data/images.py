@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.data.fitting import DataMismatch, example
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 # Decoders of rarer formats are where image libraries have their vulnerabilities.
@@ -58,7 +62,7 @@ def read_images(folder: Path, spec: TensorSpec, seed: int, max_bytes: int = MAX_
     scale = "raw 0..255" if spec.datatype == "UINT8" else "scaled to 0..1"
     colours = "RGB" if layout.num_channels == 3 else "grey"
     treatment = f"resized to {size}, {colours}, {scale}"
-    return Images(images.examples, images.paths, images.num_found, treatment)
+    return replace(images, treatment=treatment)
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -124,7 +128,7 @@ def _size(size: int) -> int | None:
     return None if size < 0 else size
 
 
-def _pillow(folder: Path) -> Any:
+def _pillow(folder: Path) -> ModuleType:
     try:
         from PIL import Image
     except ImportError:
@@ -132,7 +136,7 @@ def _pillow(folder: Path) -> Any:
     return Image
 
 
-def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: ImageLayout) -> Array:
+def _decoded(pillow: ModuleType, path: Path, spec: TensorSpec, layout: ImageLayout) -> Array:
     with warnings.catch_warnings():
         # Refuse a suspiciously large image instead of warning.
         warnings.simplefilter("error", pillow.DecompressionBombWarning)
@@ -146,7 +150,7 @@ def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: ImageLayout) -> 
     return example(spec, pixels.astype(np.float32) / 255)
 
 
-def _pixels(image: Any, layout: ImageLayout) -> Array:
+def _pixels(image: Image.Image, layout: ImageLayout) -> Array:
     if layout.height and layout.width:
         # Lets the JPEG decoder skip detail that resizing would discard.
         image.draft(None, (layout.width, layout.height))

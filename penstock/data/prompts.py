@@ -5,15 +5,11 @@ Each random prompt of a run begins with different words, so that prefix caching 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from penstock.data.files import FileRows, Row
 from penstock.data.lengths import Sizes
 from penstock.data.samples import Origin, RequestForm, Sample
-from penstock.data.words import WORDS
 from penstock.errors import ConfigError
 
 # For our vocabulary: each word with a space before it is one token of GPT-2 (and of its
@@ -24,6 +20,35 @@ NUM_WORDS = 65_536
 # The first words of a prompt encode its own number.
 NUM_OWN_WORDS = 4
 MAX_PROBLEMS = 10
+# Common words: most are one token in any tokenizer.
+_VOCABULARY = """
+river mountain garden bridge island forest valley winter spring autumn summer bird horse apple
+bread kitchen window table chair lamp clock mirror door floor roof wall stone sand snow rain wind
+storm cloud sky moon star sun light shadow fire smoke water ocean lake beach boat ship harbor port
+train station road street city village town market shop store bank school teacher student lesson
+book page letter word sentence story poem song music piano drum dance paint picture color red blue
+green yellow white black brown orange silver gold paper pencil pen desk office computer screen
+keyboard phone message number code signal engine wheel car truck bus bicycle plane airport ticket
+travel map north south east west left right front back top bottom inside outside near far early
+late morning noon evening night day week month year hour minute second moment past future history
+memory dream idea thought question answer reason plan project team leader member friend neighbor
+family mother father sister brother child baby uncle guest doctor nurse patient hospital medicine
+health body head face eye ear hand arm foot heart mind voice smile sleep walk run jump swim climb
+drive ride fly carry hold push pull open close start stop begin finish build repair clean wash
+cook bake eat drink taste smell touch hear listen see watch read write draw count measure weigh
+cut mix add share give take send receive bring keep find lose search learn teach know think
+believe hope wish want need like enjoy laugh cry speak talk tell ask reply call invite visit meet
+wait follow lead help thank choose decide agree change grow move stay return arrive leave enter
+pass cross turn fall rise happy sad calm angry brave shy kind gentle strong weak quick slow loud
+quiet bright dark warm cold hot cool dry wet soft hard smooth rough heavy thin thick wide narrow
+long short tall deep high low large small great little old young new fresh sweet salty bitter
+simple clear cheap rich poor safe busy free full empty ready common rare strange famous honest
+careful clever farm field grass tree leaf root seed flower fruit tomato potato carrot onion rice
+bean corn milk cheese butter sugar salt pepper coffee tea juice soup cake dinner lunch breakfast
+plate cup glass spoon fork knife bottle basket box bag coat shirt shoe hat button pocket wool
+cotton leather iron copper wood metal plastic
+"""
+WORDS = tuple(_VOCABULARY.split())
 
 
 def words_for(num_tokens: int) -> int:
@@ -122,7 +147,7 @@ def _sample(form: RequestForm, row: Row) -> Sample:
         raise ValueError(f"'max_tokens' must be a whole number from 1, got {max_tokens!r}")
     if form.kind == "fields":
         return Sample(fields=_named(form.fields, row), max_tokens=max_tokens)
-    return Sample(fields=_asked(form.kind, row), max_tokens=max_tokens)
+    return Sample(fields=_question(form.kind, row), max_tokens=max_tokens)
 
 
 def _named(names: tuple[str, ...], row: Row) -> dict[str, object]:
@@ -133,7 +158,7 @@ def _named(names: tuple[str, ...], row: Row) -> dict[str, object]:
     return {name: row[name] for name in names}
 
 
-def _asked(kind: str, row: Row) -> dict[str, object]:
+def _question(kind: str, row: Row) -> dict[str, object]:
     """Convert a row to the target's form: a prompt becomes one user message; messages become a
     prompt by joining their texts with newlines."""
     if "prompt" in row:
@@ -152,26 +177,26 @@ def _asked(kind: str, row: Row) -> dict[str, object]:
     return {"prompt": "\n".join(_content(message) for message in messages)}
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    is_list = isinstance(messages, list) and len(messages) > 0
+def _messages(messages: object) -> list[Row]:
     needed = {"role", "content"}
-    if not is_list or not all(isinstance(m, dict) and needed <= m.keys() for m in messages):
+    found = messages if isinstance(messages, list) else []
+    if not found or not all(isinstance(each, dict) and needed <= each.keys() for each in found):
         raise ValueError("'messages' must be a list of objects with 'role' and 'content'")
-    return list(messages)
+    return found
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: Row) -> str:
     if not isinstance(message["content"], str):
         raise ValueError("a message that is not text fits chat, not completions")
     return message["content"]
 
 
-def _first_turn(conversations: Any) -> list[dict[str, Any]]:
+def _first_turn(conversations: object) -> list[Row]:
     """Return the first question of a conversation in ShareGPT's form, as load tests use it."""
     if not isinstance(conversations, list):
         raise ValueError("'conversations' must be a list of objects with 'from' and 'value'")
     roles = {"system": "system", "human": "user", "user": "user"}
-    messages: list[dict[str, Any]] = []
+    messages: list[Row] = []
     for turn in conversations:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError("'conversations' must be a list of objects with 'from' and 'value'")

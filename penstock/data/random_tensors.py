@@ -7,7 +7,8 @@ repeats until all were used; then the array is drawn anew.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -28,10 +29,8 @@ LETTERS = (97, 123)
 LONGEST_WORD = 8
 
 
-class Column(Protocol):
-    """One input; `take` returns its next tensor, with variable dimensions of this length."""
-
-    def take(self, length: int) -> Array: ...
+# One input: returns its next tensor, with variable dimensions of this length.
+Column = Callable[[int], Array]
 
 
 class RandomTensors:
@@ -46,22 +45,21 @@ class RandomTensors:
         sizes: Sizes,
         digest: str = "",
     ) -> None:
-        specs = [spec for spec in form.inputs if not spec.is_optional]
         leading = (batch_size,) if form.has_batch else ()
         self._columns = [
             (spec.name, _column(spec, leading, (*seed, position)))
-            for position, spec in enumerate(specs)
+            for position, spec in enumerate(form.required)
         ]
         self._lengths = sizes.requests
-        self.origin = Origin(_text(specs, sizes.requests_text), is_random=True, digest=digest)
+        self.origin = Origin(_text(form, sizes.requests_text), is_random=True, digest=digest)
 
     def next(self) -> tuple[int | None, Sample]:
         length = 1 if self._lengths is None else next(self._lengths)
-        return None, Sample({name: column.take(length) for name, column in self._columns})
+        return None, Sample({name: take(length) for name, take in self._columns})
 
 
 def has_variable_dimension(form: RequestForm) -> bool:
-    return any(-1 in spec.shape for spec in form.inputs if not spec.is_optional)
+    return any(-1 in spec.shape for spec in form.required)
 
 
 class Windows:
@@ -73,11 +71,11 @@ class Windows:
         self._num_windows = NUM_STRING_WINDOWS if spec.datatype == "BYTES" else NUM_WINDOWS
         self._step = int(self._num_windows * STEP_SHARE)
         self._start = 0
-        self._shapes = Shapes(spec, leading)
-        self._elements = self._draw(self._shapes.of(1)[1])
+        self._shape = (*leading, *spec.shape)
+        self._elements = self._draw(_shape_for(self._shape, 1)[1])
 
     def take(self, length: int) -> Array:
-        shape, size = self._shapes.of(length)
+        shape, size = _shape_for(self._shape, length)
         start = self._start + self._step
         if start >= self._num_windows:
             start -= self._num_windows
@@ -92,40 +90,19 @@ class Windows:
         return _elements(self._spec, self._random, self._num_windows + size)
 
 
-class Constant:
-    """Inputs that must not be random: a mask, token types, positions."""
-
-    def __init__(self, spec: TensorSpec, leading: tuple[int, ...]) -> None:
-        self._spec = spec
-        self._shapes = Shapes(spec, leading)
-        self._arrays: dict[int, Array] = {}
-
-    def take(self, length: int) -> Array:
-        array = self._arrays.get(length)
-        if array is None:
-            array = self._arrays[length] = _meant(self._spec, self._shapes.of(length)[0])
-        return array
-
-
-class Shapes:
-    """The shape for a length, and its number of elements."""
-
-    def __init__(self, spec: TensorSpec, leading: tuple[int, ...]) -> None:
-        self._shape = (*leading, *spec.shape)
-        self._known: dict[int, tuple[tuple[int, ...], int]] = {}
-
-    def of(self, length: int) -> tuple[tuple[int, ...], int]:
-        known = self._known.get(length)
-        if known is None:
-            shape = tuple(length if size < 0 else size for size in self._shape)
-            known = self._known[length] = (shape, num_elements(shape))
-        return known
+@cache
+def _shape_for(shape: tuple[int, ...], length: int) -> tuple[tuple[int, ...], int]:
+    """Return the shape with variable dimensions of this length, and its number of elements."""
+    found = tuple(length if size < 0 else size for size in shape)
+    return found, num_elements(found)
 
 
 def _column(spec: TensorSpec, leading: tuple[int, ...], seed: tuple[int, ...]) -> Column:
     if DATATYPES[spec.datatype].numpy.kind in "iub" and _role(spec) in ("mask", "type", "position"):
-        return Constant(spec, leading)
-    return Windows(spec, leading, seed)
+        # These must not be random.
+        shape = (*leading, *spec.shape)
+        return cache(lambda length: _meant(spec, _shape_for(shape, length)[0]))
+    return Windows(spec, leading, seed).take
 
 
 def _role(spec: TensorSpec) -> str:
@@ -176,9 +153,9 @@ def _words(random: np.random.Generator, count: int) -> Array:
     return letters.view(f"S{LONGEST_WORD}").ravel().astype(np.object_)
 
 
-def _text(specs: list[TensorSpec], lengths_text: str) -> str:
+def _text(form: RequestForm, lengths_text: str) -> str:
     text = "random values from the model's signature: real data may behave differently"
-    if not any(-1 in spec.shape for spec in specs):
+    if not has_variable_dimension(form):
         return text
     if lengths_text:
         return f"{text}; variable dimensions: {lengths_text}"

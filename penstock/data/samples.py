@@ -4,6 +4,7 @@ Values only; the modules beside this file make them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -36,22 +37,23 @@ class RequestForm(msgspec.Struct, frozen=True):
     has_batch: bool = False
     fields: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.inputs]
 
+    @property
+    def required(self) -> list[TensorSpec]:
+        return [spec for spec in self.inputs if not spec.is_optional]
+
+
+@dataclass(slots=True)
 class Sample:
     """One request's content: tensors by name, or a text, or the fields of a template."""
 
-    __slots__ = ("fields", "max_tokens", "tensors")
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Array] | None = None,
-        fields: Mapping[str, object] | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.tensors = tensors or {}
-        # "prompt": str or "messages": list for LLMs; anything for templates.
-        self.fields = fields or {}
-        self.max_tokens = max_tokens
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+    # "prompt": str or "messages": list for LLMs; anything for templates.
+    fields: Mapping[str, object] = field(default_factory=dict)
+    max_tokens: int | None = None
 
 
 class Origin(msgspec.Struct, frozen=True):

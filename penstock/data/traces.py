@@ -19,15 +19,20 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-TIME_NAMES = ("time", "timestamp", "arrival", "arrivaltime", "arrivedat")
-INPUT_NAMES = ("contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens")
-OUTPUT_NAMES = (
-    "generatedtokens",
-    "outputlength",
-    "outputtokens",
-    "completiontokens",
-    "numdecodetokens",
-)
+# Names of columns by meaning, without case and separators.
+NAMES = {
+    "time": ["time", "timestamp", "arrival", "arrivaltime", "arrivedat"],
+    "input": ["contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens"],
+    "output": [
+        "generatedtokens",
+        "outputlength",
+        "outputtokens",
+        "completiontokens",
+        "numdecodetokens",
+    ],
+}
+# The number of a line, and its cells by meaning, as text or numbers.
+TraceLine = tuple[int, Mapping[str, object]]
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # Numbers from here on count this unit since 1970; each bound is the year 1973 in its unit.
 EPOCHS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
@@ -44,13 +49,6 @@ class Trace(msgspec.Struct, frozen=True):
     name: str = ""
     # For the reader of the report.
     note: str = ""
-
-
-class TraceLine(msgspec.Struct):
-    """One line: its number and its cells by meaning, as text or numbers."""
-
-    line: int
-    cells: Mapping[str, object]
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -87,7 +85,7 @@ def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Trac
             if not unit and {"timestamp", "input_length"} <= row.keys():
                 unit = "ms"
         meanings = {name: _meaning(name) for name in row}
-        records.append(TraceLine(number, {m: row[name] for name, m in meanings.items() if m}))
+        records.append((number, {m: row[name] for name, m in meanings.items() if m}))
     if problems:
         raise ConfigError(problems[:MAX_PROBLEMS])
     return unit, records
@@ -113,8 +111,8 @@ def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Trace
             listed = ", ".join(header)
             expected = "expected one named time, timestamp or arrival"
             raise ConfigError([f"{path}: no column has times: it has {listed}; {expected}"])
-    records = [
-        TraceLine(number, {m: cell.strip() for m, cell in zip(meanings, row, strict=False) if m})
+    records: list[TraceLine] = [
+        (number, {m: cell.strip() for m, cell in zip(meanings, row, strict=False) if m})
         for number, row in zip(numbers, rows, strict=True)
     ]
     return unit, records
@@ -134,16 +132,12 @@ def _named_unit(name: str) -> tuple[str, str]:
 
 def _unit(names: Mapping[str, object] | list[str]) -> str:
     units = (_named_unit(name) for name in names)
-    return next((unit for name, unit in units if _plain(name) in TIME_NAMES), "")
+    return next((unit for name, unit in units if _plain(name) in NAMES["time"]), "")
 
 
 def _meaning(name: str) -> str:
     plain = _plain(_named_unit(name)[0])
-    if plain in TIME_NAMES:
-        return "time"
-    if plain in INPUT_NAMES:
-        return "input"
-    return "output" if plain in OUTPUT_NAMES else ""
+    return next((meaning for meaning, names in NAMES.items() if plain in names), "")
 
 
 def _is_time(text: str) -> bool:
@@ -184,7 +178,7 @@ def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
     columns = {
         meaning: list(_read(path, records, meaning, problems))
         for meaning in ("input", "output")
-        if records and meaning in records[0].cells
+        if records and meaning in records[0][1]
     }
     if not moments and not problems:
         problems.append(f"{path}: has no requests")
@@ -206,14 +200,14 @@ def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
 
 
 def _read(path: Path, records: list[TraceLine], meaning: str, problems: list[str]) -> Iterator[Any]:
-    for record in records:
-        value = record.cells.get(meaning)
+    for number, cells in records:
+        value = cells.get(meaning)
         try:
             yield _moment(value) if meaning == "time" else _tokens(value)
         except (ValueError, OverflowError):
             expected = "a time" if meaning == "time" else f"a number of {meaning} tokens"
             shown = "nothing" if value in (None, "") else repr(value)[:40]
-            problems.append(f"{path}, line {record.line}: expected {expected}, got {shown}")
+            problems.append(f"{path}, line {number}: expected {expected}, got {shown}")
 
 
 def _seconds(moments: list[float | datetime], unit: str) -> list[float]:

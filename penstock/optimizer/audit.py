@@ -92,7 +92,7 @@ def audit_calibration(
             f"of what is normal, and INT8 clips it; {BRING}"
         )
         return audit
-    finite = _finite_rows(calibration)
+    finite = list(filter(is_finite, calibration))
     if len(finite) < len(calibration):
         # No error, as tree models take NaN for a missing value.
         audit.warnings.append(
@@ -113,7 +113,7 @@ def audit_calibration(
             f"{FEW_ROWS} to 300 are better"
         )
     _check_halves(calibration, audit)
-    judged = _finite_rows(evaluation)
+    judged = list(filter(is_finite, evaluation))
     if is_separate and len(judged) >= MIN_ROWS:
         _check_kinship(calibration, judged, audit)
     return audit
@@ -200,12 +200,8 @@ def _distance(one: Array, other: Array, tolerance: float = 0.0) -> float:
     return max(leads)
 
 
-def _finite_rows(rows: Sequence[Row]) -> list[Row]:
-    return [
-        row
-        for row in rows
-        if all(np.isfinite(each).all() for each in row.values() if each.dtype.kind == "f")
-    ]
+def is_finite(row: Row) -> bool:
+    return all(np.isfinite(each).all() for each in row.values() if each.dtype.kind == "f")
 
 
 def _check_copies(rows: Sequence[Row], audit: Audit) -> None:

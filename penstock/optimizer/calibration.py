@@ -25,6 +25,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.examples import Examples
+from penstock.optimizer.extremes import as_floats
 from penstock.optimizer.simulate import fitted
 from penstock.types import Array
 
@@ -237,7 +238,7 @@ def _observe(
 def _input_ranges(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     found = {}
     for name in rows[0]:
-        parts = [values for row in rows if (values := _numbers(row[name])).size]
+        parts = [values for row in rows if (values := as_floats(row[name])).size]
         if parts:
             count = sum(values.size for values in parts)
             mean = float(sum(values.sum() for values in parts) / count)
@@ -249,12 +250,6 @@ def _input_ranges(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
                 "std": math.sqrt(max(square - mean**2, 0.0)),
             }
     return found
-
-
-def _numbers(array: Array) -> Array:
-    if array.dtype.kind in "OSU":
-        return np.array([len(item) for item in array.ravel()], np.float64)
-    return array.astype(np.float64)
 
 
 def _digest(model: ModelProto, names: Sequence[str], rows: Sequence[Row]) -> str:

@@ -69,25 +69,20 @@ class DataChecks:
         known = [spec.name for spec in self.run.original.config.outputs]
         unknown = [name for name in outputs if name not in known]
         if unknown:
-            listed, there = (", ".join(f"'{name}'" for name in names) for names in (unknown, known))
+            listed, there = _listed(unknown), _listed(known)
             raise ConfigError([f"outputs: the model has no output {listed}; it has {there}"])
-        left = [name for name in known if outputs and name not in outputs]
+        left = _listed([name for name in known if outputs and name not in outputs])
         if left:
-            listed = ", ".join(f"'{name}'" for name in left)
-            self.run.unchecked.append(
-                f"outputs {listed} were not checked: --outputs leaves them out"
-            )
+            text = f"outputs {left} were not checked: --outputs leaves them out"
+            self.run.unchecked.append(text)
 
     def _note_judged(self, names: Sequence[str]) -> None:
         """Note what is not checked in outputs that an evaluator reads: only its score judges
         them."""
         evaluator = self.run.plan.evaluator
         if evaluator and names:
-            listed = ", ".join(f"'{name}'" for name in names)
-            self.run.unchecked.append(
-                f"parts of {listed} that {evaluator} does not use were not checked "
-                "beyond their scale"
-            )
+            parts = f"parts of {_listed(names)} that {evaluator} does not use"
+            self.run.unchecked.append(f"{parts} were not checked beyond their scale")
 
     def _check_finite(self, found: Sequence[NonFinite]) -> None:
         """Check rows with NaN or infinity. They are an error if the original's answers are not
@@ -102,13 +97,8 @@ class DataChecks:
             answers = self.source.answers(run.original, indices)
         except ConfigError as error:
             raise ConfigError([*describe(found), *error.problems]) from None
-        unusable = {
-            index
-            for index, answer in zip(indices, answers, strict=True)
-            if not all(
-                np.isfinite(each).all() for each in answer.values() if each.dtype.kind == "f"
-            )
-        }
+        pairs = zip(indices, answers, strict=True)
+        unusable = {index for index, answer in pairs if not audit.is_finite(answer)}
         if unusable:
             texts = describe([each for each in found if each.index in unusable])
             advice = "leave such rows out, or fill in the missing values"
@@ -151,3 +141,7 @@ class DataChecks:
             if rows and name in rows[0] and rows[0][name].dtype.kind == "f"
         }
         return audit.clipped_share(ranges, values)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

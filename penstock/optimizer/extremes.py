@@ -3,7 +3,7 @@ extreme in some respect, and ordinary ones beside them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,25 +28,11 @@ def choose_rows(rows: Sequence[Row], num_rows: int) -> list[int]:
     each), or by one feature that is far from its values in other rows. Ordinary rows are drawn at
     random.
     """
-    num_rows = min(num_rows, len(rows))
-    if not num_rows:
+    if not rows:
         return []
-    order = [int(each) for each in np.random.default_rng(SEED).permutation(len(rows))]
-    chosen: dict[int, None] = {}
-    extreme, ordinary = iter(_by_extremes(rows)), iter(order)
-    for source in _alternating(extreme, ordinary):
-        if len(chosen) >= num_rows:
-            break
-        fresh = next((index for index in source if index not in chosen), None)
-        if fresh is not None:
-            chosen[fresh] = None
-    return list(chosen)
-
-
-def _alternating(extreme: Iterator[int], ordinary: Iterator[int]) -> Iterator[Iterator[int]]:
-    while True:
-        yield extreme
-        yield ordinary
+    ordinary = np.random.default_rng(SEED).permutation(len(rows)).tolist()
+    alternating = zip(_by_extremes(rows), ordinary, strict=True)
+    return list(dict.fromkeys(index for pair in alternating for index in pair))[:num_rows]
 
 
 def _by_extremes(rows: Sequence[Row]) -> list[int]:
@@ -70,15 +56,15 @@ def _by_extremes(rows: Sequence[Row]) -> list[int]:
 
 def _vector(row: Row) -> Array:
     """Return all values of a row as floats: the length of each string, 0 for NaN."""
-    parts = [_floats(np.asarray(row[name]).ravel()) for name in sorted(row)]
-    values = np.concatenate(parts) if parts else np.empty(0)
+    values = np.concatenate([np.empty(0), *(as_floats(row[name]).ravel() for name in sorted(row))])
     clipped: Array = np.clip(np.nan_to_num(values, nan=0.0), -LARGEST, LARGEST)
     return clipped
 
 
-def _floats(values: Array) -> Array:
+def as_floats(values: Array) -> Array:
+    """Return the values as floats; of strings, their lengths."""
     if values.dtype.kind in "OSU":
-        return np.array([len(each) for each in values.tolist()], np.float64)
+        return np.array([len(each) for each in values.ravel()], np.float64)
     return values.astype(np.float64)
 
 

@@ -153,8 +153,7 @@ class _Check:
         self._reduce(whole)
         alone = [self._run(whole, [index])[0] for index in self._indices]
         self._comparison = RowComparison(config, alone, is_rounded=self._is_rounded)
-        problem = self._repeat_problem(whole)
-        if problem:
+        if problem := self._repeat_problem(whole):
             return RowCheck(repeat_problem=problem)
         if not self._child.may_batch:
             return RowCheck()
@@ -176,15 +175,14 @@ class _Check:
         ends_at = time.perf_counter() + SURVEY_S
         left = survey_order(len(self._data), self._examples)
         size = min(SIZES[-1], self._build.config.max_batch_size)
+        found = RowCheck()
         for begin in range(0, len(left), size):
-            if time.perf_counter() > ends_at:
+            if found != RowCheck() or time.perf_counter() > ends_at:
                 break
             found = self._survey_batch(left[begin : begin + size])
-            if found is not None:
-                return found
-        return RowCheck()
+        return found
 
-    def _survey_batch(self, examples: Sequence[int]) -> RowCheck | None:
+    def _survey_batch(self, examples: Sequence[int]) -> RowCheck:
         config = self._build.config
         rows = list(fitted([self._data[index] for index in examples], config))
         served = as_served(self._child, config, rows)
@@ -200,7 +198,7 @@ class _Check:
                     return RowCheck(padding_problem=f"padding changes answers: {text}")
                 where = f"in a batch of {len(group)}"
                 return RowCheck(f"answers depend on other rows in the batch: {text} {where}")
-        return None
+        return RowCheck()
 
     @property
     def _indices(self) -> range:
@@ -272,9 +270,7 @@ class _Check:
         """Describe the single neighbour, in the same order, that moves this row the most; empty if
         it takes more than one."""
         found: list[tuple[float, str]] = []
-        for other in batch:
-            if other == index:
-                continue
+        for other in (each for each in batch if each != index):
             pair = [each for each in batch if each in (index, other)]
             answer = self._run(served, pair)[pair.index(index)]
             moved = self._comparison.moved(index, answer)
@@ -308,19 +304,13 @@ class RowComparison:
         self._specs = config.outputs
         self._is_on_gpu = config.device != CPU
         by_datatype = GPU_PADDING_TOLERANCE if self._is_on_gpu else PADDING_TOLERANCE
-        if self._is_on_gpu:
-            # TF32 kernels for other batch sizes round differently: 0.8 % of a value with ResNet-50
-            # (H200, 2026-11).
-            by_datatype = {
-                each: max(tolerance, ROUNDED_TOLERANCE) for each, tolerance in by_datatype.items()
-            }
         granted = config.tolerance
         if is_rounded:
             granted = max(granted or 0.0, ROUNDED_TOLERANCE)
-        self._tolerances = {
-            datatype: tolerance if granted is None else max(tolerance, granted)
-            for datatype, tolerance in by_datatype.items()
-        }
+        # TF32 kernels for other batch sizes round differently: 0.8 % of a value with ResNet-50
+        # (H200, 2026-11).
+        least = max(granted or 0.0, ROUNDED_TOLERANCE if self._is_on_gpu else 0.0)
+        self._tolerances = {each: max(known, least) for each, known in by_datatype.items()}
         # If floats are rounded, integers computed from them may differ.
         self._has_exact = granted is None
         self._alone = alone

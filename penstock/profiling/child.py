@@ -53,24 +53,22 @@ def main() -> None:
     target = Path(job.profile_path)
     try:
         profile = profiled(job)
-    except ConfigError as error:
-        target.write_bytes(msgspec.json.encode(ProfileFailed(list(error.problems))))
-        sys.exit(1)
     except PenstockError as error:
-        target.write_bytes(msgspec.json.encode(ProfileFailed([str(error)])))
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        target.write_bytes(msgspec.json.encode(ProfileFailed(list(problems))))
         sys.exit(1)
     target.write_bytes(msgspec.json.encode(profile))
 
 
 def profiled(job: ProfileJob) -> Profile:
     served = read_config(Path(job.folder))
-    config, job, sent = served.model, of_the_model(served, job), sent_of(served, job)
+    config, job, sent = served.model, _of_the_model(served, job), _sent(served, job)
     inputs = {each.name: unpacked(each) for each in job.tensors}
     batch = Batch(inputs, job.num_rows)
     runner = backends.backend(config.backend)(config)
     # Before any other runner: torch has one thread count for the whole process.
     built = dict(runner.built())
-    num_threads = threads_of(config, built)
+    num_threads = _num_threads(config, built)
     alone = _timed_alone(runner, batch, job.num_runs)
     num_runs, total_s = len(alone), statistics.median(alone)
     timed = _operators(config, runner, inputs, batch, num_runs, built)
@@ -86,9 +84,8 @@ def profiled(job: ProfileJob) -> Profile:
         trace.write(Path(job.trace_path), config.name, timed.events, buckets, spans)
     # Comparable only if the request runs the same batch: padding makes it longer, and with pre- or
     # postprocessing it has one row.
-    computed = {each.name: each.seconds for each in buckets}
     is_same = config.padding is None and not served.is_processed
-    again_s = computed[roofline.COMPUTE] if is_same else None
+    computed = {each.name: each.seconds for each in buckets if is_same}
     measured = RooflineInput(
         operators=roofline.judged(timed.operators, peaks),
         peaks=peaks,
@@ -100,7 +97,7 @@ def profiled(job: ProfileJob) -> Profile:
         gpu=timed.gpu,
         datatypes=roofline.buildable(config),
         queue_delay_s=_queue_delay_s(served),
-        disturbance=roofline.disturbance(alone, again_s),
+        disturbance=roofline.disturbance(alone, computed.get(roofline.COMPUTE)),
     )
     steps = roofline.next_steps(measured)
     return Profile(
@@ -127,7 +124,7 @@ def profiled(job: ProfileJob) -> Profile:
     )
 
 
-def of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
+def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     """Return the job with the model's own inputs, where a preprocess function makes these from what
     is sent: the rows with the most common shapes."""
     if config.preprocess is None:
@@ -142,7 +139,7 @@ def of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
 
 
-def sent_of(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
+def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
     """Return the tensors of a request. With pre- or postprocessing it has one row: the answers of
     several may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
@@ -159,10 +156,9 @@ def _queue_delay_s(config: ModelConfig) -> float:
     return batching.max_queue_delay_s if is_used else 0.0
 
 
-def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:
+def _num_threads(config: ModelConfig, built: Mapping[str, str]) -> int:
     """Return the thread count that the library reports, else an instance's share of the cores."""
-    option = THREADS.get(config.backend, "")
-    text = built.get(option, "")
+    text = built.get(THREADS.get(config.backend, ""), "")
     return int(text) if text.isdigit() and int(text) > 0 else share_of_cores(config)
 
 

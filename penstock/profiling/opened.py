@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.profiling.profiler import read_config
+from penstock.profiling.profiler import check_single, read_config
 from penstock.repository import layout
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
@@ -30,9 +30,7 @@ def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterat
 
 def _from_folder(source: ModelSource) -> Path:
     found = source.read().folders
-    if len(found) > 1:
-        there = layout.listed(sorted(found))
-        raise ConfigError([f"{source.path}: holds {there}; say which by --model"])
+    check_single(source.path, found)
     if source.kind is ModelKind.VERSION_FOLDER:
         return source.path
     return next(iter(found.values()))
@@ -40,9 +38,8 @@ def _from_folder(source: ModelSource) -> Path:
 
 def _from_file(source: ModelSource, made: Path) -> Path:
     if source.kind is ModelKind.GGUF_FILE:
-        raise ConfigError(
-            [f"{source.path}: is a language model, which is not profiled; use penstock bench"]
-        )
+        problem = "is a language model, which is not profiled; use penstock bench"
+        raise ConfigError([f"{source.path}: {problem}"])
     version = made / source.name / folders.VERSION
     version.mkdir(parents=True)
     folders.take_file(source, version, folders.link)

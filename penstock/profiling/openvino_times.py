@@ -25,17 +25,13 @@ if TYPE_CHECKING:
 # ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
 # matter for counting.
 KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("Convolution", "GroupConvolution"), "Conv"),
+    **dict.fromkeys(("MVN", "RMSNorm"), "LayerNormalization"),
+    **dict.fromkeys(("ScaledDotProductAttention", "ScaledAttn"), "MultiHeadAttention"),
+    **dict.fromkeys(("Pooling", "AvgPool"), "AveragePool"),
     "FullyConnected": "MatMul",
-    "Convolution": "Conv",
-    "GroupConvolution": "Conv",
     "Deconvolution": "ConvTranspose",
-    "MVN": "LayerNormalization",
-    "RMSNorm": "LayerNormalization",
-    "ScaledDotProductAttention": "MultiHeadAttention",
-    "ScaledAttn": "MultiHeadAttention",
     "SoftMax": "Softmax",
-    "Pooling": "AveragePool",
-    "AvgPool": "AveragePool",
     "Convert": "Cast",
     "Multiply": "Mul",
     "Divide": "Div",

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from penstock import units
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.simulate import fitted
@@ -92,10 +93,14 @@ def read_config(folder: Path) -> ModelConfig:
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
     if problems:
         raise ConfigError(problems)
-    names = sorted(found.folders)
-    if len(names) > 1:
-        raise ConfigError([f"{folder}: holds {layout.listed(names)}; say which by --model"])
+    check_single(folder, found.folders)
     return found.configs[-1]
+
+
+def check_single(path: Path, names: Collection[str]) -> None:
+    """Raise ConfigError if there are several models."""
+    if len(names) > 1:
+        raise ConfigError([f"{path}: holds {layout.listed(sorted(names))}; say which by --model"])
 
 
 def make_batch(
@@ -136,8 +141,8 @@ def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) ->
     shapes = [
         f"{each.name} {'x'.join(map(str, each.shape[start:])) or 'scalar'}" for each in tensors
     ]
-    rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-    return f"{rows} of {', '.join(shapes)}" if config.max_batch_size else ", ".join(shapes)
+    rows = f"{units.count(num_rows, 'row')} of " if config.max_batch_size else ""
+    return rows + ", ".join(shapes)
 
 
 def _run(job: ProfileJob, made: Path) -> Profile:

@@ -170,13 +170,12 @@ def _needs(operator: Operator, peaks: Peaks, fits: bool, datatype: str = "") -> 
 def _memory_s(operator: Operator, peaks: Peaks, fits: bool) -> float:
     """Return the memory time. Weights come from memory unless the whole model's fit the caches;
     activations come from the caches if they fit."""
+    near = max(peaks.cache_bytes_per_s, peaks.bytes_per_s)
     passing = max(0.0, (operator.num_bytes or 0.0) - operator.weight_bytes)
     is_near = passing / operator.num_calls <= peaks.cache_bytes
-    return passing / _bandwidth(peaks, is_near) + operator.weight_bytes / _bandwidth(peaks, fits)
-
-
-def _bandwidth(peaks: Peaks, is_near: bool) -> float:
-    return max(peaks.cache_bytes_per_s, peaks.bytes_per_s) if is_near else peaks.bytes_per_s
+    return passing / (near if is_near else peaks.bytes_per_s) + operator.weight_bytes / (
+        near if fits else peaks.bytes_per_s
+    )
 
 
 def _bound(operator: Operator, needed: dict[Bound, float]) -> Bound:
@@ -400,7 +399,10 @@ def findings(measured: RooflineInput) -> list[str]:
     """Return the findings, most important first."""
     lines = [measured.disturbance, _bound_line(measured), *_type_lines(measured)]
     if measured.operators and not measured.disturbance:
-        lines += [_limit_line(measured), _headroom_line(measured)]
+        if (share := limit_share(measured)) is not None:
+            limit = "its limit (its FLOP and bytes at the device's peaks)"
+            lines.append(f"the model runs at {share:.0%} of {limit}")
+        lines.append(_headroom_line(measured))
     lines += _gpu_lines(measured)
     whole = _total_s(measured.buckets)
     queue_s = _total_s(each for each in measured.buckets if each.name == "queue")
@@ -448,13 +450,6 @@ def _type_lines(measured: RooflineInput, count: int = 3) -> list[str]:
         at = f" at {units.share(needed, seconds)} of its roof" if known else ""
         lines.append(f"{_percent(seconds, measured)} is {kind}, {WORDS[bound]}{at}")
     return lines
-
-
-def _limit_line(measured: RooflineInput) -> str:
-    share = limit_share(measured)
-    if share is None:
-        return ""
-    return f"the model runs at {share:.0%} of its limit (its FLOP and bytes at the device's peaks)"
 
 
 def _gpu_lines(measured: RooflineInput) -> list[str]:

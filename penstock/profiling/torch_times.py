@@ -23,33 +23,28 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
     from torch.profiler import profile
 
+# Operators with the same name in ONNX, and a form that works in place.
+IN_PLACE = ("add", "mul", "div", "sub", "silu", "tanh", "sigmoid")
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"), "MatMul"),
-    "_int_mm": "MatMulInteger",
-    "_softmax": "Softmax",
-    "native_layer_norm": "LayerNormalization",
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), "BatchNormalization"),
-    "copy_": "Copy",
     **dict.fromkeys(("relu", "relu_", "clamp_min", "clamp_min_"), "Relu"),
-    **dict.fromkeys(("add", "add_"), "Add"),
-    **dict.fromkeys(("mul", "mul_"), "Mul"),
-    **dict.fromkeys(("div", "div_"), "Div"),
-    **dict.fromkeys(("sub", "sub_"), "Sub"),
     **dict.fromkeys(("hardtanh", "hardtanh_", "clamp", "clamp_"), "Clip"),
-    **dict.fromkeys(("silu", "silu_"), "Silu"),
-    **dict.fromkeys(("tanh", "tanh_"), "Tanh"),
-    **dict.fromkeys(("sigmoid", "sigmoid_"), "Sigmoid"),
+    **{name: name.rstrip("_").capitalize() for kind in IN_PLACE for name in (kind, f"{kind}_")},
     **dict.fromkeys(("mean", "sum"), "ReduceMean"),
     **dict.fromkeys(("embedding", "index_select"), "Gather"),
-    "gelu": "Gelu",
-    "erf": "Erf",
-    "cat": "Concat",
-    "max_pool2d_with_indices": "MaxPool",
-    "mkldnn_max_pool2d": "MaxPool",
+    **dict.fromkeys(("max_pool2d_with_indices", "mkldnn_max_pool2d"), "MaxPool"),
     "avg_pool2d": "AveragePool",
     "adaptive_avg_pool2d": "GlobalAveragePool",
+    "_int_mm": "MatMulInteger",
+    "_softmax": "Softmax",
+    "cat": "Concat",
+    "copy_": "Copy",
+    "native_layer_norm": "LayerNormalization",
+    "gelu": "Gelu",
+    "erf": "Erf",
 }
 CONVOLUTIONS = frozenset(
     {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}

@@ -123,7 +123,6 @@ def embedder_of(config: ModelConfig) -> Embedder:
 
 
 def is_embedder(config: ModelConfig) -> bool:
-    """Whether the model takes one text and returns one vector for each row."""
     try:
         embedder_of(config)
     except InvalidRequest:
@@ -216,7 +215,6 @@ class EmbeddingsAnswer:
             self._model.cancel(request)
 
     def _note(self, error: PenstockError | None) -> None:
-        """Write one line to the access log for all texts."""
         if self._is_logged:
             path, received = self._exchange.head.path, self._exchange.received
             what = {**access_log.about(self._model.config), "rows": len(self._requests)}

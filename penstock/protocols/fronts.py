@@ -483,7 +483,6 @@ class Front:
         return self._session.life.pid if self._session is not None else 0
 
     def use(self) -> FrontUse:
-        """Describe the process, for metrics and explanations."""
         spec = self._spec
         # The gRPC library does not report its number of connections.
         num_connections = None if spec.protocol == "grpc" else self.num_connections

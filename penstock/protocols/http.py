@@ -127,7 +127,6 @@ class Exchange:
             self._connection.write(data)
 
     def leave(self) -> None:
-        """Notify the waiter that the client disconnected."""
         self.is_finished = True
         if self.waiter is not None:
             self.waiter.abandon()

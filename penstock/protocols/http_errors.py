@@ -50,7 +50,6 @@ def logged_status(protocol: str, error: object, path: bytes = b"") -> int | str:
 
 
 def reply_error(exchange: Exchange, error: Refusal) -> None:
-    """Answer in the form of the protocol that the path belongs to."""
     path = exchange.head.path
     headers = error.headers if isinstance(error, WrongHead) else _headers(error)
     exchange.reply(http_status(error, path), JSON + headers, (_encode(error, path),))

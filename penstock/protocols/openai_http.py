@@ -109,7 +109,6 @@ class OpenAiHttp:
         ]
 
     def _known(self) -> list[OpenAiModel]:
-        """List all models that serve text or embeddings."""
         return [*self._known_texts(), *self._embeddings.known()]
 
     def _completions(self, exchange: Exchange) -> None:

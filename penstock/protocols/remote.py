@@ -144,7 +144,6 @@ class Remote:
         self._outbox.post(message.call, [Tensor("body", "UINT8", (len(body),), body)], send)
 
     def cancel_forward(self, call: int) -> None:
-        """Withdraw a message whose client is gone."""
         if not self._outbox.withdraw(call):
             self._line.send(frames.Cancel(call))
 
@@ -305,7 +304,6 @@ def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:
 
 
 def gate_of(settings: frames.OpenFront) -> Gate:
-    """Rebuild the core's gate from the opening frame."""
     keys = None if settings.keys is None else _keys(settings.keys)
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
 

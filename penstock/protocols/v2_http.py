@@ -414,7 +414,6 @@ def _accepted(header: bytes) -> bytes:
 
 
 def _server_timing(request: Request) -> bytes:
-    """Return the timings in milliseconds as a Server-Timing header."""
     timings = request.timings
     parts = (
         ("decode", timings.queued - timings.received),

@@ -107,7 +107,6 @@ class Watchdog:
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Start the thread and redirect signals to it."""
         self._theirs.setblocking(False)
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:

@@ -146,7 +146,8 @@ def tiles(run: BenchRun, figures: list[Figures]) -> list[Card]:
         Card("p99", units.duration(p99.value), f"{interval} {unit}" if interval else ""),
     ]
     if row.output_tokens_per_s is not None:
-        cards.append(Card("TTFT p99", _stream_value(row, "ttft"), "time to the first token"))
+        ttft = units.duration(bench_table.stream_s(row, "ttft", "p99"))
+        cards.append(Card("TTFT p99", ttft, "time to the first token"))
         cards.append(Card("tokens", f"{units.number(row.output_tokens_per_s)}/s", "output"))
     cards.append(Card("failed", str(row.num_failed), f"of {row.num_requests} requests"))
     if row.goodput_percent is not None:
@@ -185,11 +186,6 @@ def _known(value: float) -> float:
     return -1.0 if math.isnan(value) else value
 
 
-def _stream_value(row: Figures, metric: str) -> str:
-    measured = row.streams.get(metric)
-    return units.UNKNOWN if measured is None else units.duration(measured["p99"].value)
-
-
 def remarks(run: BenchRun) -> list[Remark]:
     grouped = findings.grouped(findings.find(run))
     return [
@@ -224,20 +220,14 @@ def _streams(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[lis
     if not any(row.streams for row in figures):
         return [], []
     load, loads = summary.short_loads([level.load for level in run.levels])
-    head = [load]
-    for metric in summary.STREAM_METRICS:
-        head += [f"{metric.upper()} {name}" for name in ("p50", "p99")]
+    columns = [(metric, name) for metric in summary.STREAM_METRICS for name in ("p50", "p99")]
+    head = [load, *(f"{metric.upper()} {name}" for metric, name in columns)]
     rows = []
     for name, row in zip(loads, figures, strict=True):
-        cells = [Cell(name)]
-        for metric in summary.STREAM_METRICS:
-            measured = row.streams.get(metric)
-            for percentile in ("p50", "p99"):
-                value = math.nan if measured is None else measured[percentile].value
-                cells.append(Cell(units.duration(value)))
-        for rate in (row.input_tokens_per_s, row.output_tokens_per_s):
-            cells.append(Cell(units.UNKNOWN if rate is None else units.number(rate)))
-        rows.append(cells)
+        times = [units.duration(bench_table.stream_s(row, *column)) for column in columns]
+        rates = [row.input_tokens_per_s, row.output_tokens_per_s]
+        tokens = [units.UNKNOWN if rate is None else units.number(rate) for rate in rates]
+        rows.append([*map(Cell, (name, *times, *tokens))])
     return [*head, "tokens in/s", "tokens out/s"], rows
 
 

@@ -145,17 +145,21 @@ def _streams_table(head: str, names: Sequence[str], figures: Sequence[Figures]) 
         columns += [f"{metric.upper()} p50", f"p99 {in_units[metric]}"]
     table = figure_table(head, *columns, "tokens/s")
     for name, row in zip(names, figures, strict=True):
-        cells = []
-        for metric in metrics:
-            scale = units.SECONDS[in_units[metric]]
-            values = row.streams.get(metric)
-            for percentile in ("p50", "p99"):
-                value = math.nan if values is None else values[percentile].value
-                cells.append(units.number(value / scale))
+        cells = [
+            units.in_unit(stream_s(row, metric, percentile), in_units[metric])
+            for metric in metrics
+            for percentile in ("p50", "p99")
+        ]
         tokens = row.output_tokens_per_s
         cells.append(units.UNKNOWN if tokens is None else units.number(tokens))
         table.add_row(Text(name), *cells)
     return table
+
+
+def stream_s(row: Figures, metric: str, percentile: str) -> float:
+    """Return a percentile of a streaming metric; NaN if it was not measured."""
+    values = row.streams.get(metric)
+    return math.nan if values is None else values[percentile].value
 
 
 def _breakdown_table(

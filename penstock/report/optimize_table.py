@@ -4,7 +4,6 @@ after, the waterfall, and the candidates that lost."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -101,16 +100,14 @@ def _tried(optimization: Optimization) -> Table | None:
     return table
 
 
-def _ends(optimization: Optimization) -> Iterator[Text]:
-    layers = [layer.name for each in optimization.tries for layer in each.fallback]
-    if layers:
-        yield Text.assemble(("kept in float  ", "dim"), ", ".join(dict.fromkeys(layers)))
-    if recommended := wording.next_step(optimization):
-        yield Text.assemble(("next           ", "dim"), recommended)
-    if optimization.skipped:
-        names = dict.fromkeys(str(each.step or each.pass_name) for each in optimization.skipped)
-        yield Text.assemble(("not tried      ", "dim"), ", ".join(names))
-    if optimization.chosen is not None:
-        yield Text.assemble(("chosen         ", "dim"), str(optimization.chosen))
-    if optimization.version:
-        yield Text.assemble(("version        ", "dim"), wording.place(optimization))
+def _ends(optimization: Optimization) -> list[Text]:
+    layers = dict.fromkeys(each.name for one in optimization.tries for each in one.fallback)
+    skipped = dict.fromkeys(str(each.step or each.pass_name) for each in optimization.skipped)
+    known = {
+        "kept in float": ", ".join(layers),
+        "next": wording.next_step(optimization),
+        "not tried": ", ".join(skipped),
+        "chosen": "" if optimization.chosen is None else str(optimization.chosen),
+        "version": wording.place(optimization) if optimization.version else "",
+    }
+    return [Text.assemble((f"{name:15}", "dim"), text) for name, text in known.items() if text]

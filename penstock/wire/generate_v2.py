@@ -164,5 +164,4 @@ class GenerateForm:
 
 
 def _one_or_all(values: Sequence[object]) -> object:
-    """Unwrap an output of one element."""
     return values[0] if len(values) == 1 else values

@@ -68,7 +68,8 @@ def test_two_generators_share_an_open_load(tmp_path: Path) -> None:
     async def scenario(crew: GeneratorPool, heard: list[GeneratorReport]) -> None:
         model = make(tmp_path, a_ms=1)
         first, second = await crew.start([setup(model, 0, 2), setup(model, 1, 2)])
-        assert first.first_s > 0 and first.load_s > 0 and second.first_s is None
+        assert first.cold_start.first_s > 0 and first.cold_start.load_s > 0
+        assert second.cold_start.first_s is None
         load = Open(Flat(200.0), "constant")
         await crew.prepare(load, 3)
         start = time.monotonic() + 0.02

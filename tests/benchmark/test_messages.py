@@ -22,6 +22,7 @@ from penstock.benchmark.messages import (
     encode,
 )
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, RateStep, Replay, Steps
+from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.data import InputSpec, Lengths, Origin
 
@@ -53,7 +54,9 @@ def test_questions(question: Question) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        TargetOpened(Description("v2 HTTP", "http://x"), Origin("random", True), 0.1, first_s=0.2),
+        TargetOpened(
+            Description("v2 HTTP", "http://x"), Origin("random", True), ColdStart(0.2, 0.1)
+        ),
         LoadPrepared(),
         GeneratorReport(1.0, COLUMNS, 3, 4, 5.0, 7, 8, 9.0),
         Ended(True),

@@ -24,7 +24,6 @@ def test_requests_count_where_they_were_due_and_answers_where_they_arrived():
     assert [window.num_due for window in windows] == [2, 1, 0, 0]
     assert [window.num_arrived for window in windows] == [1, 1, 0, 1]
     assert windows[0].metrics["latency"].percentile(100) == pytest.approx(0.7, rel=0.004)
-    assert recorder.num_due == 3
 
 
 def test_latency_counts_from_when_a_request_was_due():
@@ -261,4 +260,4 @@ def test_samples_from_before_the_start_are_not_kept():
 def test_nothing_finished_is_nothing_recorded():
     recorder = Recorder(0.0, parse("p99 < 1s"))
     recorder.add(Collector().take())
-    assert recorder.num_due == 0
+    assert sum(window.num_due for window in recorder.windows(1.0)) == 0

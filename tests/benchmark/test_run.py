@@ -22,7 +22,7 @@ from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due
 from penstock.benchmark.plan import BenchPlan, Decides, decides_for
 from penstock.benchmark.progress import LevelProgress
 from penstock.benchmark.results import BenchRun, Level
-from penstock.benchmark.run import Conductor, GivenLoads, MaxRateChoice
+from penstock.benchmark.run import Conductor, conclude
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Window, merged, percentile_interval, throughput_interval
 from penstock.benchmark.targets import TargetSpec
@@ -328,7 +328,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -> 
 def test_a_sweep_to_the_plateau_has_a_knee() -> None:
     run = made_runs.sweep("")
     run.knee = None
-    GivenLoads([]).answer(run)
+    conclude(run, None)
     assert run.knee.concurrency == pytest.approx(run.knee.throughput * run.knee.alone_s)
 
 
@@ -337,7 +337,7 @@ def test_a_sweep_to_the_plateau_has_a_knee() -> None:
 )
 def test_what_is_no_sweep_has_none(loads: list[Load]) -> None:
     run = made_runs.run([made_runs.level(load, span_s=2.0) for load in loads])
-    GivenLoads([]).answer(run)
+    conclude(run, None)
     assert run.knee is None
 
 
@@ -345,11 +345,10 @@ def test_what_is_no_sweep_has_none(loads: list[Load]) -> None:
 def test_a_search_that_the_generator_ended_says_so(cpu_share: float, is_said: bool) -> None:
     run = made_runs.max_rate()
     search = MaxRateSearch(slo.parse("p99 < 20ms"), 800.0)
-    choice = MaxRateChoice(search)
     for level in run.levels:
         level.generator.cpu_shares = [cpu_share]
-        choice.add(level.load, level)
-    choice.answer(run)
+        search.add(level.load, level.windows)
+    conclude(run, search)
     assert ("the generator was the limit" in run.max_rate.reason) == is_said
 
 

@@ -32,9 +32,11 @@ def test_whether_the_server_shares_the_machine(address: str, is_local: bool) -> 
 
 
 def test_a_sample_says_how_busy_the_machine_is() -> None:
-    sampler = system.Sampler()
+    watch = system.SystemWatch(10.0)
     sum(range(2_000_000))
-    sample = sampler.sample(0.5)
+    for moment in (10.25, 10.5, 10.75):
+        watch.look(moment)
+    (sample,) = watch.samples
     assert sample.at_s == 0.5
     assert 0 <= sample.cpu_percent <= 100
     assert 0 < sample.memory_bytes < psutil.virtual_memory().total
@@ -49,7 +51,7 @@ def test_gpus_are_named_and_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "read_uses", lambda: uses)
     monkeypatch.setattr(devices, "read_gpus", FakeGpus(100, 100))
     monkeypatch.setattr(devices, "driver", lambda: "580.1")
-    sample = system.Sampler().sample(0.5)
+    sample = system.take_sample(0.5)
     assert (sample.gpu_percent, sample.gpu_memory_bytes) == ([50.0], [40, 60])
     assert (sample.gpu_watts, sample.gpu_mhz) == ([300.0], [1980])
     found = system.environment("models/digits")

@@ -9,13 +9,13 @@ from penstock.data.files import FileRows
 from penstock.data.lengths import Sizes
 from penstock.data.prompts import (
     DEFAULT_TOKENS,
+    WORDS,
     RandomPrompts,
     own_words,
     samples_from_rows,
     words_for,
 )
 from penstock.data.samples import RequestForm
-from penstock.data.words import WORDS
 from penstock.errors import ConfigError
 
 PROMPT, MESSAGES = RequestForm("prompt"), RequestForm("messages")

@@ -14,23 +14,15 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
 from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
-from penstock.benchmark.targets.shared import (
-    V2Config,
-    V2Metadata,
-    config_digest,
-    counters_of,
-    form_of,
-    in_short,
-    tensors_of,
-)
+from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.repository import pbtxt
@@ -65,7 +57,6 @@ DEADLINE = "Deadline Exceeded"
 NO_SUCH_MODEL = ("NOT_FOUND", "INVALID_ARGUMENT")
 NEEDS_KEY = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
-Fields = dict[str, Any]
 Value = TypeVar("Value")
 
 
@@ -127,7 +118,7 @@ class GrpcTarget:
             raise self._problem(f"model '{self._address.model}' is not ready")
         fields = (await self._ask_model("ModelConfig", {})).get("config", {})
         config = msgspec.convert(fields, V2Config) if fields else None
-        self._form = form_of(metadata, config)
+        self._form = shared.form_of(metadata, config)
         description = Description(
             protocol="v2 gRPC",
             address=self._address.text,
@@ -140,7 +131,7 @@ class GrpcTarget:
             description.backend = config.backend or config.platform
             description.num_instances = config.num_instances
             description.max_batch_size = config.max_batch_size
-            description.config_digest = config_digest(fields)
+            description.config_digest = shared.config_digest(fields)
         return description, self._form
 
     async def counters(self) -> Counters | None:
@@ -151,9 +142,9 @@ class GrpcTarget:
         asked = self._address.version
         entries = {each["version"]: each for each in answer["model_stats"]}
         entries = {name: each for name, each in entries.items() if asked in ("", name)}
-        return counters_of(entries[_newest(list(entries))]) if entries else None
+        return shared.counters_of(entries[_newest(list(entries))]) if entries else None
 
-    async def _ask_model(self, method: str, otherwise: Fields | None = None) -> Fields:
+    async def _ask_model(self, method: str, otherwise: Json | None = None) -> Json:
         """Ask about the model; `otherwise` where the server has no such call, such as MLServer."""
         try:
             return await self._ask(method, **self._model())
@@ -176,7 +167,7 @@ class GrpcTarget:
         names = ", ".join(sorted({model["name"] for model in index["models"]}))
         return f"{text}; the server has {names or 'none'}"
 
-    async def _ask(self, method: str, channel: Channel | None = None, **fields: str) -> Fields:
+    async def _ask(self, method: str, channel: Channel | None = None, **fields: str) -> Json:
         import grpc
         from tritonclient.grpc import service_pb2
 
@@ -218,7 +209,7 @@ class GrpcTarget:
 
     def encode(self, sample: Sample) -> bytes:
         assert self._form is not None, "inputs are encoded after `describe` or `open`"
-        tensors = tensors_of(self._form, sample)
+        tensors = shared.tensors_of(self._form, sample)
         key = tuple((tensor.name, tensor.shape) for tensor in tensors)
         prefix = self._prefixes.get(key)
         if prefix is None:
@@ -340,7 +331,7 @@ def failure_text(code: str, details: str, timeout_s: float) -> str:
     connections contain addresses."""
     if code == "DEADLINE_EXCEEDED" and details == DEADLINE:
         return f"no answer within {timeout_s:g} s"
-    text = in_short(_cause(details))
+    text = shared.in_short(_cause(details))
     return f"{code}: {text}" if text else code
 
 

@@ -73,8 +73,9 @@ class StatusReader:
             self._kept += data
 
     def end(self) -> str | None:
-        if 200 <= self._status < 300:
-            return None
+        return None if 200 <= self._status < 300 else self._cause()
+
+    def _cause(self) -> str:
         return self._causes.of(self._status, bytes(self._kept))
 
 
@@ -88,8 +89,8 @@ class ClientConnection(asyncio.Protocol):
         self._idle_since = client.now()
         self._client = client
         self._known = client.known_heads
-        self._transport: asyncio.Transport | None = None
-        self._write: Callable[[bytes], None] = _not_connected
+        self._transport: asyncio.Transport
+        self._write: Callable[[bytes], None]
         self._is_gone = False
         # Bytes left of a body that is only counted; 0 before an answer; or _PARSING.
         self._left = 0
@@ -116,8 +117,7 @@ class ClientConnection(asyncio.Protocol):
         exchange, self.exchange = self.exchange, None
         self._reader = None
         self._is_gone = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
         self._client.lost(self)
         if exchange is not None:
             self._client.end(exchange, text)
@@ -275,10 +275,5 @@ class ClientConnection(asyncio.Protocol):
     def _drop(self) -> None:
         """Close an idle connection for good."""
         self._is_gone = True
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
         self._client.lost(self)
-
-
-def _not_connected(data: bytes) -> None:
-    raise AssertionError("an exchange was given to a connection that is not made")

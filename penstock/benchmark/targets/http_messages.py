@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -46,14 +47,14 @@ class Url(NamedTuple):
         return f"{'https' if self.is_tls else 'http'}://{self.name}"
 
 
+@dataclass(slots=True)
 class HttpAnswer:
     """A whole answer, read as it arrives. Header names are lower case; a repeated header keeps its
     last value."""
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Mapping[bytes, bytes] = {}
-        self.body = bytearray()
+    status: int = 0
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
 
     @property
     def is_good(self) -> bool:

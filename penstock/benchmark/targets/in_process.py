@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -234,7 +233,9 @@ def files_digest(folder: Path) -> str:
         digests = {name: entry.sha256 for name, entry in manifest.files.items()}
     else:
         digests = {
-            path.relative_to(folder).as_posix(): file_digest(path) for path in _files_below(folder)
+            name: file_digest(folder / name)
+            for name in manifests.names_below(folder)
+            if (folder / name).is_file()
         }
     return _digest(digests)
 
@@ -242,17 +243,6 @@ def files_digest(folder: Path) -> str:
 def _digest(digests: Mapping[str, str]) -> str:
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """List all files except Python's caches and names with a leading dot, as a manifest does."""
-    found: list[Path] = []
-    for path, folders, names in os.walk(folder):
-        folders[:] = [
-            name for name in folders if name != manifests.CACHE and not name.startswith(".")
-        ]
-        found += [Path(path, name) for name in names if not name.startswith(".")]
-    return found
 
 
 def file_digest(path: Path) -> str:

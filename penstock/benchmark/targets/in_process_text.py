@@ -13,14 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec
-from penstock.benchmark.targets.in_process import (
-    LocalTarget,
-    failure_text,
-    file_digest,
-    files_digest,
-    find,
-)
+from penstock.benchmark.targets import Counters, Description, TargetSpec, in_process
+from penstock.benchmark.targets.in_process import LocalTarget, failure_text
 from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
@@ -49,11 +43,13 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         self._text: Text | None = None
 
     async def describe(self) -> tuple[Description, RequestForm]:
-        _, config = await asyncio.to_thread(find, self._spec)
+        _, config = await asyncio.to_thread(in_process.find, self._spec)
         await asyncio.to_thread(self._check_template, config)
         self._name = config.name
         path = path_of(config)
-        digest = await asyncio.to_thread(files_digest if path.is_dir() else file_digest, path)
+        digest = await asyncio.to_thread(
+            in_process.files_digest if path.is_dir() else in_process.file_digest, path
+        )
         protocol = f"in process, OpenAI {self._spec.api}"
         description = self._description(config, protocol, digest)
         return description, RequestForm(kind=FORMS[self._spec.api])

@@ -6,21 +6,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
-from penstock.benchmark.targets import Description, TargetSpec
-from penstock.benchmark.targets.http_connection import CUT
-from penstock.benchmark.targets.http_messages import (
-    Causes,
-    HttpAnswer,
-    Url,
-    error_text,
-    parse_url,
-    request_bytes,
-)
+from penstock.benchmark.targets import Description, TargetSpec, http_messages
+from penstock.benchmark.targets.http_connection import CUT, StatusReader
+from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import in_short
 from penstock.benchmark.targets.sse import EventParser, NotEvents
@@ -31,8 +24,6 @@ PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 FORMS = {"chat": "messages", "completions": "prompt"}
 EVENTS = b"text/event-stream"
 DONE = b"[DONE]"
-# Limit on an error's body.
-MAX_KEPT_BYTES = 65_536
 # Statuses of servers that list no models but still answer requests.
 WITHOUT_LIST = (404, 405, 501)
 # Names in the Server header that belong to a proxy or HTTP stack, not to the model server.
@@ -40,11 +31,13 @@ CARRIERS = ("uvicorn", "nginx", "envoy", "istio-envoy", "cloudflare", "caddy", "
 
 
 class _Delta(msgspec.Struct):
+    """The fields of a delta that count as text."""
+
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[object] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -62,7 +55,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: Any = None
+    error: object = None
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -81,19 +74,16 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class StreamReader:
+class StreamReader(StatusReader):
     """Reads one answer. A chunk is an event with text, of the answer or of its reasoning; an event
     that only names the role is not one."""
 
     def __init__(self, exchange: TimedExchange, causes: Causes, now: Callable[[], float]) -> None:
-        self._causes = causes
+        super().__init__(exchange, causes)
         self._now = now
-        self._exchange = exchange
         self._parser = EventParser()
         self._stream = StreamTimes()
-        self._status = 0
         self._kind = b""
-        self._kept = bytearray()
         self._num_told: int | None = None
         self._is_done = False
         self._failure: str | None = None
@@ -110,10 +100,8 @@ class StreamReader:
 
     def chunk(self, data: bytes) -> None:
         if not self._is_stream:
-            if len(self._kept) < MAX_KEPT_BYTES:
-                self._kept += data
-            return
-        if self._failure is None:
+            super().chunk(data)
+        elif self._failure is None:
             try:
                 self._take(self._parser.feed(data))
             except NotEvents as error:
@@ -121,21 +109,17 @@ class StreamReader:
 
     def end(self) -> str | None:
         if self._status != 200:
-            return self._causes.of(self._status, bytes(self._kept))
+            return self._cause()
         if not self._is_stream:
             kind = self._kind.decode("latin-1") or "of no content type"
             return f"the answer is no event stream but {in_short(kind)}"
         if self._failure is None:
             self._take(self._parser.end())
+        stream, told = self._stream, self._num_told
+        stream.num_output_tokens = len(stream.times) if told is None else told
         if self._failure is None and not self._is_done:
-            self._failure = CUT
-        if self._failure is None and not self._stream.times:
-            self._failure = "empty answer"
-        stream = self._stream
-        stream.num_output_tokens = (
-            self._num_told if self._num_told is not None else len(stream.times)
-        )
-        return self._failure
+            return CUT
+        return self._failure or (None if stream.times else "empty answer")
 
     def _take(self, events: list[bytes]) -> None:
         now = self._now()
@@ -154,7 +138,7 @@ class StreamReader:
             self._failure = f"error in the stream: {in_short(str(error))}"
             return
         if event.error is not None:
-            self._failure = f"error in the stream: {in_short(error_text(data))}"
+            self._failure = f"error in the stream: {in_short(http_messages.error_text(data))}"
             return
         if event.usage is not None:
             self._note_usage(event.usage)
@@ -171,14 +155,7 @@ class StreamReader:
 def _has_text(choice: _Choice) -> bool:
     if choice.text:
         return True
-    delta = choice.delta
-    return delta is not None and bool(
-        delta.content
-        or delta.reasoning_content
-        or delta.reasoning
-        or delta.refusal
-        or delta.tool_calls
-    )
+    return choice.delta is not None and any(msgspec.structs.astuple(choice.delta))
 
 
 class OpenAI(HttpTarget):
@@ -214,7 +191,7 @@ class OpenAI(HttpTarget):
         data = body_of(self._model, self._api, sample, self._extra)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         path = self._base + PATHS[self._api]
-        return request_bytes(self._url, "POST", path, headers | self._headers, data)
+        return http_messages.request_bytes(self._url, "POST", path, headers | self._headers, data)
 
     def _read_answer(self, exchange: TimedExchange) -> StreamReader:
         return StreamReader(exchange, self._causes, time.monotonic)
@@ -248,14 +225,14 @@ class OpenAI(HttpTarget):
             return name
 
 
-def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> bytes:
+def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, object]) -> bytes:
     """Encode the request body as JSON."""
     field = FORMS[api]
     value = sample.fields.get(field)
     if not value:
         given = ", ".join(map(str, sample.fields)) or "nothing"
         raise ConfigError([f"input: expected '{field}' for OpenAI {api}, got {given}"])
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "model": model,
         field: value,
         "stream": True,
@@ -281,7 +258,7 @@ def find_place(spec: TargetSpec) -> OpenAiAddress:
     """Parse the target's address; ConfigError if it is invalid."""
     if spec.api not in PATHS:
         raise ConfigError([f"--api {spec.api}: expected {' or '.join(PATHS)}"])
-    url = parse_url(spec.address.removeprefix("openai+"))
+    url = http_messages.parse_url(spec.address.removeprefix("openai+"))
     if "?" in url.path:
         raise ConfigError([f"{spec.address}: expected no query"])
     path = url.path.rstrip("/")
@@ -291,12 +268,12 @@ def find_place(spec: TargetSpec) -> OpenAiAddress:
     return OpenAiAddress(url, path or "/v1", spec.api)
 
 
-def parse_extra(text: str) -> dict[str, Any]:
+def parse_extra(text: str) -> dict[str, object]:
     """Parse extra fields of each request; null removes one of ours."""
     if not text:
         return {}
     try:
-        extra = msgspec.json.decode(text, type=dict[str, Any])
+        extra = msgspec.json.decode(text, type=dict[str, object])
     except msgspec.DecodeError as error:
         raise ConfigError([f"--extra {text}: expected a JSON object: {error}"]) from None
     if not extra.get("stream", True):

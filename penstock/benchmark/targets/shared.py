@@ -13,9 +13,11 @@ import numpy as np
 
 from penstock.benchmark.targets import Counters
 from penstock.data import RequestForm, Sample
+from penstock.data.fitting import fits
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
 
+Json = Mapping[str, Any]
 MAX_TEXT = 120
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -30,10 +32,9 @@ def in_short(text: str) -> str:
 
 def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
     """Return the sample's tensors in the order of the signature; ConfigError lists all problems."""
-    problems: list[str] = []
-    known = {spec.name for spec in form.inputs}
-    names = ", ".join(spec.name for spec in form.inputs)
-    problems += [
+    known = form.names
+    names = ", ".join(known)
+    problems = [
         f"input '{name}': unknown; the model takes {names}"
         for name in sample.tensors
         if name not in known
@@ -60,10 +61,7 @@ def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
 def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
     """Describe what is wrong with an array; empty if nothing is."""
     shape = (-1, *spec.shape) if has_batch else spec.shape
-    fits = len(shape) == array.ndim and all(
-        expected in (-1, size) for expected, size in zip(shape, array.shape, strict=True)
-    )
-    if not fits:
+    if not fits(array.shape, shape):
         return f"shape {list(array.shape)} does not fit {list(shape)}"
     kind = array.dtype.kind
     if spec.datatype == "BYTES":
@@ -135,14 +133,14 @@ def form_of(metadata: V2Metadata, config: V2Config | None) -> RequestForm:
     return RequestForm("tensors", tuple(specs), has_batch)
 
 
-def config_digest(config: Mapping[str, Any]) -> str:
+def config_digest(config: Mapping[str, object]) -> str:
     """Return SHA-256 of a served configuration, whatever the order of its fields."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def counters_of(statistics: Mapping[str, Any]) -> Counters:
+def counters_of(statistics: Json) -> Counters:
     """Convert one entry of v2's `model_stats`, from Triton or Penstock."""
-    phases: Mapping[str, Mapping[str, Any]] = statistics.get("inference_stats", {})
+    phases: Mapping[str, Json] = statistics.get("inference_stats", {})
 
     def number(phase: str, field: str) -> int:
         # Protobuf's JSON writes 64-bit numbers as text, and leaves out zeros.
@@ -167,9 +165,9 @@ def counters_of(statistics: Mapping[str, Any]) -> Counters:
     )
 
 
-def _busy_ns(statistics: Mapping[str, Any]) -> int | None:
+def _busy_ns(statistics: Json) -> int | None:
     """Return the total execution time: each execution counts once, whatever its batch size."""
-    batches: Sequence[Mapping[str, Any]] = statistics.get("batch_stats", ())
+    batches: Sequence[Json] = statistics.get("batch_stats", ())
     if not batches and int(statistics.get("execution_count", 0)) > 0:
         return None
     return sum(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -107,7 +106,7 @@ class RequestTemplate:
         return self._start + lines + body
 
 
-def _described(spec: TensorSpec) -> dict[str, Any]:
+def _described(spec: TensorSpec) -> dict[str, object]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
 
 
@@ -117,7 +116,7 @@ def _raw(array: Array, datatype: str) -> bytes:
     return array.astype(DATATYPES[datatype].numpy, copy=False).tobytes()
 
 
-def _numbers(array: Array, spec: TensorSpec) -> list[Any]:
+def _numbers(array: Array, spec: TensorSpec) -> list[object]:
     """Return elements for JSON in row-major order; ConfigError for values that JSON cannot hold."""
     if spec.datatype == "BYTES":
         try:
@@ -132,5 +131,5 @@ def _numbers(array: Array, spec: TensorSpec) -> list[Any]:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         text = "holds NaN or infinity, which JSON cannot say: send binary tensors"
         raise ConfigError([f"input '{spec.name}': {text}"])
-    numbers: list[Any] = array.ravel().tolist()
+    numbers: list[object] = array.ravel().tolist()
     return numbers

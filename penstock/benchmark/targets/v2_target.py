@@ -12,18 +12,11 @@ from typing import Any
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
 from penstock.benchmark.targets.http_client import NoAnswer, ask
 from penstock.benchmark.targets.http_messages import request_bytes
 from penstock.benchmark.targets.http_target import HttpTarget, list_models
-from penstock.benchmark.targets.shared import (
-    V2Config,
-    V2Metadata,
-    config_digest,
-    counters_of,
-    form_of,
-    tensors_of,
-)
+from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
@@ -45,7 +38,7 @@ class _Ready(msgspec.Struct):
 
 
 class _Statistics(msgspec.Struct):
-    model_stats: list[dict[str, Any]]
+    model_stats: list[Json]
 
 
 class V2HttpTarget(HttpTarget):
@@ -68,7 +61,7 @@ class V2HttpTarget(HttpTarget):
         has_timing = server.name == "penstock" or "penstock_timing" in server.extensions
         if has_timing and self._spec.timing_every > 0:
             self._until_timing = self._spec.timing_every
-        form = self._request_form = form_of(metadata, config)
+        form = self._request_form = shared.form_of(metadata, config)
         self._check_form(form)
         place = self._place
         versions = metadata.versions or []
@@ -91,7 +84,7 @@ class V2HttpTarget(HttpTarget):
     async def counters(self) -> Counters | None:
         try:
             answer = await self._ask(self._place.path + "/stats")
-            counts = [counters_of(entry) for entry in answer.decode(_Statistics).model_stats]
+            counts = [shared.counters_of(entry) for entry in answer.decode(_Statistics).model_stats]
         except (ConfigError, TypeError, ValueError, AttributeError):
             return None
         return _total(counts) if counts else None
@@ -119,7 +112,7 @@ class V2HttpTarget(HttpTarget):
     def _form(self, sample: Sample) -> RequestTemplate:
         form = self._request_form
         assert form is not None, "samples are encoded after `describe`"
-        tensors = tensors_of(form, sample)
+        tensors = shared.tensors_of(form, sample)
         specs = [TensorSpec(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
         start = [f"POST {self._place.path}/infer HTTP/1.1", f"Host: {self._url.name}"]
         start += [f"{name}: {value}" for name, value in self._headers.items()]
@@ -170,7 +163,7 @@ class V2HttpTarget(HttpTarget):
         """Return the configuration and its digest; None where the server has none."""
         answer = await self._ask(self._place.path + "/config")
         try:
-            return answer.decode(V2Config), config_digest(answer.decode(dict[str, object]))
+            return answer.decode(V2Config), shared.config_digest(answer.decode(dict[str, object]))
         except ValueError:
             return None, ""
 
