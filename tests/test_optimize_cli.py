@@ -18,9 +18,9 @@ from penstock.cli import main
 from penstock.cli.optimize import optimize as command
 from penstock.cli.options import from_params
 from penstock.errors import ConfigError
-from penstock.optimizer.disk import WriteFailed
 from penstock.optimizer.optimization_files import read_optimization
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.workspace import WriteFailed
 from penstock.system.exit_codes import ExitCode
 
 

@@ -114,10 +114,12 @@ def _max_rates(
     builds = _builds(contenders, case)
     with tempfile.TemporaryDirectory() as scratch:
         rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
-    found = _bench(plan, rows, search_s).max_rates(builds)
+    rates = [
+        (each.max_rate, each.curve) for each in _bench(plan, rows, search_s).with_rates(builds)
+    ]
     return [
-        Rate(0.0 if math.isnan(rate.value) else rate.value, num_runs_of(curve))
-        for rate, curve in found
+        Rate(0.0 if rate is None or math.isnan(rate.value) else rate.value, num_runs_of(curve))
+        for rate, curve in rates
     ]
 
 
@@ -144,8 +146,9 @@ def saturated(case: Case, duration: str) -> float:
     plan = _plan(case, ANY_LATENCY, duration)
     with tempfile.TemporaryDirectory() as scratch:
         build = open_subject(plan, Path(scratch) / case.name).build
-        [(rate, _)] = _bench(plan, _rows(plan, build)).max_rates([build])
-    return rate.value
+        [found] = _bench(plan, _rows(plan, build)).with_rates([build])
+    assert found.max_rate is not None
+    return found.max_rate.value
 
 
 def _plan(case: Case, slo: str, duration: str) -> Plan:

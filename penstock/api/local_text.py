@@ -3,9 +3,7 @@ run in processes of their own, as in a server; parameters are those of OpenAI's 
 
 from __future__ import annotations
 
-import asyncio
 import queue
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +11,11 @@ from typing import Any
 import msgspec
 
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, InvalidRequest, NotReady, PenstockError
+from penstock.errors import BackendFailed, InvalidRequest, PenstockError
 from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
+from penstock.serving.local import ModelThread, started
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
 
@@ -24,28 +23,20 @@ from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
-class LocalTextModel:
+class LocalTextModel(ModelThread[LanguageModel]):
     """Owns an event loop in its own thread; `stream` may be called from any thread."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        try:
-            self._model = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException:
-            self._end_loop()
-            raise
+        super().__init__(config, _start(config))
 
     def stream(self, prompt: Prompt, **parameters: object) -> Iterator[str]:
         """Yield the answer piece by piece. A text is continued; a list of messages is a chat.
         `parameters` are fields of OpenAI's requests: max_tokens, temperature, stop, seed, ..."""
         answer = _LocalAnswer(self._model, _parse(self.config.name, prompt, parameters))
-        if self._is_closed:
-            raise NotReady(f"model '{self.config.name}' is closed")
-        self._loop.call_soon_threadsafe(answer.begin)
+        with self._lock:
+            if self._is_closed:
+                raise self._closed()
+            self._loop.call_soon_threadsafe(answer.begin)
         try:
             while (piece := answer.pieces.get()) is not None:
                 if isinstance(piece, PenstockError):
@@ -55,35 +46,9 @@ class LocalTextModel:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(answer.give_up)
 
-    def statistics(self) -> dict[str, Any]:
-        """Return an entry of v2's statistics, as in a server's `/stats`."""
 
-        async def read() -> dict[str, Any]:
-            return self._model.metrics.statistics()
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result()
-
-    def close(self) -> None:
-        """Stop the model. Closing again does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
-        self._end_loop()
-
-    async def _start(self) -> LanguageModel:
-        model = LanguageModel(self.config)
-        try:
-            await model.start()
-        except BaseException:
-            await model.close()
-            raise
-        return model
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+async def _start(config: ModelConfig) -> LanguageModel:
+    return await started(LanguageModel(config))
 
 
 @dataclass(slots=True, eq=False)

@@ -57,7 +57,7 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
     """
     from penstock.api.optimize import make_plan
     from penstock.benchmark import run_files
-    from penstock.optimizer import disk
+    from penstock.optimizer import workspace
     from penstock.optimizer.first_line import exit_code
 
     try:
@@ -67,7 +67,7 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
         _show(found, plan, outputs)
     except PenstockError as error:
         fail(error)
-    except disk.WriteFailed as error:
+    except workspace.WriteFailed as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(ExitCode.FAILED)
     except OSError as error:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import BackendFailed, ConfigError, InvalidRequest, NotReady
 from penstock.llm import messages
@@ -19,6 +19,9 @@ from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
 from penstock.wire.frames import MAX_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from penstock.llm.open_generations import OpenGenerations
 
 log = logging.getLogger("penstock.llm")
 EngineState = Literal["LOADING", "READY", "UNAVAILABLE"]
@@ -30,17 +33,6 @@ SLOWER, FIRST_STEP = 20, 10
 EngineLife: StartLife = partial(ProcessLife, module="penstock.llm.engine_main")
 
 
-class EngineListener(Protocol):
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is expected from the engine: it may then be silent."""
-
-    def engine_said(self, message: messages.FromEngine) -> None: ...
-
-    def engine_ended(self, error: BackendFailed | NotReady) -> None:
-        """The engine has died or is being stopped; it answers nothing more."""
-
-
 class EngineSupervisor:
     """One engine after the other, for one model. Its event loop is the one that runs `start`."""
 
@@ -49,7 +41,7 @@ class EngineSupervisor:
         name: str,
         settings: messages.EngineSettings,
         metrics: TextMetrics,
-        listener: EngineListener,
+        listener: OpenGenerations,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

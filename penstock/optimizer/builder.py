@@ -55,8 +55,7 @@ class Builder:
         return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
-        """Return the candidate's files, built after its parents' if they do not exist.
-        BackendFailed if it cannot be built."""
+        """Return the candidate's files, built after its parents'. BackendFailed if that fails."""
         run = self.run
         if not candidate.steps:
             return run.original
@@ -94,13 +93,14 @@ class Builder:
         try:
             self._write(candidate, parent, draft / run.plan.name)
             os.rename(draft, home)
-        except TookTooLong as error:
+        except (TookTooLong, OutOfTime) as error:
             # The build ended, so a run with more time must not count this start.
-            run.journal.discount("build begun", candidate.key)
-            raise self._too_long(f"compiling it takes too long: {error}") from error
-        except OutOfTime:
-            run.journal.discount("build begun", candidate.key)
-            raise
+            run.journal.count("build begun", candidate.key, -1)
+            if isinstance(error, OutOfTime):
+                raise
+            # With a budget, the compiler had only a share of the remaining time.
+            kind = TookTooLong if run.budget.stage_left_s is None else CutOff
+            raise kind(f"compiling it takes too long: {error}") from error
         except PenstockError as error:
             raise BackendFailed(str(error)) from error
         except (OSError, MemoryError) as error:
@@ -128,12 +128,6 @@ class Builder:
         timeout_s = self._compile_timeout_s(share) or trials.LOAD_TIMEOUT_S
         take = self.gpu.spare.take if made.config.uses_gpu else None
         trials.keep_compiled(made, timeout_s, take)
-
-    def _too_long(self, text: str) -> TookTooLong:
-        """Return the error for a compilation timeout: with a budget, the compiler had only a share
-        of the remaining time."""
-        is_cut = self.run.budget.stage_left_s is not None
-        return CutOff(text) if is_cut else TookTooLong(text)
 
     def keep_chosen(self, build: Build, left_s: float | None = None) -> None:
         """Save the fastest GEMM kernels of a packed model with the version. They are timed at load,

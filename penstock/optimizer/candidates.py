@@ -6,24 +6,16 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from penstock.config import ModelConfig
 
 Stage = Literal["baseline", "compile", "precision", "quantise", "batching", "instances", "memory"]
-STAGES: tuple[Stage, ...] = (
-    "baseline",
-    "compile",
-    "precision",
-    "quantise",
-    "batching",
-    "instances",
-    "memory",
-)
+STAGES: tuple[Stage, ...] = get_args(Stage)
 # Passes that change how a model is served; all others make another model.
-SERVING_PASSES = ("batching", "instances", "memory")
+SERVING_PASSES = ("batching", "instances", "memory", "pace", "step-tokens", "sequences")
 
 
 class Step(msgspec.Struct, frozen=True):

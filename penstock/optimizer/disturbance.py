@@ -72,10 +72,8 @@ def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> 
     if not chosen.served.is_met and not _is_missed_in_time(chosen.served):
         # A faster machine would not help: only terms such as memory are missed.
         return []
-    found = list(rate_doubts(chosen, rate))
+    found = own_doubts(chosen, rate)
     if not chosen.served.is_met:
-        found += _pause_doubts(chosen)
-        found += _spread_doubts(chosen)
         found += _slowness_doubts(chosen, original, rate)
     if is_close(chosen.served):
         found += _closeness_doubts(chosen, original)
@@ -98,11 +96,12 @@ def is_close(served: ServedMeasurement) -> bool:
     )
 
 
-def original_doubts(original: BuildHistory, rate: float | None) -> list[str]:
-    """Return doubts about the original's figures, the baseline of a claimed gain."""
-    found = list(rate_doubts(original, rate))
-    if not original.served.is_met:
-        found += [*_pause_doubts(original), *_spread_doubts(original)]
+def own_doubts(history: BuildHistory, rate: float | None) -> list[str]:
+    """Return doubts about a build's figures by themselves: those of the original are the baseline
+    of a claimed gain."""
+    found = list(rate_doubts(history, rate))
+    if not history.served.is_met:
+        found += [*_pause_doubts(history), *_spread_doubts(history)]
     return list(dict.fromkeys(found))
 
 
@@ -167,8 +166,7 @@ def _spread_doubts(history: BuildHistory) -> Iterator[str]:
 def _slowness_doubts(
     chosen: BuildHistory, original: BuildHistory, rate: float | None
 ) -> Iterator[str]:
-    """Yield a doubt if the SLO might be kept at the speed this machine reached before or would
-    reach without other load."""
+    """Yield a doubt if the SLO might be kept at the full speed of this machine."""
     factor, text = slowness(chosen, original)
     if text and _may_be_kept(chosen.served, factor, rate):
         yield f"{chosen.name}: SLO missed while {text}"
@@ -194,8 +192,7 @@ def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
 
 
 def _late_share(turns: Sequence[Turn]) -> float:
-    """Return the largest share of time with a late generator, without lateness caused by the run
-    itself."""
+    """Return the largest share of time with a generator late through no fault of the run."""
     others = (turn.late_share for turn in turns if not _is_own(turn.conditions))
     return max(others, default=0.0)
 
@@ -312,8 +309,7 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def calm_windows(windows: Sequence[Window], limit_s: float | None) -> list[Window]:
-    """Return the windows in which the generator was on time and the queue after a pause was
-    gone."""
+    """Return the windows with a generator on time and without the queue after a pause."""
     late_s = max(LATE_S, LATE_SHARE * (limit_s or 0.0))
     medians = [_median(window) for window in windows]
     known = [each for each in medians if not math.isnan(each)]

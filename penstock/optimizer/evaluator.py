@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from penstock.errors import PenstockError
 from penstock.optimizer import passes
 from penstock.optimizer.accuracy_gate import AccuracyGate
-from penstock.optimizer.answer_source import CHOICE, AnswerSource
+from penstock.optimizer.answer_source import CHOICE, HELD_OUT, AnswerSource
 from penstock.optimizer.builder import Builder
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.data_checks import DataChecks
@@ -22,10 +23,12 @@ from penstock.optimizer.measurements import Measurements
 from penstock.optimizer.results import FallbackLayer
 from penstock.optimizer.run_context import RunContext
 
+# Time for requesting answers to held-out rows from a server.
+SERVED_ANSWERS_S = 8.0
+
 
 class KeptLayers(msgspec.Struct):
-    """A step that passes the gate with some layers in float, and those layers; no step: none
-    passes."""
+    """A step that passes the gate with these layers in float; no step: none passes."""
 
     step: Step | None = None
     layers: list[FallbackLayer] = []
@@ -50,7 +53,24 @@ class Evaluator:
 
     def check_served(self, build: Build, *, is_lossy: bool) -> str:
         """Return why the server's answers are not those that the gate judged; empty if they are."""
-        return self.measurements.check_answers(build, self.source, self.gate, is_lossy=is_lossy)
+        run, source = self.run, self.source
+
+        def check() -> str:
+            run.tell("answers of the server")
+            indices = source.indices(HELD_OUT)
+            judged = source.answers(build, indices)
+            rows = [run.rows[index] for index in indices]
+            left_s = run.budget.stage_left_s
+            seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
+            found = self.measurements.served_answers(build, rows, seconds)
+            if not found:
+                return "the server refused every row of the held-out examples"
+            pairs = [judged[place] for place, _ in found], [answer for _, answer in found]
+            return self.gate.served_difference(*pairs, is_lossy=is_lossy)
+
+        self._gpu.settle()
+        key = build.candidate.key
+        return run.journal.remember("served answers", key, str, check, passing=(PenstockError,))
 
     def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
         """Find the layers that must stay in float for the gate to pass."""

@@ -3,17 +3,15 @@ made. `versions` writes it; the server reads the SLO from it."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from penstock import units
 from penstock.backends import GPU_MEMORY
 from penstock.errors import StorageFull
-from penstock.optimizer import disk
+from penstock.optimizer import workspace
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.repository import layout, versions
@@ -24,17 +22,18 @@ CALIBRATION = "calibration.json"
 PROMISED = ("kept", "met")
 # Fields that are equal in two commits of the same candidate by the same run.
 SAME = ("lineage", "outcome", "measured", "accuracy")
+Evidence = dict[str, object]
 
 
 def commit(build: Build, found: Optimization, run: str) -> str:
-    """Commit and return the version's number. A run that was killed after its commit does not
-    commit again."""
+    """Commit, unless a run killed after its commit has; return the version's number."""
+    made = evidence(build, found, run)
+    return _committed(Path(found.out) / found.name, made) or _commit(build, found, made)
+
+
+def _commit(build: Build, found: Optimization, made: Evidence) -> str:
     out = Path(found.out)
     out.mkdir(parents=True, exist_ok=True)
-    made = evidence(build, found, run)
-    there = _committed(out / found.name, made)
-    if there:
-        return there
     return versions.commit(out, found.name, build.version_folder, build.config, made)
 
 
@@ -45,31 +44,32 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
     if found.proof_failure:
         found.uncommitted = f"the proof of {build.candidate} failed: {found.proof_failure}"
         return
-    found.kept_version = _kept_version(out / found.name, evidence(build, found, run), found)
-    if found.kept_version:
+    made = evidence(build, found, run)
+    found.version = _committed(out / found.name, made)
+    if not found.version:
+        found.kept_version = _kept_version(out / found.name, found)
+    if found.version or found.kept_version:
         return
-    size = disk.size_of(build.version_folder)
+    size = workspace.size_of(build.version_folder)
     try:
-        missing = disk.missing_room(out, size)
-        if missing and not _committed(out / found.name, evidence(build, found, run)):
+        missing = workspace.missing_room(out, size)
+        if missing:
             found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
             return
-        found.version = commit(build, found, run)
+        found.version = _commit(build, found, made)
     except (OSError, StorageFull) as error:
-        needed, free = units.size(size), units.size(disk.free_bytes(out))
+        needed, free = units.size(size), units.size(workspace.free_bytes(out))
         text = str(error)
         if isinstance(error, OSError):
             text = f"{error.filename or out}: {error.strerror or error}"
         found.uncommitted = f"{text}; the version needs {needed}, {free} free"
 
 
-def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> str:
+def _kept_version(folder: Path, found: Optimization) -> str:
     """Return the served version that keeps its SLO, unless this result is a proven verdict: an
     unproven one must not replace it. Empty if no version keeps its SLO."""
     is_verdict = found.is_proven and found.outcome not in ("disturbed", "interrupted")
-    if is_verdict or not os.path.isdir(folder) or _committed(folder, made):
-        return ""
-    if not layout.version_folders(folder):
+    if is_verdict or not os.path.isdir(folder) or not layout.version_folders(folder):
         return ""
     for version in reversed(layout.chosen(folder, layout.read_message(folder), [])):
         manifest = manifests.read(folder / version)
@@ -78,17 +78,18 @@ def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> st
     return ""
 
 
-def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
-    """Return the evidence as plain JSON values."""
-    after, before = found.after, found.before
-    made: dict[str, Any] = {
+def evidence(build: Build, found: Optimization, run: str) -> Evidence:
+    """Return the evidence as plain JSON values, with null for NaN and infinity."""
+    after, hardware = found.after, msgspec.structs.asdict(found.machine)
+    software = hardware.pop("versions")
+    made = {
         "slo": found.slo,
         "outcome": found.outcome,
         "headline": found.headline,
-        "measured": None if after is None else _measured(after),
+        "measured": _measured(after),
         GPU_MEMORY: after.gpu_memory_bytes or None if after is not None else None,
-        "original": None if before is None else _measured(before),
-        "accuracy": msgspec.to_builtins(found.held_out),
+        "original": _measured(found.before),
+        "accuracy": found.held_out,
         "accuracy_budget": found.accuracy_budget,
         "calibration": _calibration(build),
         "lineage": {
@@ -102,45 +103,26 @@ def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
                 for step in build.candidate.steps
             ],
         },
-        "hardware": {
-            "cpu": found.machine.cpu,
-            "num_cores": found.machine.num_cores,
-            "memory_bytes": found.machine.memory_bytes,
-            "isa": list(found.machine.isa),
-            "gpus": list(found.machine.gpus),
-        },
-        "versions": dict(found.machine.versions),
+        "hardware": hardware,
+        "versions": software,
         "price_per_hour": found.price_per_hour,
         "created": found.created,
     }
-    plain: dict[str, Any] = _without_nan(made)
-    return plain
+    return msgspec.json.decode(msgspec.json.encode(made), type=Evidence)
 
 
-def _measured(served: ServedMeasurement) -> dict[str, Any]:
-    found = msgspec.to_builtins(served, str_keys=True)
-    found.pop("curve")
-    assert isinstance(found, dict)
-    return found
-
-
-def _calibration(build: Build) -> Any:
-    path = build.version_folder / CALIBRATION
-    return json.loads(path.read_bytes()) if path.is_file() else None
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
+def _measured(served: ServedMeasurement | None) -> Evidence | None:
+    if served is None:
         return None
-    return value
+    return {key: each for key, each in msgspec.structs.asdict(served).items() if key != "curve"}
 
 
-def _committed(folder: Path, made: dict[str, Any]) -> str:
+def _calibration(build: Build) -> object:
+    path = build.version_folder / CALIBRATION
+    return msgspec.json.decode(path.read_bytes()) if path.is_file() else None
+
+
+def _committed(folder: Path, made: Evidence) -> str:
     """Return the version with the same evidence (`SAME`); empty if no version has it."""
     if not os.path.isdir(folder):
         return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +91,7 @@ def open_examples(
 def signature_examples(
     inputs: Sequence[TensorSpec], has_batch: bool, seed: int, num: int
 ) -> Examples:
-    """Draw random rows from the signature, for runs without data: none for calibration, no
-    labels."""
+    """Draw random rows from the signature: none for calibration, no labels."""
     form = RequestForm("tensors", tuple(inputs), has_batch)
     is_image = any(spec.shape.count(-1) > 1 for spec in inputs)
     lengths = SIDE_LENGTHS if is_image else SEQUENCE_LENGTHS
@@ -110,8 +109,7 @@ def signature_examples(
 
 
 def split_examples(num_examples: int, seed: int) -> Split:
-    """Split: a fifth, at most 300, for calibration; the rest in equal halves for choice and held
-    out."""
+    """Split: a fifth, at most 300, for calibration; equal halves to choose by and held out."""
     order = [int(i) for i in np.random.default_rng(seed).permutation(num_examples)]
     num_calibration = min(MAX_CALIBRATION, int(num_examples * CALIBRATION_SHARE))
     calibration, rest = order[:num_calibration], order[num_calibration:]
@@ -127,8 +125,7 @@ def _without_non_finite(split: Split, bad: Sequence[NonFinite]) -> Split:
 
 
 def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
-    """Return the total number of examples for `num_needed` each in the choice and held-out
-    parts."""
+    """Return the total number of examples for `num_needed` in each judged part."""
     judged = 2 * num_needed
     if has_own_calibration:
         return judged
@@ -143,8 +140,21 @@ class _Opened:
     rows: list[dict[str, Array]]
     labels: Array | None
     digest: str
-    notes: list[str] = field(default_factory=list)
-    non_finite: list[NonFinite] = field(default_factory=list)
+    notes: list[str]
+    non_finite: list[NonFinite]
+
+    @classmethod
+    def of(cls, name: str, columns: Columns, labels: Array | None, digest: str) -> _Opened:
+        """Return the rows of columns."""
+        rows = [
+            {
+                name: column[index, ...] if isinstance(column, np.ndarray) else value
+                for name, column in columns.by_name.items()
+                if (value := column[index]) is not None
+            }
+            for index in range(columns.num_examples)
+        ]
+        return cls(name, rows, labels, digest, list(columns.notes), list(columns.non_finite))
 
 
 def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
@@ -158,16 +168,14 @@ def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
 
 
 def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
-    names = [tensor.name for tensor in form.inputs]
-    name = one_name(spec, [each.name for each in form.inputs if not each.is_optional], names)
+    name = _only_input(spec, form)
     tensor = next(each for each in form.inputs if each.name == name)
     images = read_images(folder, tensor, spec.seed)
     columns = from_list(form, name, images.examples, folder.name)
     labels = _folder_labels(images, folder)
     # Digests of files do not cover the names of their folders.
     named = digest(images.paths) + ("" if labels is None else labels.tobytes().hex())
-    opened = _Opened(folder.name, _split_rows(columns), labels, _sha(named), list(columns.notes))
-    opened.non_finite = list(columns.non_finite)
+    opened = _Opened.of(folder.name, columns, labels, _sha(named))
     if images.treatment:
         opened.notes.append(images.treatment)
     if labels is not None:
@@ -176,8 +184,7 @@ def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
 
 
 def _folder_labels(images: Images, folder: Path) -> Array | None:
-    """Return the sub-folder number of each image; None unless all images are in two or more
-    sub-folders."""
+    """Return the sub-folder number of each image; None unless all are in two or more."""
     parents = [path.relative_to(folder).parts[:-1] for path in images.paths]
     classes = sorted({parts[0] for parts in parents if parts})
     if len(classes) < 2 or not all(parents):
@@ -194,14 +201,7 @@ def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
         rest = [{key: row[key] for key in row if key != name} for row in table.rows]
         table = FileRows(rest, table.numbers, table.word)
     columns = from_rows(form, table, path.name, [name] if name else [])
-    return _Opened(
-        path.name,
-        _split_rows(columns),
-        labels,
-        digest([path]),
-        notes=list(columns.notes),
-        non_finite=list(columns.non_finite),
-    )
+    return _Opened.of(path.name, columns, labels, digest([path]))
 
 
 def _label_column(path: Path, name: str, table: FileRows) -> Array:
@@ -221,9 +221,7 @@ def _label_column(path: Path, name: str, table: FileRows) -> Array:
 def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Opened:
     arrays = read_arrays(path)
     if "" in arrays:
-        names = [tensor.name for tensor in form.inputs]
-        required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
-        arrays = {one_name(spec, required, names): arrays[""]}
+        arrays = {_only_input(spec, form): arrays[""]}
     label_name = _label_name(plan, form, arrays.keys(), path)
     labels = arrays.pop(label_name) if label_name else None
     is_input = any(tensor.name == LENGTHS_NAME for tensor in form.inputs)
@@ -231,18 +229,23 @@ def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Open
     others = [] if lengths is None else [LENGTHS_NAME]
     others += [label_name] if label_name else []
     columns = from_arrays(form, _with_ones(form, arrays), path.name, others)
-    rows = _split_rows(columns)
-    non_finite = list(columns.non_finite)
+    opened = _Opened.of(path.name, columns, labels, digest([path]))
     if lengths is not None:
-        rows = _cut(rows, lengths, form, path)
+        opened.rows = rows = _cut(opened.rows, lengths, form, path)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
         # Padding may contain anything.
-        non_finite = [
+        opened.non_finite = [
             each
-            for each in non_finite
+            for each in opened.non_finite
             if not is_finite(datatypes[each.input], rows[each.index][each.input]).all()
         ]
-    return _Opened(path.name, rows, labels, digest([path]), list(columns.notes), non_finite)
+    return opened
+
+
+def _only_input(spec: InputSpec, form: RequestForm) -> str:
+    """Return the input that data without names is for."""
+    required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
+    return one_name(spec, required, [tensor.name for tensor in form.inputs])
 
 
 def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -297,17 +300,6 @@ def _cut(
     ]
 
 
-def _split_rows(columns: Columns) -> list[dict[str, Array]]:
-    return [
-        {
-            name: column[index, ...] if isinstance(column, np.ndarray) else value
-            for name, column in columns.by_name.items()
-            if (value := column[index]) is not None
-        }
-        for index in range(columns.num_examples)
-    ]
-
-
 def _numbered(labels: Array | None, classes: Sequence[str]) -> Array | None:
     """Return the numbers of labels that are all names of classes; others unchanged."""
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "OUS":
@@ -353,8 +345,7 @@ def _form(array: Array) -> str:
 
 
 def _with_separate(num_examples: int, num_extra: int, seed: int) -> Split:
-    """Split with a separate calibration set, whose rows come after the data: all data is for
-    judging."""
+    """Split with separate calibration rows, which follow the data: all data is for judging."""
     random = np.random.default_rng(seed)
     order = [int(i) for i in random.permutation(num_examples)]
     extra = [num_examples + int(i) for i in random.permutation(num_extra)]
@@ -379,8 +370,7 @@ def _text(opened: _Opened, split: Split) -> str:
     if count < MIN_EXAMPLES:
         notes.append("too few to show anything about accuracy")
     else:
-        parts = f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out"
-        notes.append(parts)
+        notes.append(f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out")
     word = "example" if count == 1 else "examples"
     return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *notes])
 

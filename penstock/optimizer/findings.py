@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock import units
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
@@ -12,6 +14,18 @@ from penstock.optimizer.results import ServedMeasurement, Try
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.simulate import TimeTable
 from penstock.profiling.results import Profile
+
+# Maximum number of served candidates, besides the original.
+MAX_FINALISTS = 3
+# Maximum number of served candidates after a stage that may be the last.
+NUM_SEMIFINALISTS = 2
+# Arrangements of instances and threads in which one candidate may be served.
+NUM_ARRANGEMENTS = 3
+# A prediction above this share of the best is worth a served measurement.
+NEAR = 0.85
+
+# Steps of the serving passes.
+ServingSteps = tuple[Step, ...]
 
 
 @dataclass(slots=True)
@@ -22,7 +36,7 @@ class Contender:
     facts: Facts
     times: dict[tuple[int, int], TimeTable]
     # Steps of the serving passes with their predicted highest rates, best first.
-    shapes: list[tuple[tuple[Step, ...], float]]
+    shapes: list[tuple[ServingSteps, float]]
     is_lossy: bool
 
     @property
@@ -40,8 +54,10 @@ class Contender:
     @property
     def speed_text(self) -> str:
         if self.rate:
-            return f"about {self.rate:,.0f}/s"
-        return f"no rate within the SLO, {self.alone_s * 1e3:.3g} ms alone"
+            shown = units.number(self.rate) if self.rate < 100 else f"{self.rate:,.0f}"
+            return f"about {shown}/s"
+        alone = f", {self.alone_s * 1e3:.3g} ms alone" if self.times else ""
+        return f"no rate within the SLO{alone}"
 
     def is_ahead(self, other: Contender) -> bool:
         """Compare beyond the noise: by the predicted rate that keeps the SLO; if neither has one,
@@ -98,13 +114,11 @@ class Findings:
         return best
 
     def is_met(self) -> bool:
-        """Return whether the SLO is met with certainty: a limit that is barely kept may be missed
-        next time."""
+        """Return whether the SLO is met for sure: one barely kept may be missed next time."""
         return bool(self.finalists) and self.finalists[0].served.is_sure
 
     def is_in_reach(self, plan: Plan) -> bool:
         """Return whether the best is predicted to come near the SLO."""
-        assert plan.slo is not None
         return goals.is_within_reach(self.best.rate, plan.slo, plan.price_per_hour)
 
     def add_served(self, contender: Contender, build: Build, served: ServedMeasurement) -> None:
@@ -124,3 +138,72 @@ class Findings:
         key = build.candidate.key
         record.seconds += sum(each.seconds for each in self.tries if each.candidate.key == key)
         self.tries = [*(each for each in self.tries if each.candidate.key != key), record]
+
+    # What to serve next.
+
+    def nearest(
+        self, limit: int, *, is_fresh: bool = False
+    ) -> list[tuple[Contender, ServingSteps]]:
+        """Return what is predicted to come near the best: each contender in its best shape before
+        any in its second; among equals, the simpler first. `is_fresh` skips what was served
+        already."""
+        best = self.best.rate
+        found = [
+            (
+                place,
+                goals.is_better(best, rate),
+                # If nothing keeps the SLO at any rate: by latency.
+                0.0 if rate else contender.alone_s,
+                (contender.is_lossy, len(contender.candidate.steps)),
+                -rate,
+                contender,
+                steps,
+            )
+            for contender in self.contenders
+            for place, (steps, rate) in enumerate(_different(contender.shapes))
+            if rate >= NEAR * best
+            and not (is_fresh and contender.candidate.then(*steps).key in self.served)
+        ]
+        found.sort(key=lambda each: each[:5])
+        return [(contender, steps) for *_, contender, steps in found[:limit]]
+
+    def leading(self) -> list[tuple[Contender, ServingSteps]]:
+        """Return the contenders with the highest predicted rates, the best one in a second
+        arrangement of instances and threads too."""
+        ranked = sorted(self.contenders, key=lambda one: -one.rate)
+        found = [(one, one.shapes[0][0]) for one in ranked[:MAX_FINALISTS] if one.shapes]
+        others = _different(ranked[0].shapes)[1:2]
+        least = NEAR * ranked[0].rate
+        return found + [(ranked[0], steps) for steps, rate in others if rate >= least]
+
+    def overlooked(self, plan: Plan) -> list[tuple[Contender, ServingSteps]]:
+        """Return the next contenders if all finalists miss the SLO: one with a wrong prediction
+        must not hide those behind it."""
+        if any(one.served.is_met for one in self.finalists):
+            return []
+        tried = {one.contender.candidate.key for one in self.served.values()}
+        left = [
+            contender
+            for contender in self.contenders
+            if contender.candidate.key not in tried
+            and contender.rate
+            and goals.is_within_reach(contender.rate, plan.slo, plan.price_per_hour)
+        ]
+        left.sort(key=lambda contender: -contender.rate)
+        return [(each, each.shapes[0][0]) for each in left[:NUM_SEMIFINALISTS]]
+
+
+def arrangement(steps: Sequence[Step]) -> tuple[int, int]:
+    """Return instances, and threads of each."""
+    [settings] = [step.settings for step in steps if step.pass_name == "instances"]
+    return int(settings["instances"]), int(settings["threads"])
+
+
+def _different(ranked: Sequence[tuple[ServingSteps, float]]) -> list[tuple[ServingSteps, float]]:
+    """Return the best shape of each of the best three arrangements of instances and threads:
+    predictions are more certain about batches than about how instances affect each other and the
+    server."""
+    best: dict[tuple[int, int], tuple[ServingSteps, float]] = {}
+    for each in ranked:
+        best.setdefault(arrangement(each[0]), each)
+    return list(best.values())[:NUM_ARRANGEMENTS]

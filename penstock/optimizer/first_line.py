@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from penstock import units
 from penstock.optimizer import outcomes, wording
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try
+from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try, try_of
 from penstock.system.exit_codes import ExitCode
 
 EXIT_CODES = {
@@ -87,12 +87,19 @@ def _refused(optimization: Optimization) -> tuple[str, list[str]]:
 
 def _disturbed(optimization: Optimization) -> tuple[str, list[str]]:
     reasons = optimization.disturbances or ["the measurements contradict each other"]
-    details = [*reasons]
-    if optimization.chosen is not None:
-        details.append(f"best candidate, not proven: {optimization.chosen}")
-        if optimization.after is not None:
-            details.append(_measured(optimization.after))
-    return "No verdict", [*details, *_untried(optimization)]
+    return "No verdict", [*reasons, *_unproven_best(optimization)]
+
+
+def _failed(optimization: Optimization) -> tuple[str, list[str]]:
+    return "Proof failed", [optimization.proof_failure, *_unproven_best(optimization)]
+
+
+def _unproven_best(optimization: Optimization) -> list[str]:
+    if optimization.chosen is None:
+        return _untried(optimization)
+    measured = "" if optimization.after is None else _measured(optimization.after)
+    best = f"best candidate, not proven: {optimization.chosen}"
+    return [best, measured, *_untried(optimization)]
 
 
 def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
@@ -108,15 +115,6 @@ def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
     rate = None if found is None else found.predicted_rate
     predicted = "" if rate is None else f"predicted {units.number(rate)}/s, not served"
     return head, [best, predicted, *untried]
-
-
-def _failed(optimization: Optimization) -> tuple[str, list[str]]:
-    details = [optimization.proof_failure]
-    if optimization.chosen is not None:
-        details.append(f"best candidate, not proven: {optimization.chosen}")
-        if optimization.after is not None:
-            details.append(_measured(optimization.after))
-    return "Proof failed", [*details, *_untried(optimization)]
 
 
 def _rejected(optimization: Optimization) -> str:
@@ -157,7 +155,7 @@ def chosen_try(optimization: Optimization) -> Try | None:
     serving settings, may have none."""
     candidate = optimization.chosen
     while candidate is not None:
-        found = outcomes.try_of(optimization.tries, candidate.key)
+        found = try_of(optimization.tries, candidate.key)
         if found is not None:
             return found
         candidate = candidate.parent if candidate.steps else None

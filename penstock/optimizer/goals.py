@@ -20,8 +20,7 @@ MIN_GOODPUT = 0.05
 
 
 def required_rate(slo: Slo, price_per_hour: float | None) -> float:
-    """Return the requests per second that one machine has to answer within the SLO; 0: not
-    specified."""
+    """Return the requests per second that one machine must answer; 0: not specified."""
     rates = [0.0 if slo.rate is None else slo.rate.per_s]
     for term in slo.terms:
         if isinstance(term, Throughput):

@@ -23,6 +23,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import TookTooLong
+from penstock.optimizer.trial_child import TrialDone
 from penstock.optimizer.trials import Row, TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
@@ -35,8 +36,7 @@ MIN_FREE = 0.75
 
 
 class WarmSpare:
-    """The next child process, which imports its backend while the previous one is in use. `settle`
-    before measuring."""
+    """The next child process, which imports its backend ahead. `settle` before measuring."""
 
     def __init__(self) -> None:
         self._child: TrialProcess | None = None
@@ -47,7 +47,8 @@ class WarmSpare:
         self.settle()
         child, self._child = self._child, None
         if child is None or child.config.backend != config.backend:
-            self._drop(child)
+            if child is not None:
+                child.close()
             child = TrialProcess(config)
             child.start()
         child.config = config
@@ -59,14 +60,15 @@ class WarmSpare:
         if self._child is None or self._is_ready:
             return
         try:
-            self._child.expect_prepared()
+            self._child.expect(TrialDone)
             self._is_ready = True
         except (BackendFailed, ConfigError):
             self.close()
 
     def close(self) -> None:
         child, self._child = self._child, None
-        self._drop(child)
+        if child is not None:
+            child.close()
 
     def _begin(self, config: ModelConfig) -> None:
         self._child, self._is_ready = TrialProcess(config), False
@@ -74,18 +76,13 @@ class WarmSpare:
         with contextlib.suppress(BackendFailed):
             self._child.prepare()
 
-    def _drop(self, child: TrialProcess | None) -> None:
-        if child is not None:
-            child.close()
-
 
 class GpuSession:
     """The session of one build. A failed request is repeated once in a new process, unless that was
     new: an earlier request may be the cause. A timeout is not repeated."""
 
     def __init__(self, build: Build, most: tuple[int, int], spare: WarmSpare) -> None:
-        """`most`: instances and threads; fewer instances are timed in the same process, as fewer
-        batches in flight."""
+        """`most`: instances and threads; fewer instances are timed as fewer batches in flight."""
         self.build = build
         self._config = with_instances(build.config, *most)
         self._spare = spare
@@ -100,12 +97,9 @@ class GpuSession:
 
     def check_rows(self, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
         """Check whether these rows influence each other."""
-
-        def check(child: TrialProcess) -> RowCheck:
-            child.rules = trials.NO_LIMITS
-            return influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
-
-        return self._asked(check)
+        return self._asked(
+            lambda child: influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
+        )
 
     def answers(
         self,
@@ -113,11 +107,7 @@ class GpuSession:
         told: Callable[[int], None] | None = None,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> list[dict[str, Array]]:
-        def answer(child: TrialProcess) -> list[dict[str, Array]]:
-            child.rules = rules
-            return trials.answered(child, self.build, rows, told)
-
-        return self._asked(answer)
+        return self._asked(lambda child: trials.answered(child, self.build, rows, told), rules)
 
     def times(
         self,
@@ -126,41 +116,37 @@ class GpuSession:
         longest_s: float = trials.MAX_BATCH_S,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> TimeTable:
-        """Measure T(b) with this many instances; the memory is that of everything this process has
-        run."""
+        """Measure T(b) with this many instances; memory is that of all this process has run."""
 
         def measured(child: TrialProcess) -> TimeTable:
             self._spare.settle()
-            child.rules = rules
             crew = TrialCrew(self._config, [child], longest_s, num_slots=pair[0])
             table = crew.table(rows, pair)
             if crew.is_hurt:
                 self.close()
             return table
 
-        return self._asked(measured)
+        return self._asked(measured, rules)
 
     def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.close()
 
-    def _asked(self, question: Callable[[TrialProcess], T]) -> T:
+    def _asked(
+        self, question: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS
+    ) -> T:
         is_new = self._child is None
         try:
-            return question(self._loaded())
-        except (TookTooLong, ConfigError):
-            self.close()
-            raise
-        except BackendFailed:
-            self.close()
-            if is_new:
-                raise
-        except BaseException:
+            child = self._loaded()
+            child.rules = rules
+            return question(child)
+        except BaseException as error:
             # The next request must not receive this answer.
             self.close()
-            raise
-        return self._asked(question)
+            if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
+                raise
+        return self._asked(question, rules)
 
     def _loaded(self) -> TrialProcess:
         if self._child is None:

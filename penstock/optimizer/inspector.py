@@ -120,8 +120,7 @@ class Inspector:
         return facts
 
     def _has_own_rows(self, build: Build) -> bool:
-        """Return whether to check with real rows: not without data, nor if only serving changes and
-        padding does not."""
+        """Return whether to check with real rows: there is data, and model or padding is new."""
         candidate = _without_serving(build.candidate)
         if self.run.examples is None or candidate == build.candidate:
             return self.run.examples is not None

@@ -13,9 +13,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
+from penstock.optimizer.findings import Findings
 from penstock.system.exit_codes import ExitCode
 
 # Time after the second Ctrl-C for closing children and files.
@@ -54,12 +54,7 @@ class Interruption:
             self._is_on = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._is_on:
             return
         signal.set_wakeup_fd(self._before)
@@ -89,13 +84,8 @@ class Interruption:
         self._end(ExitCode.INTERRUPTED)
 
 
-class Interruptible(Protocol):
-    is_interrupted: bool
-
-
-def finish(findings: Interruptible, do: Callable[[], T]) -> T:
-    """Call `do` even after Ctrl-C: the first one is noted, and `do` starts again. The second one
-    propagates."""
+def finish(findings: Findings, do: Callable[[], T]) -> T:
+    """Call `do`, again after the first Ctrl-C, which is noted. The second one propagates."""
     try:
         return do()
     except KeyboardInterrupt:

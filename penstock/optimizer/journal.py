@@ -15,20 +15,19 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock import units
 from penstock.errors import BackendFailed, ConfigError, PenstockError
-from penstock.optimizer import disk
+from penstock.optimizer import workspace
 from penstock.repository.staging import sync_folder
 
 FILE = "journal.jsonl"
 FORMAT = 1
 # Kinds of findings that depend on the machine's speed and its other load.
-SERVED = ("served", "served with rates", "proof", "proof with rates", "rated")
+SERVED = ("served", "served with rates", "proof", "proof with rates", "text rates", "text proof")
 TIMINGS = (*SERVED, "times", "profile")
 # If the machine's speed has changed by more than this, timings are discarded.
 MAX_SPEED_RATIO = 1.25
@@ -75,12 +74,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def remember(
@@ -130,16 +124,9 @@ class Journal:
         if isinstance(at, int | float):
             self.oldest_at = min(at, self.oldest_at or at)
 
-    def count(self, kind: str, key: str) -> int:
+    def count(self, kind: str, key: str, more: int = 1) -> int:
         """Count a call and return the total over all runs. Call it before something that may kill
-        the process, so that the next run knows."""
-        return self._counted(kind, key, 1)
-
-    def discount(self, kind: str, key: str) -> int:
-        """Take back the last `count`."""
-        return self._counted(kind, key, -1)
-
-    def _counted(self, kind: str, key: str, more: int) -> int:
+        the process, so that the next run knows; with -1, take that back."""
         num = more + int(self._known.get((kind, key), {}).get("value", 0))
         self._known[kind, key] = record = {"kind": kind, "key": key, "value": num}
         self._append(record)
@@ -187,8 +174,8 @@ class Journal:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(size)
-            free = units.size(disk.free_bytes(self.path))
-            raise disk.WriteFailed(
+            free = units.size(workspace.free_bytes(self.path))
+            raise workspace.WriteFailed(
                 f"{self.path}: cannot be written: {error.strerror or error} ({free} free); free "
                 "some space and run the same command again: it resumes from this journal"
             ) from error

@@ -11,24 +11,21 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.optimizer import disturbance, trials
-from penstock.optimizer.accuracy_gate import AccuracyGate
-from penstock.optimizer.answer_source import HELD_OUT, AnswerSource
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.gpu_sessions import GpuProcesses, num_workers
 from penstock.optimizer.inspector import Inspector
 from penstock.optimizer.results import ServedMeasurement
-from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.run_context import Row, RunContext
 from penstock.optimizer.served import ServedBench, repriced
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits
 from penstock.profiling.profiler import profile_build
 from penstock.profiling.results import Profile
+from penstock.types import Array
 
 # Longest batch of slow models, whatever the SLO allows.
 MAX_BATCH_S = 10.0
-# Time for requesting answers to held-out rows from a server.
-SERVED_ANSWERS_S = 8.0
 
 
 class Measurements:
@@ -64,9 +61,8 @@ class Measurements:
 
     @property
     def _longest_s(self) -> float:
-        """Longest batch worth measuring: one that exceeds the latency limit fits no
-        configuration."""
-        limit_s = None if self._run.plan.slo is None else self._run.plan.slo.latency_s
+        """Longest batch worth measuring: one beyond the latency limit fits no configuration."""
+        limit_s = self._run.plan.slo.latency_s
         return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
     def profile(self, build: Build) -> Profile:
@@ -114,30 +110,11 @@ class Measurements:
         suffix = f" attempt {attempt}" if attempt else ""
         return self._remember(kind, builds, ServedBench.prove, limits, suffix)
 
-    def check_answers(
-        self, build: Build, source: AnswerSource, gate: AccuracyGate, *, is_lossy: bool
-    ) -> str:
-        """Return why the server's answers are not those that the gate judged; empty if they are."""
-        run = self._run
-
-        def check() -> str:
-            run.tell("answers of the server")
-            indices = source.indices(HELD_OUT)
-            judged = source.answers(build, indices)
-            rows = [run.rows[index] for index in indices]
-            left_s = run.budget.stage_left_s
-            seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
-            bench = replace(self._bench([build], self._limits()), rows=rows)
-            found = bench.answers(build, seconds)
-            if not found:
-                return "the server refused every row of the held-out examples"
-            pairs = [judged[place] for place, _ in found], [answer for _, answer in found]
-            return gate.served_difference(*pairs, is_lossy=is_lossy)
-
-        self._gpu.settle()
-        return run.journal.remember(
-            "served answers", build.candidate.key, str, check, passing=(PenstockError,)
-        )
+    def served_answers(
+        self, build: Build, rows: Sequence[Row], seconds: float
+    ) -> list[tuple[int, dict[str, Array]]]:
+        """Return the answers of the build behind its server, with the index of each row."""
+        return replace(self._bench([build], self._limits()), rows=rows).answers(build, seconds)
 
     def _limits(self) -> MeasurementLimits:
         """Return the limits of a served measurement that begins now."""
@@ -157,8 +134,7 @@ class Measurements:
         limits: MeasurementLimits,
         suffix: str = "",
     ) -> list[ServedMeasurement]:
-        """Measure with the machine otherwise idle, or take the figures from the journal, at the
-        current price."""
+        """Measure with the machine otherwise idle, or use the journal, at the current price."""
 
         def measured() -> list[ServedMeasurement]:
             return measure(self._bench(builds, limits), builds)

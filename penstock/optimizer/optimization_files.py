@@ -4,7 +4,6 @@ other tools; it is written anew each time and ignored on reading."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -29,8 +28,8 @@ def write_optimization(optimization: Optimization, path: Path) -> None:
 
 def to_json(optimization: Optimization) -> str:
     """Return the optimisation as JSON, with its verdict."""
-    data: dict[str, Any] = {"verdict": first_line.headline(optimization)}
-    data |= run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
+    plain = run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
+    data = {"verdict": first_line.headline(optimization), **plain}
     return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
 
 
@@ -45,8 +44,24 @@ def is_optimization(path: Path) -> bool:
 
 def read_optimization(path: Path) -> Optimization:
     """Read the file; ConfigError says why it is not an optimisation."""
-    text = _read(path)
-    _check_kind(path, text)
+    try:
+        text = path.read_bytes()
+        kind = msgspec.json.decode(text)
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file; {EXPECTED}"]) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+    if not isinstance(kind, dict) or not kind.keys() >= FIELDS:
+        raise ConfigError([f"{path}: JSON, but not of an optimisation; {EXPECTED}"])
+    if kind["format"] != FORMAT:
+        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
+        raise ConfigError([f"{path}: {found}"])
+    return _checked(path, text)
+
+
+def _checked(path: Path, text: bytes) -> Optimization:
     try:
         # Not strict: NaN is written as a string.
         found = msgspec.json.decode(text, type=Optimization, strict=False)
@@ -61,24 +76,3 @@ def read_optimization(path: Path) -> Optimization:
         known = ", ".join(first_line.EXIT_CODES)
         raise ConfigError([f"{path}: outcome {found.outcome!r} is not one of {known}"])
     return found
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file; {EXPECTED}"]) from None
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-
-
-def _check_kind(path: Path, text: bytes) -> None:
-    try:
-        kind = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ConfigError([f"{path}: not JSON: {error}"]) from None
-    if not isinstance(kind, dict) or not kind.keys() >= FIELDS:
-        raise ConfigError([f"{path}: JSON, but not of an optimisation; {EXPECTED}"])
-    if kind["format"] != FORMAT:
-        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
-        raise ConfigError([f"{path}: {found}"])

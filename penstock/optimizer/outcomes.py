@@ -7,13 +7,14 @@ The report's wording comes from these outcomes: a candidate's in `Try`, the run'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try
+from penstock.optimizer.findings import Findings
+from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try, try_of
 from penstock.optimizer.shapes import alone_s
 from penstock.optimizer.time_plan import CutOff
 
@@ -29,10 +30,6 @@ INTERRUPTED = "interrupted before every step was tried; run the same command aga
 # Candidates.
 
 
-def try_of(tries: Sequence[Try], key: str) -> Try | None:
-    return next((each for each in tries if each.candidate.key == key), None)
-
-
 def outcome_of_error(error: PenstockError) -> tuple[Outcome, str]:
     """Return outcome and reason of a candidate that ended with this error."""
     if isinstance(error, CutOff):
@@ -40,16 +37,12 @@ def outcome_of_error(error: PenstockError) -> tuple[Outcome, str]:
     return "failed", str(error)
 
 
-def mark_refused(
-    tries: Sequence[Try],
-    refused: Mapping[str, Judgement],
-    model_of: Callable[[Candidate], Candidate],
-) -> list[str]:
-    """Reject the models that failed on the held-out set, by key, however they are served.
-    `model_of` leaves out steps that change no answers. Return a note for each model."""
+def mark_refused(tries: Sequence[Try], refused: Mapping[str, Judgement]) -> list[str]:
+    """Reject what failed on the held-out set, by key: models, however they are served, or one way
+    to serve a model. Return a note for each."""
     notes = []
     for each in tries:
-        model = model_of(each.candidate)
+        model = each.candidate if each.candidate.key in refused else each.candidate.model
         if model.key not in refused:
             continue
         each.outcome, each.reason = "rejected", REFUSED_MODEL
@@ -142,8 +135,7 @@ def is_refused(found: Optimization) -> bool:
 
 
 def _is_faster(attempt: Try, found: Optimization) -> bool:
-    """Return whether the attempt is faster than the choice: by prediction, else as measured, else
-    False."""
+    """Return whether it is faster than the choice: by prediction, else as measured."""
     candidate = found.chosen or Candidate()
     model, own = (try_of(found.tries, key) for key in (candidate.model.key, candidate.key))
     if model is not None and model.predicted_rate is not None:
@@ -189,6 +181,6 @@ def unfinished(found: Optimization) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def cut_notes(tries: Sequence[Try], *, is_interrupted: bool, is_out_of_time: bool) -> list[str]:
-    is_out_of_time = is_out_of_time or any(each.outcome == "cut off" for each in tries)
-    return [INTERRUPTED] * is_interrupted + [BUDGET_ENDED] * is_out_of_time
+def cut_notes(findings: Findings) -> list[str]:
+    is_cut = findings.is_out_of_time or any(each.outcome == "cut off" for each in findings.tries)
+    return [INTERRUPTED] * findings.is_interrupted + [BUDGET_ENDED] * is_cut

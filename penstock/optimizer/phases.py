@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Phase, ServedMeasurement, Try
+from penstock.optimizer.results import Optimization, Phase, ServedMeasurement, try_of
 
 ARROW = " → "
 AS_SERVED = "as served: "
@@ -24,7 +24,7 @@ def waterfall(found: Optimization) -> list[Phase]:
     known = _Known(found)
     phases = []
     merged: list[str] = []
-    chain = list(_chain(found.chosen))
+    chain = list(_chain(found))
     for place, (label, candidate) in enumerate(chain):
         phase = known.phase(ARROW.join([*merged, label]), candidate)
         is_unknown = math.isnan(phase.p99_s) and math.isnan(phase.max_rate)
@@ -38,12 +38,14 @@ def waterfall(found: Optimization) -> list[Phase]:
     return phases
 
 
-def _chain(chosen: Candidate | None) -> Iterator[tuple[str, Candidate]]:
+def _chain(found: Optimization) -> Iterator[tuple[str, Candidate]]:
     """Yield the label of each bar and its candidate."""
     yield "original", Candidate()
+    chosen = found.chosen
     if chosen is None:
         return
-    model = chosen.model.steps
+    # Each step of a language model was measured.
+    model = chosen.steps if found.form == "text" else chosen.model.steps
     for place, step in enumerate(model, start=1):
         yield str(step), Candidate(model[:place])
     if len(model) < len(chosen.steps):
@@ -77,7 +79,7 @@ class _Known:
         proven = self.found.after if candidate == chosen else None
         if not candidate.steps:
             proven = proven or self.found.before
-        own = self._try(candidate)
+        own = try_of(self.found.tries, candidate.key)
         if proven is not None or own is not None and own.served is not None:
             return proven or (None if own is None else own.served)
         if chosen is None or candidate == chosen.model:
@@ -96,7 +98,7 @@ class _Known:
             return served.max_rate.value, False
         if self.found.form == "text":
             return math.nan if served is None else 0.0, False
-        own = self._try(candidate.model)
+        own = try_of(self.found.tries, candidate.model.key)
         if own is None or own.predicted_rate is None:
             return math.nan, False
         return own.predicted_rate, True
@@ -120,12 +122,8 @@ class _Known:
                 return None
             return held_out.candidate if is_last else held_out.original
         while candidate.steps:
-            own = self._try(candidate)
+            own = try_of(self.found.tries, candidate.key)
             if own is not None and own.accuracy is not None:
                 return own.accuracy.candidate
             candidate = candidate.parent
         return judged[0].original
-
-    def _try(self, candidate: Candidate) -> Try | None:
-        tries = self.found.tries
-        return next((each for each in tries if each.candidate == candidate), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.optimizer.budget import Budget
-from penstock.slo import Slo, Term
+from penstock.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Plan:
     name: str
     # The repository that the version is committed to.
     out: str
-    slo: Slo | None = None
+    slo: Slo = Slo(())
     # Representative inputs, as in bench; empty: drawn from the signature.
     data: str = ""
     # Input of the model for data files without names.
@@ -49,7 +49,3 @@ class Plan:
     outputs: tuple[str, ...] = ()
     # Discard the measurements of an interrupted run of the same command.
     is_fresh: bool = False
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        return () if self.slo is None else self.slo.terms

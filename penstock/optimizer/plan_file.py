@@ -104,8 +104,7 @@ class Problems:
 
 
 def make_plan(flags: Mapping[str, object], file: PlanFile | None = None) -> Plan:
-    """Make a plan; flags override the file. Raise CommandLineError or ConfigError with every
-    problem."""
+    """Make a plan; flags override the file. CommandLineError or ConfigError has every problem."""
     options = {**(file.options if file is not None else {}), **flags}
     problems = Problems(flags, file)
     for key in sorted(set(options) - set(READERS)):
@@ -157,25 +156,19 @@ def _check(plan: Plan, problems: Problems) -> None:
         for key in ("labels", "eval", "calibration", "accuracy"):
             if getattr(plan, READERS[key][0]):
                 problems.add(key, f"needs {problems.label('data')}, which is not given")
-    wants_cost = plan.slo and any(isinstance(term, slo.Cost) for term in plan.slo.terms)
-    if wants_cost and plan.price_per_hour is None:
+    if any(isinstance(term, slo.Cost) for term in plan.slo.terms) and plan.price_per_hour is None:
         price = problems.label("price")
         problems.add("slo", f"a limit on cost needs {price}, the machine's price per hour")
-    if _names_streams(plan.slo) and not is_language_model(plan.model):
+    latencies = [term for term in plan.slo.terms if isinstance(term, slo.Latency)]
+    names_streams = any(term.metric != "latency" for term in latencies)
+    if names_streams and not is_language_model(plan.model):
         streams = "ttft, tpot and itl apply to language models only"
         problems.add("slo", f"'{plan.slo}': {streams}; expected terms on latency, e.g. p99 < 20 ms")
     problems.check()
 
 
-def _names_streams(promised: slo.Slo | None) -> bool:
-    terms = () if promised is None else promised.terms
-    return any(isinstance(term, slo.Latency) and term.metric != "latency" for term in terms)
-
-
 def _check_paths(plan: Plan, problems: Problems) -> None:
-    """Check that files exist. Missing ones count as problems of files, even if a flag names
-    them."""
-    missing = "no such file or folder"
+    """Check that files exist; missing ones are problems of files, even if a flag names them."""
     if plan.model:
         try:
             resolve(plan.model)
@@ -188,7 +181,7 @@ def _check_paths(plan: Plan, problems: Problems) -> None:
     for key in ("data", "calibration"):
         path = getattr(plan, key)
         if path and not os.path.exists(path):
-            problems.of_files.append(f"{problems.label(key)}: {path}: {missing}")
+            problems.of_files.append(f"{problems.label(key)}: {path}: no such file or folder")
 
 
 def parse_time(text: str) -> float:
@@ -225,14 +218,6 @@ def _device(value: object) -> str:
     if DEVICE.fullmatch(text) is None:
         raise ValueError(f"'{text}' is no device; expected auto, cpu, cuda or cuda:N")
     return text
-
-
-def _slo(value: object) -> slo.Slo:
-    return slo.parse(_text(value))
-
-
-def _accuracy(value: object) -> budget.Budget:
-    return budget.parse(_text(value))
 
 
 def _time(value: object) -> float:
@@ -272,8 +257,8 @@ def _seed(value: object) -> int:
 READERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     **{key: (key, _text) for key in TEXTS},
     **{key: (field, _reference) for key, field in FUNCTIONS.items()},
-    "slo": ("slo", _slo),
-    "accuracy": ("accuracy", _accuracy),
+    "slo": ("slo", lambda value: slo.parse(_text(value))),
+    "accuracy": ("accuracy", lambda value: budget.parse(_text(value))),
     "price": ("price_per_hour", _price),
     "budget": ("budget_s", _time),
     "duration": ("duration_s", _time),

@@ -3,6 +3,7 @@ which the journal, the report and the evidence are written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -174,6 +175,10 @@ class Try(msgspec.Struct):
         """The judgement by which the accuracy gate refused it; None: it was not refused."""
         judged = (self.held_out, self.accuracy)
         return next((each for each in judged if each is not None and not each.is_passed), None)
+
+
+def try_of(tries: Sequence[Try], key: str) -> Try | None:
+    return next((each for each in tries if each.candidate.key == key), None)
 
 
 class FallbackLayer(msgspec.Struct):

@@ -10,24 +10,117 @@ same results lead to the same choice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, wording
-from penstock.optimizer.attempts import Attempts, note_times
+from penstock.optimizer.attempts import Attempts, Predictor, note_times, pass_context
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.finalists import MAX_FINALISTS, NUM_SEMIFINALISTS
-from penstock.optimizer.findings import Contender, Findings
-from penstock.optimizer.passes import LayeredPass, Pass, PassContext
-from penstock.optimizer.predictor import Predictor
-from penstock.optimizer.progress_reporter import ProgressReporter
-from penstock.optimizer.proposals import Proposals
+from penstock.optimizer.findings import MAX_FINALISTS, NUM_SEMIFINALISTS, Contender, Findings
+from penstock.optimizer.passes import LayeredPass, Pass
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
+from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
 from penstock.optimizer.time_plan import PROFILE_S, OutOfTime, smallest_budget_s
+
+# Parents below this share of the best are not used in the stage: BF16 may double the rate, INT8
+# more.
+MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
+# Passes whose later steps, on a GPU, are at best as fast as the first: BF16 and TF32 after FP16,
+# FP8 for some matmuls after FP8 for all.
+ALTERNATIVES = ("half", "fp8")
+# Starts again from the model's own operators, however far other passes have come.
+COMPILER = "torch-compile"
+FAR_BEHIND = "the candidates that it could build on are far slower than the best"
+NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Asks passes for steps."""
+
+    findings: Findings
+    run: RunContext
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether steps that are unlikely to win are left out, on a GPU."""
+        return self.run.original.config.uses_gpu and not self.run.plan.is_exhaustive
+
+    def propose(self, each: Pass) -> tuple[list[tuple[Contender, list[Step]]], list[Skip]]:
+        """Return the steps that the pass proposes for the best contender of each family, or the
+        reasons why it proposes none."""
+        if each.changes_answers and self.run.examples is None:
+            return [], [Skip(each.name, NEEDS_DATA)]
+        proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
+        skips: dict[str, Skip] = {}
+        for parent in sorted(self.findings.contenders, key=_from_the_best):
+            family = _family(parent.build.config)
+            if family in proposals or _has_step(parent, each):
+                continue
+            if self._is_far_behind(parent, each):
+                skips[FAR_BEHIND] = Skip(each.name, FAR_BEHIND)
+                continue
+            found = each.propose(pass_context(self.run, parent))
+            steps = [one for one in found if isinstance(one, Step)]
+            skips.update({one.reason: one for one in found if isinstance(one, Skip)})
+            if steps or self._stands_for_all(each):
+                proposals[family] = (parent, steps)
+        found_any = [each for each in proposals.values() if each[1]]
+        return found_any, [] if found_any else list(skips.values())
+
+    def reason_to_stop(self, each: Pass, step: Step, record: Try) -> str:
+        """Return why to skip the remaining steps, on a GPU: the step passed and the others are its
+        fallbacks, or the compiler's kernels are behind and it would only get more tuning time."""
+        if not self.is_pruned:
+            return ""
+        is_passed = record.outcome not in ("rejected", "failed", "cut off")
+        if each.name in ALTERNATIVES and is_passed:
+            return f"{step} has passed, and this would be no faster"
+        if each.name != COMPILER or "mode" not in step.settings:
+            return ""
+        if not is_passed:
+            how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
+            return f"{step} {how}: the same compiler with more time is not tried"
+        if record.outcome != "kept":
+            best = self.findings.best.candidate
+            return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
+        return ""
+
+    def _stands_for_all(self, each: Pass) -> bool:
+        """Return whether only the best of a family is asked, even if the pass proposes nothing for
+        it: on a GPU, passes that build on their parent are not tried on slower parents. Compilers
+        start again from the model's own operators."""
+        is_adding = each.stage == "compile" and each.name != COMPILER
+        return is_adding and self.is_pruned
+
+    def _is_far_behind(self, parent: Contender, each: Pass) -> bool:
+        """Return whether no precision can make a parent the best. A compiler might."""
+        if each.stage == "compile" or self.run.plan.is_exhaustive:
+            return False
+        return parent.rate < MIN_PARENT[each.stage] * self.findings.best.rate
+
+
+def _from_the_best(contender: Contender) -> tuple[float, float]:
+    """Sort key: by rate; without one that keeps the SLO, by the latency of a single request."""
+    return -contender.rate, 0.0 if contender.rate else contender.alone_s
+
+
+def _family(config: ModelConfig) -> tuple[str, bool]:
+    """Return the family of a build, of which the best stands for all: builds of one backend. On a
+    GPU, models compiled at load are a separate family: later steps may decide whether that pays."""
+    return config.backend, config.uses_gpu and "penstock.compile" in config.options
+
+
+def _has_step(contender: Contender, each: Pass) -> bool:
+    return any(step.pass_name == each.name for step in contender.candidate.steps)
+
 
 # Headroom: to be enough, the predicted rate must be this many times the required rate. Fully loaded
 # servers keep an SLO on one day and not on the next.
@@ -56,14 +149,8 @@ class Search:
         self._is_on_gpu = evaluator.run.original.config.uses_gpu
         # Names of the passes that ran to their end.
         self._asked: set[str] = set()
-        self._proposals = Proposals(
-            findings,
-            self._context,
-            self._is_on_gpu,
-            evaluator.run.plan.is_exhaustive,
-            has_data=evaluator.run.examples is not None,
-        )
-        self._predictor = Predictor(evaluator, findings, budget, self._context)
+        self._proposals = Proposals(findings, evaluator.run)
+        self._predictor = Predictor(evaluator, findings, budget)
         self._attempts = Attempts(evaluator, findings, budget, progress, self._predictor)
         self._rounds = ServingRounds(evaluator, findings, budget, progress, passes)
 
@@ -90,7 +177,9 @@ class Search:
         self._start()
         if self._is_enough():
             return
-        for stage in self.progress.model_stages:
+        for stage in self.progress.stages:
+            if stage not in MODEL_STAGES:
+                continue
             if stage == "quantise":
                 self._profile()
             self._run_stage(stage)
@@ -100,8 +189,8 @@ class Search:
                     return
         self._rounds.measure_finalists(MAX_FINALISTS)
         self._rounds.measure_overlooked()
-        self._rounds.note_skipped(self._context(self.findings.best))
-        self._rounds.try_memory(self._context)
+        self._rounds.note_skipped()
+        self._rounds.try_memory()
 
     def _finish_early(self) -> None:
         """Serve the best candidates so far in a short measurement, so that they have real figures;
@@ -112,24 +201,10 @@ class Search:
         else:
             self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
-    def _context(self, contender: Contender) -> PassContext:
-        """Describe a contender to passes."""
-        run = self._evaluator.run
-        return PassContext(
-            self._plan,
-            run.machine,
-            contender.build,
-            contender.facts,
-            run.examples,
-            contender.times,
-            run.rows,
-        )
-
     # When to stop.
 
     def _is_enough(self) -> bool:
-        """Return whether the SLO is met with certainty and headroom. The original needs no
-        headroom: it requires no change."""
+        """Return whether the SLO is met for sure, with headroom unless by the original."""
         if self._plan.is_exhaustive or not self.findings.is_met():
             return False
         best = self.findings.finalists[0]
@@ -144,7 +219,6 @@ class Search:
         return self.findings.is_in_reach(self._plan)
 
     def _has_room(self, contender: Contender) -> bool:
-        assert self._plan.slo is not None
         required = goals.required_rate(self._plan.slo, self._plan.price_per_hour)
         return contender.rate >= ROOM * required
 
@@ -171,14 +245,13 @@ class Search:
         findings.tries.append(record)
 
     def _run_stage(self, stage: Stage) -> None:
-        self.budget.enter(stage)
+        self.budget.stage = stage
         for each in self._passes:
             if each.stage == stage:
                 self._run_pass(each)
 
     def _profile(self) -> None:
-        """Profile the best candidate to find the bottleneck. If this fails, only the report lacks a
-        figure."""
+        """Find the bottleneck of the best. If this fails, only the report lacks a figure."""
         budget_s = self._plan.budget_s
         if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ MAX_ROWS = 256
 # Array of an `.npz` with the lengths of rows before padding.
 LENGTHS_NAME = "lengths"
 # Numbers of JSON and Python have no datatype size.
-DEFAULTS: dict[str, np.dtype[Any]] = {"f": np.dtype(np.float32), "i": np.dtype(np.int64)}
+DEFAULTS: dict[str, np.dtype[np.generic]] = {"f": np.dtype(np.float32), "i": np.dtype(np.int64)}
 
 
 def read_sent(plan: Plan) -> list[Row]:
@@ -93,7 +92,7 @@ def specs_of(rows: Sequence[Mapping[str, Array]], kind: str = "input") -> tuple[
     return tuple(specs)
 
 
-def _element(value: Any) -> Array:
+def _element(value: object) -> Array:
     """Convert one example's value; strings and scalars become tensors of one element."""
     if isinstance(value, str | bytes):
         text = value.encode() if isinstance(value, str) else value

@@ -35,7 +35,6 @@ from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import goals, served_answers
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.conditions import CpuMeter
 from penstock.optimizer.disturbance import MIN_CALM, calm_windows, is_void
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import (
@@ -47,6 +46,7 @@ from penstock.optimizer.results import (
     Turn,
 )
 from penstock.optimizer.simulate import fitted
+from penstock.optimizer.this_machine import CpuMeter
 from penstock.optimizer.time_plan import (
     MIN_COST_SEARCH_S,
     MIN_SEARCH_S,
@@ -109,19 +109,21 @@ class ServedBench:
     limits: MeasurementLimits = UNLIMITED
 
     def measure(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
-        """Measure at the SLO's load, one build once. With a price and a cost term, also search for
-        highest rates."""
-        with self._stage(builds) as opened:
-            found = self._in_turns(opened, 1 if len(builds) == 1 else self.limits.num_rounds)
+        """Measure at the SLO's load, one build once; if cost is limited, highest rates too."""
+        num_rounds = 1 if len(builds) == 1 else self.limits.num_rounds
+        with self._stage(builds) as bench:
+            found = bench._in_turns(builds, num_rounds)
             if not _has_cost(self.plan):
                 return found
-            return self._rated(opened, found, max(MIN_COST_SEARCH_S, self._search_s(opened)))
+            search_s = max(MIN_COST_SEARCH_S, self._search_s(builds))
+            return bench._rated(builds, found, search_s)
 
     def with_rates(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         """Measure once at the SLO's load, then up to the highest rate of each. A search without
         time for another level ends with what it has."""
-        with self._stage(builds) as opened:
-            return self._rated(opened, self._in_turns(opened, 1), self._search_s(opened))
+        with self._stage(builds) as bench:
+            found = bench._in_turns(builds, 1)
+            return bench._rated(builds, found, self._search_s(builds))
 
     def prove(
         self, builds: Sequence[Build], starts: Sequence[float | None] = ()
@@ -130,15 +132,12 @@ class ServedBench:
         given: with rates, costs and curves. Rates are left out if there is no time to search for
         them, unless the SLO limits cost."""
         shortest_s = MIN_COST_SEARCH_S if _has_cost(self.plan) else MIN_SEARCH_S
-        with self._stage(builds) as opened:
-            found = self._in_turns(opened, self.limits.num_rounds)
-            search_s = self._search_s(opened)
-            return found if search_s < shortest_s else self._rated(opened, found, search_s, starts)
-
-    def max_rates(self, builds: Sequence[Build]) -> list[tuple[Interval, Curve | None]]:
-        """Return only the highest rate of each; used by the benchmarks."""
-        with self._stage(builds) as opened:
-            return self._max_rates(opened, self.limits.search_s)
+        with self._stage(builds) as bench:
+            found = bench._in_turns(builds, self.limits.num_rounds)
+            search_s = self._search_s(builds)
+            if search_s < shortest_s:
+                return found
+            return bench._rated(builds, found, search_s, starts)
 
     def rate_from(self, build: Build, start: float | None) -> tuple[ServedMeasurement, bool]:
         """Find the highest rate that keeps the SLO, from `start` on; if that is given, lower rates
@@ -146,8 +145,8 @@ class ServedBench:
         one tried. Also return whether the search ended before its time was up."""
         if not has_limits(self.plan):
             return self.with_rates([build])[0], True
-        with self._stage([build]) as opened:
-            endpoint = opened[0]
+        with self._stage([build]) as bench:
+            endpoint = bench._endpoint(build)
             search = RateSearch(self, endpoint, self.limits.search_s, start, is_floor=True)
             while search.is_open:
                 search.step()
@@ -161,94 +160,106 @@ class ServedBench:
 
     def answers(self, build: Build, seconds: float) -> list[tuple[int, dict[str, Array]]]:
         """Return the answers of the build behind its server, with the index of each row."""
-        with self._stage([build]) as opened:
-            return served_answers.ask(opened[0].address, build.config, self.rows, seconds)
+        with self._stage([build]) as bench:
+            address = bench._endpoint(build).address
+            return served_answers.ask(address, build.config, self.rows, seconds)
 
     @contextlib.contextmanager
-    def _stage(self, builds: Sequence[Build]) -> Iterator[Endpoints]:
-        """Open endpoints for a measurement. Kept servers stay up unless it fails, as their state is
-        unknown then."""
+    def _stage(self, builds: Sequence[Build]) -> Iterator[ServedBench]:
+        """Open endpoints. Kept servers stay up unless it fails: their state is unknown then."""
         own = Servers() if self.servers is None else self.servers
         own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s()))
         try:
-            yield Endpoints(own, builds, self.rows)
+            if not own.is_alone:
+                own.opened(builds, self.rows)
+            yield replace(self, servers=own)
         except BaseException:
             own.close()
             raise
         if self.servers is None:
             own.close()
 
-    def _search_s(self, opened: Endpoints) -> float:
+    def _search_s(self, builds: Sequence[Build]) -> float:
         """Return the time for each search for a highest rate; searches take turns."""
-        return min(self.limits.search_s, self.limits.left_s() / len(opened) - PROBE_COST_S)
+        return min(self.limits.search_s, self.limits.left_s() / len(builds) - PROBE_COST_S)
 
-    def _in_turns(self, opened: Endpoints, num_rounds: int) -> list[ServedMeasurement]:
+    def _endpoint(self, build: Build) -> ServedEndpoint:
+        assert self.servers is not None, "outside of a stage"
+        return self.servers.opened([build], self.rows)[0]
+
+    def _in_turns(self, builds: Sequence[Build], num_rounds: int) -> list[ServedMeasurement]:
         """Measure in rounds; those after the first are left out if there is no time for all."""
         load = load_of(self.plan.slo)
-        accounts = [ServedAccount(build.config) for build in opened.builds]
+        accounts = [ServedAccount(build.config) for build in builds]
         for number in range(num_rounds):
             round_s = len(accounts) * level_cost_s(self.plan.duration_s)
             if number and self.limits.left_s() < round_s:
                 break
-            for place, account in enumerate(accounts):
-                endpoint = opened[place]
-                run = endpoint.measured(bench_plan(endpoint, self.plan, [load]), self.watch)
-                account.add(run.levels[0], endpoint)
+            for build, account in zip(builds, accounts, strict=True):
+                endpoint = self._endpoint(build)
+                account.add(self.level(endpoint, load), endpoint)
         return [served_of(account, load, self.plan) for account in accounts]
 
     def _rated(
         self,
-        opened: Endpoints,
+        builds: Sequence[Build],
         found: Sequence[ServedMeasurement],
         search_s: float,
         starts: Sequence[float | None] = (),
     ) -> list[ServedMeasurement]:
-        rates = self._max_rates(opened, search_s, starts)
+        rates = self._max_rates(builds, search_s, starts or [None] * len(builds))
         return [
             msgspec.structs.replace(priced(each, rate, self.plan), curve=curve)
             for each, (rate, curve) in zip(found, rates, strict=True)
         ]
 
     def _max_rates(
-        self, opened: Endpoints, search_s: float, starts: Sequence[float | None] = ()
+        self, builds: Sequence[Build], search_s: float, starts: Sequence[float | None]
     ) -> list[tuple[Interval, Curve | None]]:
         """Return the highest rate of each that keeps the latency terms, with a curve of the
         measured levels. Without such terms, return the throughput at saturation. NaN: unknown."""
-        places = range(len(opened))
         if not has_limits(self.plan):
-            probes = [self.saturate(opened[place]) for place in places]
+            probes = [self.saturate(self._endpoint(build)) for build in builds]
             return [(stats.throughput_interval(windows), None) for windows in probes]
         searches: list[RateSearch] = []
-        for place in places:
-            start = starts[place] if starts else None
-            searches.append(RateSearch(self, opened[place], search_s, start))
+        for build, start in zip(builds, starts, strict=True):
+            searches.append(RateSearch(self, self._endpoint(build), search_s, start))
             # The next server may replace this one.
-            while opened.is_alone and searches[-1].is_open:
+            while self.servers is not None and self.servers.is_alone and searches[-1].is_open:
                 searches[-1].step()
         while left := [each for each in searches if each.is_open]:
             for each in left:
                 each.step()
         return [(each.believable_rate, curve_of(each.levels)) for each in searches]
 
+    def level(
+        self,
+        endpoint: ServedEndpoint,
+        load: Load,
+        short_s: float | None = None,
+        warm_up_s: float = SEARCH_WARM_UP_S,
+    ) -> Level:
+        """Measure one load; if that is given, for this long after this warm-up."""
+        wanted = bench_plan(endpoint, self.plan, load)
+        if short_s is not None:
+            wanted = replace(wanted, duration_s=short_s, max_warm_up_s=warm_up_s)
+        return endpoint.measured(wanted, self.watch).levels[0]
+
     def saturate(self, endpoint: ServedEndpoint) -> Sequence[Window]:
         """Measure a closed loop with enough clients to saturate the server."""
-        wanted = bench_plan(endpoint, self.plan, [Closed(endpoint.num_clients)])
-        short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
-        return endpoint.measured(short, self.watch).levels[0].windows
+        return self.level(endpoint, Closed(endpoint.num_clients), endpoint.probe_s).windows
 
     def rate_alone(self, endpoint: ServedEndpoint) -> float:
         """Return the rate of one client in a closed loop."""
-        wanted = bench_plan(endpoint, self.plan, [Closed(1)])
-        short = replace(wanted, duration_s=min(ALONE_S, self.plan.duration_s))
-        mean_s = stats.histogram(endpoint.measured(short, self.watch).levels[0].windows).mean()
+        level = self.level(endpoint, Closed(1), min(ALONE_S, self.plan.duration_s), 0.0)
+        mean_s = stats.histogram(level.windows).mean()
         if not mean_s > 0:
             raise BackendFailed("not one request of a client alone was answered well")
         return max(LOWEST_RATE, 1 / mean_s)
 
 
 def curve_of(levels: Sequence[Level]) -> Curve:
-    """Return throughput and latency at increasing rates; if a rate was measured twice, the last
-    one."""
+    """Return throughput and latency at increasing rates, each as measured last."""
     by_rate = {pacer.mean_rate(each.load): each for each in levels if isinstance(each.load, Open)}
     ordered = [by_rate[rate] for rate in sorted(by_rate)]
     histograms = [stats.histogram(level.windows) for level in ordered]
@@ -279,7 +290,7 @@ def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedM
     cost = Interval(value, min(low, high), max(low, high))
     judged = [
         _verdict(term, cost) if isinstance(term, Cost) else known
-        for term, known in zip(plan.terms, served.verdicts, strict=True)
+        for term, known in zip(plan.slo.terms, served.verdicts, strict=True)
     ]
     return msgspec.structs.replace(
         served, max_rate=max_rate, cost_per_million=cost.value, verdicts=judged
@@ -434,17 +445,16 @@ class Servers:
         self._scratch: Path | None = None
 
     def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[ServedEndpoint]:
-        """Return endpoints of these builds, started if they do not run. The rows must be the same
-        each time."""
+        """Return endpoints of these builds, started if needed. Rows must be the same each time."""
         has_others = bool(self._endpoints)
         try:
-            return [self._opened(build, rows) for build in builds]
+            return [self._open_one(build, rows) for build in builds]
         except BackendFailed:
             if not has_others:
                 raise
             # Other servers may hold the memory that this one needs.
             self.close()
-            return [self._opened(build, rows) for build in builds]
+            return [self._open_one(build, rows) for build in builds]
 
     def close(self) -> None:
         self._endpoints.clear()
@@ -452,19 +462,19 @@ class Servers:
         self._scratch = None
         self._stack.close()
 
-    def _opened(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
+    def _open_one(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
         known = self._endpoints.get(build.folder)
         if known is not None and known.is_running:
             return known
         if self.is_alone:
             self.close()
-        endpoint = self._made(build, rows)
+        endpoint = self._make_endpoint(build, rows)
         endpoint.start_timeout_s = self.start_timeout_s()
         self._stack.enter_context(endpoint)
         self._endpoints[build.folder] = endpoint
         return endpoint
 
-    def _made(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
+    def _make_endpoint(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
         return ServedEndpoint(build, self._written(build.config, rows))
 
     def _written(self, config: ModelConfig, rows: Sequence[Row]) -> str:
@@ -477,22 +487,6 @@ class Servers:
             folder.mkdir()
             self._files[form] = write_rows(rows, config, folder)
         return self._files[form]
-
-
-class Endpoints:
-    """Endpoints of builds during one measurement; servers that run alone start at their turn."""
-
-    def __init__(self, servers: Servers, builds: Sequence[Build], rows: Sequence[Row]) -> None:
-        self._servers, self.builds, self._rows = servers, builds, rows
-        self.is_alone = servers.is_alone
-        if not self.is_alone:
-            servers.opened(builds, rows)
-
-    def __len__(self) -> int:
-        return len(self.builds)
-
-    def __getitem__(self, place: int) -> ServedEndpoint:
-        return self._servers.opened([self.builds[place]], self._rows)[0]
 
 
 # Inputs.
@@ -559,35 +553,33 @@ def _json(spec: TensorSpec, array: Array) -> object:
     return {"content": {"b64": packed}, "shape": list(np.shape(array))}
 
 
-def bench_plan(endpoint: ServedEndpoint, plan: Plan, loads: Sequence[Load]) -> bench.BenchPlan:
+def bench_plan(endpoint: ServedEndpoint, plan: Plan, load: Load) -> bench.BenchPlan:
     """Return the benchmark's plan. A closed loop of streams has no warm-up: with one, a client
     whose answer takes longer than the level would send its next request after the end."""
-    is_alone = endpoint.is_streaming and any(isinstance(load, Closed) for load in loads)
+    is_alone = endpoint.is_streaming and isinstance(load, Closed)
     return bench.BenchPlan(
         endpoint.target(plan),
         endpoint.inputs(plan),
-        tuple(loads),
+        (load,),
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
-        duration_s=max(endpoint.level_s(plan, load) for load in loads),
+        duration_s=endpoint.level_s(plan, load),
         max_warm_up_s=0.0 if is_alone else min(WARM_UP_S, warm_up_s(plan.duration_s)),
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
     )
 
 
-def patience_s(slo: Slo | None) -> float:
+def patience_s(slo: Slo) -> float:
     """Return the client's timeout. Without a latency limit, a batch may take long."""
-    limit_s = None if slo is None else slo.latency_s
+    limit_s = slo.latency_s
     return LONG_PATIENCE_S if limit_s is None else max(PATIENCE_S, PATIENCE * limit_s)
 
 
-def load_of(slo: Slo | None) -> Load:
+def load_of(slo: Slo) -> Load:
     """Return the load at which the SLO must hold: its rate, or slightly more than its throughput,
     or one client. If only throughput counts, arrivals are constant: Poisson arrivals often bring
     fewer requests than asked for, whatever the server does."""
-    if slo is None:
-        return Closed(1)
     if slo.rate is not None:
         return _open(slo.rate.per_s, slo)
     asked = [term.min_per_s for term in slo.terms if isinstance(term, Throughput)]
@@ -597,8 +589,8 @@ def load_of(slo: Slo | None) -> Load:
     return Open(Flat(ABOVE * max(asked)), "poisson" if is_timed else "constant")
 
 
-def _open(rate: float, slo: Slo | None) -> Open:
-    if slo is None or slo.rate is None:
+def _open(rate: float, slo: Slo) -> Open:
+    if slo.rate is None:
         return Open(Flat(rate))
     return Open(Flat(rate), slo.rate.arrivals, slo.rate.cv or 1.0)
 
@@ -638,12 +630,14 @@ class ServedAccount:
 
 def has_limits(plan: Plan) -> bool:
     """Return whether the SLO limits latency or goodput, so that a highest rate exists."""
-    return any(isinstance(term, Latency | Goodput) for term in plan.terms)
+    return any(isinstance(term, Latency | Goodput) for term in plan.slo.terms)
 
 
 def _has_cost(plan: Plan) -> bool:
     """Return whether judging the SLO needs highest rates."""
-    return plan.price_per_hour is not None and any(isinstance(each, Cost) for each in plan.terms)
+    return plan.price_per_hour is not None and any(
+        isinstance(each, Cost) for each in plan.slo.terms
+    )
 
 
 def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasurement:
@@ -680,9 +674,8 @@ def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasureme
 
 def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn:
     latencies = stats.histogram(windows)
-    limit_s = None if plan.slo is None else plan.slo.latency_s
     is_waiting = conditions.is_generator_waiting
-    calm = list(windows) if is_waiting else calm_windows(windows, limit_s)
+    calm = list(windows) if is_waiting else calm_windows(windows, plan.slo.latency_s)
     share = len(calm) / len(windows) if windows else 0.0
     return Turn(
         p50_s=latencies.percentile(50),
@@ -699,8 +692,6 @@ def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn
 
 def _is_kept(windows: Sequence[Window], plan: Plan) -> bool:
     """Return whether no term that windows can judge is missed, by its estimate."""
-    if plan.slo is None:
-        return True
     found = verdicts.measured(windows, plan.slo)
     judged = verdicts.verdicts(plan.slo, found)
     return all(each.outcome != "missed" for each in judged)
@@ -753,24 +744,23 @@ def phases(
     num = sum(each.num_success for each in counters)
     if not num:
         return {}
-    sums = {
-        "queue": sum(each.queue_ns for each in counters),
-        "preprocess" if has_preprocess else "compute input": sum(
-            each.compute_input_ns for each in counters
-        ),
-        "compute": sum(each.compute_infer_ns for each in counters),
-        "postprocess" if has_postprocess else "compute output": sum(
-            each.compute_output_ns for each in counters
-        ),
+    fields = {
+        "queue": "queue_ns",
+        "preprocess" if has_preprocess else "compute input": "compute_input_ns",
+        "compute": "compute_infer_ns",
+        "postprocess" if has_postprocess else "compute output": "compute_output_ns",
     }
-    found = {name: each / num / 1e9 for name, each in sums.items()}
+    found = {
+        name: sum(getattr(each, field) for each in counters) / num / 1e9
+        for name, field in fields.items()
+    }
     found["network and codec"] = max(0.0, latency_s - sum(found.values()))
     return found
 
 
-def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
+def _goodput(windows: Sequence[Window], slo: Slo) -> float:
     """Return the share of requests that were answered successfully and in time."""
-    limits = [term for term in (slo.terms if slo else ()) if isinstance(term, Latency)]
+    limits = [term for term in slo.terms if isinstance(term, Latency)]
     whole = Slo((*limits, Goodput(100.0)))
     return verdicts.measured(windows, whole)["goodput"].value / 100
 
@@ -778,8 +768,6 @@ def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
 def _verdicts(
     rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan
 ) -> list[TermVerdict]:
-    if plan.slo is None:
-        return []
     found = verdicts.measured([window for each in rounds for window in each], plan.slo)
     turns = [verdicts.measured(each, plan.slo) for each in rounds]
     found = {
@@ -849,7 +837,6 @@ class RateSearch:
         *,
         is_floor: bool = False,
     ) -> None:
-        assert bench.plan.slo is not None
         self._slo = slo = bench.plan.slo
         self._floor = 0.999 * start if is_floor and start is not None else 0.0
         self._bench = bench
@@ -903,9 +890,7 @@ class RateSearch:
     def step(self) -> None:
         assert self._next is not None
         began = time.monotonic()
-        wanted = bench_plan(self._endpoint, self._bench.plan, [self._next])
-        short = replace(wanted, duration_s=self._level_s, max_warm_up_s=SEARCH_WARM_UP_S)
-        level = self._endpoint.measured(short, self._bench.watch).levels[0]
+        level = self._bench.level(self._endpoint, self._next, self._level_s)
         self.levels.append(level)
         self._search.add(self._next, level.windows)
         self._left_s -= time.monotonic() - began

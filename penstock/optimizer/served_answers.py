@@ -8,12 +8,10 @@ compared with those that the accuracy gate judged.
 from __future__ import annotations
 
 import http.client
-import itertools
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import closing
 from urllib.parse import urlsplit
 
 from penstock.config import ModelConfig
@@ -34,18 +32,6 @@ RETRY_S = 0.02
 Row = Mapping[str, Array]
 
 
-@dataclass(slots=True)
-class _Asked:
-    """State shared by the clients: encoded rows, the next turn, and the answers."""
-
-    messages: Sequence[tuple[int, bytes]]
-    turns: itertools.count[int]
-    num_requests: int
-    ends_at: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    answers: list[tuple[int, dict[str, Array]]] = field(default_factory=list)
-
-
 def ask(
     address: str, config: ModelConfig, rows: Sequence[Row], seconds: float
 ) -> list[tuple[int, dict[str, Array]]]:
@@ -55,38 +41,38 @@ def ask(
     has_one = fitting is not rows
     messages = [encode_infer(stacked(config, [row])) for row in fitting]
     num_requests = max(len(rows), NUM_REQUESTS * config.num_instances)
-    asked = _Asked(messages, itertools.count(), num_requests, time.monotonic() + seconds)
+    ends_at = time.monotonic() + seconds
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        clients = [pool.submit(_be_client, address, asked) for _ in range(NUM_CLIENTS)]
-        for client in clients:
-            client.result()
+        clients = [
+            pool.submit(_be_client, address, messages, range(n, num_requests, NUM_CLIENTS), ends_at)
+            for n in range(NUM_CLIENTS)
+        ]
+        answers = [answer for client in clients for answer in client.result()]
     if config.max_batch_size == 0 or has_one:
-        return asked.answers
+        return answers
     return [
         (place, {name: array[0, ...] for name, array in answer.items()})
-        for place, answer in asked.answers
+        for place, answer in answers
     ]
 
 
-def _be_client(address: str, asked: _Asked) -> None:
+def _be_client(
+    address: str, messages: Sequence[tuple[int, bytes]], turns: Sequence[int], ends_at: float
+) -> list[tuple[int, dict[str, Array]]]:
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT_S)
+    found: list[tuple[int, dict[str, Array]]] = []
     try:
-        while True:
-            with asked.lock:
-                turn = next(asked.turns)
-            is_late = time.monotonic() > asked.ends_at and turn >= NUM_CLIENTS
-            if turn >= asked.num_requests or is_late:
-                return
-            place = turn % len(asked.messages)
-            answer = _infer(connection, f"{parts.path}/infer", asked.messages[place])
-            if answer is not None:
-                with asked.lock:
-                    asked.answers.append((place, answer))
+        with closing(http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT_S)) as connection:
+            for turn in turns:
+                if time.monotonic() > ends_at and turn >= NUM_CLIENTS:
+                    break
+                place = turn % len(messages)
+                answer = _infer(connection, f"{parts.path}/infer", messages[place])
+                if answer is not None:
+                    found.append((place, answer))
     except (OSError, http.client.HTTPException) as error:
         raise BackendFailed(f"the server did not answer: {error or type(error).__name__}") from None
-    finally:
-        connection.close()
+    return found
 
 
 def _infer(

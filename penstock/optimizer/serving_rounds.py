@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import finalists, outcomes
+from penstock.optimizer import outcomes
+from penstock.optimizer.attempts import pass_context
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.finalists import ServingSteps
-from penstock.optimizer.findings import Contender, Finalist, Findings
+from penstock.optimizer.findings import Contender, Finalist, Findings, ServingSteps
 from penstock.optimizer.passes import Pass, PassContext
-from penstock.optimizer.progress_reporter import ProgressReporter, to_measure
+from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import ServedMeasurement, Try
 from penstock.optimizer.time_budget import TimeBudget
 
@@ -39,16 +39,15 @@ class ServingRounds:
         differ, so several builds are served. If no rate is predicted to keep the SLO, none is
         searched for: the lowest latency wins."""
         findings, plan = self.findings, self.evaluator.run.plan
-        assert plan.slo is not None
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
         if findings.is_in_reach(plan) or not (has_rates and self.budget.estimates.has_rates):
-            chosen = finalists.nearest(findings, limit, is_fresh=is_fresh)
+            chosen = findings.nearest(limit, is_fresh=is_fresh)
             self._measure(chosen, is_final=is_final)
         else:
-            self._measure(finalists.leading(findings), is_rated=True, is_final=is_final)
+            self._measure(findings.leading(), is_rated=True, is_final=is_final)
 
     def measure_overlooked(self) -> None:
-        self._measure(finalists.overlooked(self.findings, self.evaluator.run.plan))
+        self._measure(self.findings.overlooked(self.evaluator.run.plan))
 
     def measure_interrupted(self) -> None:
         self._measure(to_measure(self.findings, self.budget))
@@ -68,7 +67,7 @@ class ServingRounds:
         known = [(one.contender, one.build) for one in kept]
         search_s = RATE_S if is_rated else 0.0
         stage = budget.stage
-        budget.enter("batching")
+        budget.stage = "batching"
         fresh: list[tuple[Contender, Build]] = []
         # Build only as many as there is time to measure.
         shaped = self._shaped(chosen)
@@ -85,7 +84,7 @@ class ServingRounds:
             self._serve(
                 known + fresh, self._serve_rated if is_rated else self.evaluator.measurements.serve
             )
-        budget.enter(stage)
+        budget.stage = stage
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
         return self.evaluator.measurements.with_rates(builds, RATE_S)
@@ -148,23 +147,25 @@ class ServingRounds:
                 raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
         return build
 
-    def note_skipped(self, context: PassContext) -> None:
+    def note_skipped(self) -> None:
         """Note why serving passes have nothing to offer."""
+        context = pass_context(self.evaluator.run, self.findings.best)
         for each in self.passes:
             if each.is_config_only and each.stage != "memory":
                 found = each.propose(context)
                 self.findings.skipped += [one for one in found if isinstance(one, Skip)]
 
-    def try_memory(self, context: Callable[[Contender], PassContext]) -> None:
+    def try_memory(self) -> None:
         """If the best misses only its memory limit, try it with less memory."""
         best = self.findings.finalists[0]
         missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
         if missed != {"bytes"}:
             return
-        self.budget.enter("memory")
+        self.budget.stage = "memory"
         for each in self.passes:
             if each.stage == "memory":
-                self._try_less(each, best, replace(context(best.contender), build=best.build))
+                context = pass_context(self.evaluator.run, best.contender)
+                self._try_less(each, best, replace(context, build=best.build))
 
     def _try_less(self, each: Pass, best: Finalist, context: PassContext) -> None:
         contender, findings = best.contender, self.findings

@@ -3,6 +3,7 @@ clock. Pure. Used to order candidates, never to accept one."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from bisect import bisect_left
@@ -81,9 +82,8 @@ class TimeTable(msgspec.Struct):
 
     def batch_s(self, bucket: int, num_rows: int) -> float:
         """Interpolate linearly between measured points, and extrapolate from the last two."""
-        lengths = sorted(self.seconds)
-        points = [(each, _along(self.seconds[each], num_rows)) for each in lengths]
-        return _along(dict(points), bucket)
+        by_length = {each: _along(rows, num_rows) for each, rows in self.seconds.items()}
+        return _along(by_length, bucket)
 
     def tokens_s(self, num_tokens: float) -> float:
         """Return the batch time by tokens."""
@@ -117,15 +117,6 @@ def _request_cpu_s(config: ModelConfig) -> float:
         spec.row_bytes(spec.shape) for spec in (*config.inputs, *config.outputs) if spec.is_fixed
     )
     return REQUEST_CPU_S + BYTE_CPU_S * num_bytes
-
-
-class Prediction(msgspec.Struct):
-    rate: float
-    p50_s: float
-    p99_s: float
-    goodput: float  # share of requests answered in time
-    rows_per_batch: float
-    utilisation: float
 
 
 def _along(points: Mapping[int, float], at: float) -> float:
@@ -167,8 +158,7 @@ def fitted(
 
 
 def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:
-    """Return the variable axis of each input, padded with 0; empty if an input has several or is
-    not numeric."""
+    """Return the variable axis of each input, padded with 0; empty without one in each."""
     axes: list[PadAxis] = []
     for spec in config.inputs:
         if spec.is_fixed:
@@ -194,13 +184,9 @@ def row_lengths(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> lis
     return lengths if len(lengths) == len(found) else []
 
 
-def lengths_of(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> dict[int, float]:
-    """Return the share of requests by computed length: that of the bucket, or their own if padding
-    is absent or not computed; {0: 1.0} if all rows have the same shape."""
-    return shares_of(row_lengths(rows, config), config)
-
-
 def shares_of(lengths: Sequence[int], config: ModelConfig) -> dict[int, float]:
+    """Return the share of requests by computed length: that of the bucket, or their own if padding
+    is absent or not computed; {0: 1.0} without lengths, when all rows have the same shape."""
     if not lengths:
         return {0: 1.0}
     kinds = kinds_of(lengths, config)
@@ -246,7 +232,13 @@ class Outcome:
     num_batches: int = 0
     num_rows: int = 0
     busy_s: float = 0.0
-    end: float = 0.0
+    # More requests were late than the SLO allows: the rest was not simulated.
+    is_cut: bool = False
+
+    @property
+    def counted_s(self) -> Array:
+        """Latencies after the warm-up."""
+        return self.latencies_s[int(len(self.latencies_s) * WARM_UP) :]
 
 
 class Patience:
@@ -277,25 +269,15 @@ class _Clock:
     """Batch times, by the table."""
 
     def __init__(self, table: TimeTable) -> None:
-        self._table = table
         self._by_tokens = table.by_tokens
-        self._known: dict[tuple[int, int], float] = {}
-
-    @property
-    def is_by_tokens(self) -> bool:
-        return bool(self._by_tokens)
-
-    def batch_s(self, bucket: int, num_rows: int) -> float:
-        key = bucket, num_rows
-        if key not in self._known:
-            self._known[key] = self._table.batch_s(bucket, num_rows)
-        return self._known[key]
+        self.is_by_tokens = bool(self._by_tokens)
+        self.batch_s = functools.cache(table.batch_s)
 
     def tokens_s(self, num_tokens: float) -> float:
         return _along(self._by_tokens, num_tokens)
 
     def of(self, batch: Sequence[Request], bucket: int) -> float:
-        if self._by_tokens:
+        if self.is_by_tokens:
             return self.tokens_s(_num_tokens(batch))
         return self.batch_s(bucket, len(batch))
 
@@ -366,7 +348,6 @@ class _Executors:
         outcome.num_batches += 1
         outcome.num_rows += len(batch)
         outcome.busy_s += took_s
-        outcome.end = max(outcome.end, now + took_s)
         heapq.heappush(self.running, (now + took_s, outcome.num_batches, now, batch))
 
 
@@ -378,8 +359,7 @@ def run(
     patience: Patience | None = None,
     jitter: float = 0.0,
 ) -> Outcome:
-    """Simulate requests due at `arrivals` (ascending), each of its length (see `lengths_of`), until
-    all have ended or patience is over."""
+    """Simulate requests due at `arrivals` (ascending) until all ended or patience is over."""
     clock = _Clock(table)
     kinds = kinds_of(set(lengths), config)
     outcome = Outcome(np.full(len(arrivals), math.inf))
@@ -399,6 +379,7 @@ def run(
         if executors.num_idle or is_slo:
             executors.turn(due)
         if patience.is_over:
+            outcome.is_cut = True
             return outcome
     while (event := executors.next_event) < math.inf:
         executors.turn(event)
@@ -423,8 +404,7 @@ def _make_batcher(
 
 
 def _warm_s(clock: _Clock, policy: BatchPolicy, bucket: int, num_rows: int) -> float:
-    """Return a warm-up time: rows are as long as their bucket, within the token budget of a
-    batch."""
+    """Return a warm-up time: rows as long as their bucket, within the batch's token budget."""
     if not clock.is_by_tokens:
         return clock.batch_s(bucket, num_rows)
     return clock.tokens_s(_within(policy, num_rows * bucket))
@@ -440,15 +420,20 @@ def _within(policy: BatchPolicy, num_tokens: float) -> float:
     return num_tokens if policy.max_tokens is None else min(num_tokens, policy.max_tokens)
 
 
-def predict(
-    table: TimeTable, config: ModelConfig, slo: Slo, rate: float, lengths: Mapping[int, float]
-) -> Prediction:
-    """Simulate one rate. `lengths` is the share of requests by length (see `lengths_of`), {0: 1.0}
-    without lengths."""
+def simulate_rate(
+    table: TimeTable,
+    config: ModelConfig,
+    slo: Slo,
+    rate: float,
+    lengths: Mapping[int, float],
+    *,
+    is_patient: bool = True,
+) -> Outcome:
+    """Simulate requests at one rate. `lengths` is the share of requests by length, see `shares_of`.
+    Without patience, stop once the SLO is missed."""
     due, chosen = _requests(slo, rate, lengths)
-    loaded = as_served(table, config, rate)
-    outcome = run(loaded, config, due, chosen, jitter=JITTER)
-    return _prediction(table, slo, rate, outcome)
+    patience = None if is_patient else Patience(slo, len(due))
+    return run(as_served(table, config, rate), config, due, chosen, patience, JITTER)
 
 
 def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list[float], list[int]]:
@@ -464,26 +449,6 @@ def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list
     random = np.random.default_rng(SEED)
     chosen = random.choice(np.array(list(lengths)), len(due), p=shares / shares.sum())
     return due.tolist(), chosen.tolist()
-
-
-def _prediction(table: TimeTable, slo: Slo, rate: float, outcome: Outcome) -> Prediction:
-    counted = _counted(outcome)
-    limit_s = slo.latency_s
-    in_time = np.isfinite(counted) if limit_s is None else counted < limit_s
-    span_s = max(outcome.end, NUM_REQUESTS / rate)
-    return Prediction(
-        rate=rate,
-        p50_s=percentile(counted, 50),
-        p99_s=percentile(counted, 99),
-        goodput=float(in_time.mean()),
-        rows_per_batch=outcome.num_rows / max(1, outcome.num_batches),
-        utilisation=min(1.0, outcome.busy_s / (span_s * table.num_instances)),
-    )
-
-
-def _counted(outcome: Outcome) -> Array:
-    latencies = outcome.latencies_s
-    return latencies[int(len(latencies) * WARM_UP) :]
 
 
 def percentile(latencies_s: Array, percent: float) -> float:
@@ -511,8 +476,7 @@ def _is_kept(slo: Slo, latencies_s: Array) -> bool:
 
 
 def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Return the upper limit of the rate for any batcher: batches of the best size, and a server
-    that keeps up."""
+    """Return the upper limit of the rate for any batcher: batches of the best size."""
     row_s = _best_row_s(_Clock(as_served(table, config, 0.0)), config, lengths)
     num_instances = table.num_instances
     # The rate at which rows and server together use all cores.
@@ -562,10 +526,8 @@ def max_rate(
         slo = Slo((Latency("p99", KNEE * longest_s + OVERHEAD_S),), slo.rate)
 
     def holds(rate: float) -> bool:
-        due, chosen = _requests(slo, rate, lengths)
-        patience = Patience(slo, len(due))
-        outcome = run(as_served(table, config, rate), config, due, chosen, patience, JITTER)
-        return not patience.is_over and _is_kept(slo, _counted(outcome))
+        outcome = simulate_rate(table, config, slo, rate, lengths, is_patient=False)
+        return not outcome.is_cut and _is_kept(slo, outcome.counted_s)
 
     high = capacity(table, config, lengths)
     low = max(high * MIN_SHARE, above)

@@ -8,19 +8,19 @@ import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.optimizer import passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.optimize_call import OptimizeCall, RunOutcome
-from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.model_run import ModelRun
+from penstock.optimizer.progress import ProgressReporter, stages_of
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.search import Search
@@ -36,46 +36,40 @@ UNPROMISED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRun:
-    call: OptimizeCall
-
-    def check(self) -> None:
-        """All options apply."""
-
+class TensorRun(ModelRun[Subject, Examples]):
     def open(self, target: Path) -> Subject:
-        return open_subject(self.call.plan, target)
+        return open_subject(self.plan, target)
 
     def read_data(self, subject: Subject) -> Examples:
-        plan, config = self.call.plan, subject.build.config
+        plan, config = self.plan, subject.build.config
         has_batch = config.max_batch_size > 0
         if plan.data:
             return open_examples(plan, config.inputs, has_batch, config.classes)
         return signature_examples(config.inputs, has_batch, plan.seed, NUM_DRAWN)
 
     def key(self, subject: Subject, data: Examples) -> str:
-        plan = self.call.plan
+        plan = self.plan
         code = map(_code_digest, (plan.evaluator, plan.preprocess, plan.postprocess))
-        return self.call.key(plan, subject.digest, data.digest, *code)
+        return self.digest(plan, subject.digest, data.digest, *code)
 
-    def conclude(self, subject: Subject, data: Examples, journal: Journal) -> RunOutcome:
-        call, plan = self.call, self.call.plan
-        is_on_gpu = subject.build.config.uses_gpu
-        findings = Findings()
-        budget = TimeBudget(plan, findings, time.monotonic, call.began, is_on_gpu=is_on_gpu)
+    def conclude(
+        self, subject: Subject, data: Examples, journal: Journal, findings: Findings
+    ) -> tuple[Optimization, Build]:
+        plan, is_on_gpu = self.plan, subject.build.config.uses_gpu
+        budget = TimeBudget(plan, findings, time.monotonic, self.began, is_on_gpu=is_on_gpu)
         progress = ProgressReporter(
-            call.watch, findings, budget, is_on_gpu=is_on_gpu, has_data=bool(plan.data)
+            self.watch, findings, budget, stages_of(is_on_gpu), judges_lossless=bool(plan.data)
         )
-        run = RunContext(plan, call.machine, subject, data, journal, budget, progress.tell)
+        run = RunContext(plan, self.machine, subject, data, journal, budget, progress.tell)
         with closing(Evaluator(run)) as evaluator:
             search = Search(evaluator, findings, budget, progress, passes.sequence())
             _search(evaluator, search)
-            found = call.record(subject, data, findings)
-            conclude(evaluator, search, found)
+            found = self.record(subject, data, findings)
+            TensorConclusion(evaluator, search, found).conclude()
             build = without_promise(_as_committed(evaluator, found), found)
             _keep_chosen(evaluator, search, build, found)
         found.elapsed_s = budget.elapsed_s
-        return RunOutcome(found, build, findings)
+        return found, build
 
 
 def _search(evaluator: Evaluator, search: Search) -> None:

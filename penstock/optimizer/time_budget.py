@@ -43,15 +43,8 @@ class TimeBudget:
         self.step_s = 0.0
         # Time from the start to the end of the baseline.
         self.baseline_s = 0.0
-        # Work that was started in time is being finished.
-        self._is_finishing = False
-
-    def enter(self, stage: str) -> None:
-        self.stage = stage
-
-    def finish_step(self) -> None:
-        """Let the current step run to its end, whatever is left for steps."""
-        self._is_finishing = True
+        # The current step runs to its end, whatever is left for steps.
+        self.is_finishing = False
 
     @property
     def elapsed_s(self) -> float:
@@ -69,8 +62,7 @@ class TimeBudget:
         self.estimates = self.estimates.with_judging(took_s)
 
     def learn_baseline(self, step_s: float, served_s: float) -> None:
-        """Learn from the original: how long facts and batch times took, and a served
-        measurement."""
+        """Learn how long facts and batch times of the original took, and serving it."""
         self.step_s = step_s
         self.estimates = self.estimates.with_start(served_s)
         self.baseline_s = self.elapsed_s
@@ -119,7 +111,7 @@ class TimeBudget:
 
     def check_part(self) -> None:
         """Raise OutOfTime between the parts of long work; only steps can be cut short."""
-        if self.stage in MODEL_STAGES and not self._is_finishing:
+        if self.stage in MODEL_STAGES and not self.is_finishing:
             self.check()
 
     def has_time(self, needed_s: float) -> bool:

@@ -90,14 +90,10 @@ class TimePlan:
         on a CPU, candidates are timed with one instance and at few lengths."""
         return not self.has_rates
 
-    @property
-    def level_cost_s(self) -> float:
-        return level_cost_s(self.level_s)
-
     def serve_s(self, num_builds: int = 1, num_rounds: int = 1) -> float:
         """Return the expected duration of a served measurement, including the starts of servers."""
         rate_s = self.cost_search_s + PROBE_COST_S if self.cost_search_s else 0.0
-        return num_builds * (self.start_s + num_rounds * self.level_cost_s + rate_s)
+        return num_builds * (self.start_s + num_rounds * level_cost_s(self.level_s) + rate_s)
 
     def in_turns_s(self, num_builds: int, search_s: float = 0.0) -> float:
         """Return the expected duration of several builds in turns, or of one alone; `search_s` is
@@ -116,10 +112,6 @@ class TimePlan:
     @property
     def baseline_s(self) -> float:
         return self.open_s + self.serve_s()
-
-    @property
-    def finalists_s(self) -> float:
-        return self.serve_s()
 
     @property
     def close_s(self) -> float:
@@ -144,12 +136,11 @@ class TimePlan:
     @property
     def shortest_kept_s(self) -> float:
         """The minimum time of finalists and proof."""
-        return self.finalists_s + self.shortest_proof_s
+        return self.serve_s() + self.shortest_proof_s
 
     def kept_s(self, *, is_far: bool = False) -> float:
-        """Return the time reserved for finalists and proof while steps are tried. `is_far`: the SLO
-        is out of reach."""
-        needed_s = self.finalists_s + self.proof_s
+        """Return the time kept for finalists and proof. `is_far`: the SLO is out of reach."""
+        needed_s = self.serve_s() + self.proof_s
         if self.budget_s is None or not self.has_rates:
             return needed_s
         return max(needed_s, (RESERVE_FOR_RATES if is_far else RESERVE) * self.budget_s)
@@ -187,7 +178,7 @@ def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     """Plan the time. Depends only on its arguments: the same command resumes with the same plan."""
     budget_s = plan.budget_s
     needs_rates = plan.price_per_hour is not None and any(
-        isinstance(term, Cost) for term in (plan.slo.terms if plan.slo else ())
+        isinstance(term, Cost) for term in plan.slo.terms
     )
     whole = TimePlan(
         budget_s=budget_s,

@@ -93,17 +93,12 @@ class Compute(msgspec.Struct, tag="compute"):
     lengths: list[int] = []
 
 
-class Hold(msgspec.Struct, tag="hold"):
+class Hold(Compute, tag="hold"):
     """Keep this batch for `Measure`, and warm it up."""
-
-    inputs: list[Values]
-    num_rows: int
-    lengths: list[int] = []
 
 
 class Measure(msgspec.Struct, tag="measure"):
-    """Run the held batch repeatedly for this long, with this many in flight (0: as many as the
-    model has instances)."""
+    """Run the held batch for this long, with this many in flight (0: as instances)."""
 
     duration_s: float
     num_slots: int = 0
@@ -125,8 +120,8 @@ class Package(msgspec.Struct, tag="package"):
 Question = PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | Keep | Package
 
 
-class TrialPrepared(msgspec.Struct, tag="prepared"):
-    pass
+class TrialDone(msgspec.Struct, tag="done"):
+    """It is prepared, held or packaged; there is nothing to return."""
 
 
 class TrialLoaded(msgspec.Struct, tag="loaded"):
@@ -144,10 +139,6 @@ class Computed(msgspec.Struct, tag="computed"):
     rows: list[list[Values]]
 
 
-class TrialHeld(msgspec.Struct, tag="held"):
-    pass
-
-
 class TrialMeasured(msgspec.Struct, tag="measured"):
     seconds: list[float]
     # Growth of the process since before the model was loaded; on a GPU, the memory used there.
@@ -158,26 +149,12 @@ class Kept(msgspec.Struct, tag="kept"):
     num_bytes: int
 
 
-class Packaged(msgspec.Struct, tag="packaged"):
-    pass
-
-
 class TrialFailed(msgspec.Struct, tag="failed"):
     problems: list[str]
     is_config: bool = False
 
 
-Answer = (
-    TrialPrepared
-    | TrialLoaded
-    | Inspected
-    | Computed
-    | TrialHeld
-    | TrialMeasured
-    | Kept
-    | Packaged
-    | TrialFailed
-)
+Answer = TrialDone | TrialLoaded | Inspected | Computed | TrialMeasured | Kept | TrialFailed
 
 
 class Trial:
@@ -294,7 +271,7 @@ def _only(execution: Execution) -> Outputs | PerRequest:
     return answers[0]
 
 
-def _batch_of(question: Compute | Hold) -> Batch:
+def _batch_of(question: Compute) -> Batch:
     """Make a batch in which each row is a request."""
     inputs = {each.name: each.array() for each in question.inputs}
     for array in inputs.values():
@@ -340,26 +317,29 @@ class Child:
             framing.send(self._sock, msgspec.msgpack.encode(answer))
 
     def _answer(self, question: Question) -> Answer:
-        if isinstance(question, PrepareTrial):
-            backend(question.backend)
-            return TrialPrepared()
-        if isinstance(question, LoadTrial):
-            self._trial = Trial(question.config)
-            return TrialLoaded(self._trial.proof, self._trial.load_s)
-        if isinstance(question, Package):
-            package(question)
-            return Packaged()
+        match question:
+            case PrepareTrial():
+                backend(question.backend)
+                return TrialDone()
+            case LoadTrial():
+                self._trial = Trial(question.config)
+                return TrialLoaded(self._trial.proof, self._trial.load_s)
+            case Package():
+                package(question)
+                return TrialDone()
         assert self._trial is not None, "nothing is loaded"
-        if isinstance(question, Inspect):
-            return Inspected(self._trial.inspect(question))
-        if isinstance(question, Compute):
-            return Computed(self._trial.compute(question))
-        if isinstance(question, Hold):
-            self._trial.hold(question)
-            return TrialHeld()
-        if isinstance(question, Keep):
-            return Kept(self._trial.keep(question.folder))
-        return self._trial.measure(question)
+        match question:
+            case Inspect():
+                return Inspected(self._trial.inspect(question))
+            case Hold():
+                self._trial.hold(question)
+                return TrialDone()
+            case Compute():
+                return Computed(self._trial.compute(question))
+            case Keep():
+                return Kept(self._trial.keep(question.folder))
+            case Measure():
+                return self._trial.measure(question)
 
 
 def main() -> None:

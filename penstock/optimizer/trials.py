@@ -9,11 +9,9 @@ import os
 import socket
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -21,38 +19,17 @@ import numpy as np
 
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import trial_child as messages
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
 from penstock.optimizer.time_plan import CutOff, TookTooLong
-from penstock.optimizer.trial_child import (
-    Answer,
-    Compute,
-    Computed,
-    Hold,
-    Inspect,
-    Inspected,
-    Keep,
-    Kept,
-    LoadTrial,
-    Measure,
-    Package,
-    Packaged,
-    PrepareTrial,
-    Question,
-    TrialFailed,
-    TrialHeld,
-    TrialLoaded,
-    TrialMeasured,
-    TrialPrepared,
-    Values,
-)
 from penstock.processes import framing
 from penstock.processes.tool import ToolProcess
 from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
-from penstock.types import Array, TensorSpec
+from penstock.types import Array
 from penstock.wire.frames import Proof
 
 Row = Mapping[str, Array]
@@ -76,7 +53,7 @@ MORE_ON_GPU = (32, 128)
 MAX_BATCH_S = 1.0
 # Lengths at which batches are timed; the second on a CPU with a small time budget.
 MAX_LENGTHS, FEW_LENGTHS = 6, 3
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=messages.Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +87,8 @@ def inspect(build: Build, ends_at: float = math.inf) -> Facts:
 
 def inspected(child: TrialProcess, build: Build) -> Facts:
     """Inspect by a child that has loaded the build."""
-    child.send(Inspect(build.candidate, str(build.folder)))
-    return child.expect(Inspected).facts
+    child.send(messages.Inspect(build.candidate, str(build.folder)))
+    return child.expect(messages.Inspected).facts
 
 
 def keep_compiled(
@@ -125,16 +102,16 @@ def keep_compiled(
     with (take or TrialProcess)(build.config) as child:
         child.timeout_s = timeout_s
         child.load(timeout_s)
-        child.send(Keep(str(build.version_folder)))
-        return child.expect(Kept).num_bytes
+        child.send(messages.Keep(str(build.version_folder)))
+        return child.expect(messages.Kept).num_bytes
 
 
 def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
     """Compile the module to an AOTInductor package in a separate process, which frees the memory of
     compiler and GPU when it ends. TookTooLong after the timeout."""
     with TrialProcess(config, timeout_s) as child:
-        child.send(Package(config, str(path)))
-        child.expect(Packaged)
+        child.send(messages.Package(config, str(path)))
+        child.expect(messages.TrialDone)
 
 
 def answers(
@@ -159,8 +136,7 @@ def answered(
     rows: Sequence[Row],
     told: Callable[[int], None] | None = None,
 ) -> list[dict[str, Array]]:
-    """Compute answers by a child that has loaded the build. Rows that its limits leave no time for
-    have an empty answer."""
+    """Compute answers by a loaded child; empty ones for rows that there is no time for."""
     config = build.config
     stop_at = time.monotonic() + child.rules.stop_after_s
     found: list[dict[str, Array]] = [{} for _ in rows]
@@ -192,9 +168,14 @@ class ServedRows:
 
 
 def as_served(child: TrialProcess, config: ModelConfig, rows: Sequence[Row]) -> ServedRows:
-    sent, lengths = _padded_rows(config, child.is_padded, rows)
+    lengths = [0] * len(rows)
+    if child.is_padded:
+        assert config.padding is not None
+        pads, axes = Pads(config), config.padding.axes
+        known = [length_of(row, axes) for row in rows]
+        rows, lengths = _filled(config, rows, [pads.bucket(n) if n else None for n in known])
     # A postprocessing function receives outputs that are already cropped.
-    return ServedRows(sent, lengths, () if config.postprocess else child.proof.crops)
+    return ServedRows(rows, lengths, () if config.postprocess else child.proof.crops)
 
 
 def compute(
@@ -203,8 +184,8 @@ def compute(
     """Run these rows, which have equal shapes, as one batch; return answers in the same order, each
     with a batch dimension of 1."""
     values = stacked(build.config, [served.rows[index] for index in indices])
-    child.send(Compute(values, len(indices), [served.lengths[index] for index in indices]))
-    computed = child.expect(Computed).rows
+    child.send(messages.Compute(values, len(indices), [served.lengths[index] for index in indices]))
+    computed = child.expect(messages.Computed).rows
     if len(computed) != len(indices):
         text = f"{len(computed)} answers to {len(indices)} rows"
         raise BackendFailed(f"{build.candidate}: {text}")
@@ -245,7 +226,7 @@ class TrialProcess:
         # Configuration that is loaded, or will be.
         self.config = config
         self._sock: socket.socket | None = None
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = msgspec.msgpack.Decoder(messages.Answer)
         # Timeout of the next answer.
         self.timeout_s = timeout_s
         # Deadline of all answers, by the monotonic clock.
@@ -273,12 +254,7 @@ class TrialProcess:
                 environment=devices.worker_environment(),
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -302,24 +278,21 @@ class TrialProcess:
         return self.config.padding is not None and may_pad
 
     def prepare(self) -> None:
-        """Make it import the backend; call `expect_prepared` before any other request."""
-        self.send(PrepareTrial(self.config.backend))
+        """Make it import the backend; expect `TrialDone` before any other request."""
+        self.send(messages.PrepareTrial(self.config.backend))
 
-    def expect_prepared(self) -> None:
-        self.expect(TrialPrepared)
-
-    def load(self, run_timeout_s: float | None = None) -> TrialLoaded:
+    def load(self, run_timeout_s: float | None = None) -> messages.TrialLoaded:
         """Load the model. Later requests have this timeout; None: the default."""
-        self.send(LoadTrial(self.config))
+        self.send(messages.LoadTrial(self.config))
         return self.expect_loaded(run_timeout_s)
 
-    def expect_loaded(self, run_timeout_s: float | None = None) -> TrialLoaded:
-        loaded = self.expect(TrialLoaded)
+    def expect_loaded(self, run_timeout_s: float | None = None) -> messages.TrialLoaded:
+        loaded = self.expect(messages.TrialLoaded)
         self.proof, self.load_s = loaded.proof, loaded.load_s
         self.timeout_s = RUN_TIMEOUT_S if run_timeout_s is None else run_timeout_s
         return loaded
 
-    def send(self, question: Question) -> None:
+    def send(self, question: messages.Question) -> None:
         assert self._sock is not None
         self._sock.settimeout(self.timeout_s)
         try:
@@ -328,8 +301,7 @@ class TrialProcess:
             raise self._ended() from None
 
     def expect(self, kind: type[A]) -> A:
-        """Receive an answer; BackendFailed or ConfigError with the model's message, or how it
-        ended."""
+        """Receive an answer; BackendFailed or ConfigError with what went wrong."""
         assert self._sock is not None
         timeout_s = min(self.timeout_s, max(MIN_TIMEOUT_S, self.ends_at - time.monotonic()))
         self._sock.settimeout(timeout_s)
@@ -343,8 +315,8 @@ class TrialProcess:
             data = None
         if data is None:
             raise self._ended()
-        answer: Answer = self._decoder.decode(data)
-        if isinstance(answer, TrialFailed):
+        answer: messages.Answer = self._decoder.decode(data)
+        if isinstance(answer, messages.TrialFailed):
             if answer.is_config:
                 raise ConfigError(answer.problems)
             raise BackendFailed("; ".join(answer.problems))
@@ -358,7 +330,7 @@ class TrialProcess:
 def _load_all(children: Sequence[TrialProcess]) -> None:
     """Load all children in parallel, each with its own configuration."""
     for child in children:
-        child.send(LoadTrial(child.config))
+        child.send(messages.LoadTrial(child.config))
     for child in children:
         child.expect_loaded()
 
@@ -452,11 +424,11 @@ class TrialCrew:
         for index, child in enumerate(self.children):
             taken = _taken(index, rung, len(rows))
             values = stacked(self.config, [rows[each] for each in taken])
-            child.send(Hold(values, rung, [lengths[each] for each in taken]))
-        self._heard(TrialHeld)
+            child.send(messages.Hold(values, rung, [lengths[each] for each in taken]))
+        self._heard(messages.TrialDone)
         for child in self.children:
-            child.send(Measure(POINT_S, self.num_slots))
-        measured = self._heard(TrialMeasured)
+            child.send(messages.Measure(POINT_S, self.num_slots))
+        measured = self._heard(messages.TrialMeasured)
         self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
         return statistics.fmean(statistics.median(each.seconds) for each in measured)
 
@@ -513,10 +485,9 @@ def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> f
 # Rows to batches.
 
 
-def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
-    """Stack the model's inputs of these rows, which have equal shapes; other fields are not
-    sent."""
-    values: list[Values] = []
+def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
+    """Stack the model's inputs of rows with equal shapes; other fields are not sent."""
+    values: list[messages.Values] = []
     for spec in config.inputs:
         if spec.name not in rows[0]:
             if spec.is_optional:
@@ -524,25 +495,22 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
             raise ConfigError([f"input '{spec.name}': missing; a row has {sorted(rows[0])}"])
         arrays = [np.asarray(row[spec.name]) for row in rows]
         array = np.stack(arrays) if config.max_batch_size else arrays[0]
-        values.append(Values.of(spec.name, spec.datatype, array))
+        values.append(messages.Values.of(spec.name, spec.datatype, array))
     return values
 
 
 def shape_groups(config: ModelConfig, rows: Sequence[Row], most: int) -> list[list[int]]:
     """Group indices of rows with equal shapes, at most `most` per group."""
     by_shape: dict[object, list[int]] = {}
+    names = [spec.name for spec in config.inputs]
     for index, row in enumerate(rows):
-        key = tuple(_shape(spec, row) for spec in config.inputs)
+        key = tuple(np.shape(row[n]) if n in row else None for n in names)
         by_shape.setdefault(key, []).append(index)
     return [
         indices[begin : begin + most]
         for indices in by_shape.values()
         for begin in range(0, len(indices), most)
     ]
-
-
-def _shape(spec: TensorSpec, row: Row) -> tuple[int, ...] | None:
-    return np.shape(row[spec.name]) if spec.name in row else None
 
 
 def _by_length(
@@ -564,18 +532,6 @@ def _by_length(
     return dict(found)
 
 
-def _padded_rows(
-    config: ModelConfig, is_padded: bool, rows: Sequence[Row]
-) -> tuple[Sequence[Row], list[int]]:
-    """Pad rows to their buckets; also return their lengths before, 0 for those not padded."""
-    if not is_padded:
-        return rows, [0] * len(rows)
-    assert config.padding is not None
-    pads = Pads(config)
-    lengths = [length_of(row, config.padding.axes) for row in rows]
-    return _filled(config, rows, [pads.bucket(each) if each else None for each in lengths])
-
-
 def _filled(
     config: ModelConfig, rows: Sequence[Row], buckets: Sequence[int | None]
 ) -> tuple[list[Row], list[int]]:
@@ -589,9 +545,10 @@ def _filled(
     return sent, lengths
 
 
-def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -> dict[str, Array]:
-    """Return one row's answer with a batch dimension of 1, cropped to its length without
-    padding."""
+def _cut_back(
+    outputs: Sequence[messages.Values], crops: Collection[Crop], length: int
+) -> dict[str, Array]:
+    """Return one row's answer with a batch dimension of 1, cropped to its own length."""
     arrays = {each.name: each.array()[None] for each in outputs}
     if not length:
         return arrays
@@ -600,9 +557,8 @@ def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -
 
 def _spread(keys: Sequence[int], most: int) -> list[int]:
     """Return the shortest, the longest and some lengths between, at even quantiles."""
-    counted = Counter(keys)
-    if len(counted) <= most:
-        return sorted(counted)
+    if len(set(keys)) <= most:
+        return sorted(set(keys))
     ordered = sorted(keys)
     last = len(ordered) - 1
     return sorted({ordered[last * i // (most - 1)] for i in range(most)})

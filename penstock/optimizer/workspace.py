@@ -1,5 +1,5 @@
 """The folder of a run below the repository: where the model is opened, and where its original,
-builds and journal are."""
+builds and journal are; and whether the disk has room for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,50 @@ from typing import TypeVar
 
 import psutil
 
+from penstock import units
 from penstock.errors import ConfigError
 from penstock.optimizer import folders
-from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.candidates import Build
 from penstock.optimizer.plan import Plan
-from penstock.repository import layout
+
+# Journal, report and configuration files.
+MARGIN_BYTES = 4 << 20
+# The run's folder has a copy of the original; a candidate and the version are at most as large.
+COPIES = 3
+
+
+class WriteFailed(Exception):
+    """The run cannot write its own files. Not a PenstockError: no candidate caused it."""
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space of the file system that holds a path, or will hold it."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    return shutil.disk_usage(there).free
+
+
+def size_of(folder: Path) -> int:
+    """Return the size of all files below a folder, following links to files."""
+    files = (os.path.join(path, name) for path, _, names in os.walk(folder) for name in names)
+    return sum(os.path.getsize(file) for file in files if os.path.exists(file))
+
+
+def missing_room(path: Path, num_bytes: int) -> str:
+    """Return `needs 40 MiB, 12 MiB free`, or empty if these bytes and the margin fit."""
+    needed, free = num_bytes + MARGIN_BYTES, free_bytes(path)
+    return "" if needed <= free else f"needs {units.size(needed)}, {units.size(free)} free"
+
+
+def check_room(out: Path, model: Path, *, is_resumed: bool) -> None:
+    """Raise ConfigError if space is short. A resumed run has all its files but the version."""
+    copies = 1 if is_resumed else COPIES
+    missing = missing_room(out, copies * size_of(model))
+    if missing:
+        ways = "free some space, or choose another repository with --out"
+        raise ConfigError([f"{out}: not enough disk space for this model: {missing}; {ways}"])
+
 
 # Below the repository; readers of repositories skip names that start with a dot.
 WORK = ".optimize"
@@ -62,12 +101,13 @@ def sweep(work: Path) -> None:
 
 
 def place(build: Build, folder: Path) -> Build:
-    """Put the original into the run's folder, unless the run that this one resumes has done so."""
+    """Write a build to this folder, unless an earlier run has done so: builds are immutable."""
     if not folder.is_dir():
         draft = folder.with_name(f".{folder.name}") / folder.name
+        # Left by a run that was killed while writing.
         shutil.rmtree(draft.parent, ignore_errors=True)
         draft.parent.mkdir(parents=True)
         folders.write(build, build.config, draft)
         os.rename(draft, folder)
         draft.parent.rmdir()
-    return Build(Candidate(), folder, layout.read(folder).configs[-1])
+    return Build(build.candidate, folder, folders.read_config(folder))

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from penstock import units
-from penstock.optimizer import outcomes, wording
-from penstock.optimizer.results import Optimization
+from penstock.optimizer import wording
+from penstock.optimizer.results import Optimization, try_of
 from penstock.report import (
     before_after,
     optimize_figures,
@@ -130,7 +130,7 @@ def about(optimization: Optimization) -> dict[str, str]:
 
 def _profiled(optimization: Optimization) -> str:
     """Return the candidate that was profiled; empty if unknown."""
-    found = outcomes.try_of(optimization.tries, optimization.profiled)
+    found = try_of(optimization.tries, optimization.profiled)
     return "" if found is None else str(found.candidate)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from penstock import slo as promises
 from penstock import units
-from penstock.optimizer import outcomes, wording
+from penstock.optimizer import wording
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.first_line import chosen_try
-from penstock.optimizer.results import Curve, Optimization, Phase, ServedMeasurement, Try
+from penstock.optimizer.results import Curve, Optimization, Phase, ServedMeasurement, Try, try_of
 from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
 from penstock.report.plots import (
@@ -254,7 +254,7 @@ def _measured_rate(served: ServedMeasurement | None) -> float | None:
 def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
     """Return the measured loss of the last step that changed answers; later steps lose no more."""
     while candidate.steps:
-        found = outcomes.try_of(optimization.tries, candidate.key)
+        found = try_of(optimization.tries, candidate.key)
         judged = None if found is None else found.accuracy
         if judged is not None and wording.is_known(judged.loss):
             return judged.loss

@@ -196,7 +196,7 @@ def explain(model: Model, now: float) -> Explanation:
         ),
         paces=paces,
         refused={name: count for name, count in model.metrics.num_refused.items() if count},
-        notes=[*model.notes, *_padding(model.metrics)],
+        notes=[*model.readiness.notes, *_padding(model.metrics)],
     )
 
 

@@ -1,4 +1,4 @@
-"""A model in this process, with the server's Model and batcher. `LocalModel` has its own event loop
+"""Models in this process, with the server's Model and batcher. `LocalModel` has its own event loop
 and a thread as worker; `start` is for callers that have a loop."""
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotReady, PenstockError
@@ -21,46 +22,83 @@ from penstock.serving.context import log_about
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
+from penstock.serving.served import Served
 from penstock.serving.supervisor import ThreadLife
 from penstock.system import devices
 from penstock.types import Array, CallbackSink, Request, Response, to_array
 from penstock.wire.arrays import Given, to_tensors
 
 log = logging.getLogger("penstock.local")
+Kind = TypeVar("Kind", bound=Served)
 
 
-class LocalModel:
-    """Owns an event loop in its own thread; `infer` may be called from any thread."""
+class ModelThread(Generic[Kind]):
+    """A model on an event loop in its own thread, for callers in any thread."""
+
+    def __init__(self, config: ModelConfig, starting: Coroutine[object, object, Kind]) -> None:
+        self.config = config
+        # Guards the hand-over to the loop against closing.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._model = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.config.name}/{self.config.version}>"
+
+    def statistics(self) -> dict[str, Any]:
+        """Return an entry of v2's statistics, as in a server's `/stats`."""
+
+        async def read() -> dict[str, Any]:
+            return self._model.metrics.statistics()
+
+        with self._lock:
+            if self._is_closed:
+                raise self._closed()
+            answer = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        return answer.result()
+
+    def close(self) -> None:
+        """Answer queued requests with an error and stop. Closing again does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
+        self._end_loop()
+
+    def _closed(self) -> NotReady:
+        return NotReady(f"model '{self.config.name}' is closed")
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class LocalModel(ModelThread[Model | StagePipeline]):
+    """A model of tensors, with a thread as worker."""
 
     def __init__(self, model: str | ModelConfig, version: str = "") -> None:
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
             model = choose(resolve(model).read(), model, version)
-        self.config = model
-        # Guards the hand-over to the loop against closing.
-        self._lock = threading.Lock()
-        self._is_closed = False
         # Requests on their way to the loop; one wake-up takes all of them.
         self._sent: deque[Request] = deque()
         self._is_taking_due = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        try:
-            starting = start(self.config, ThreadLife)
-            self._model = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
-        except BaseException:
-            self._end_loop()
-            raise
+        super().__init__(model, start(model, ThreadLife))
 
     def __enter__(self) -> LocalModel:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<LocalModel {self.config.name}/{self.config.version}>"
 
     def infer(self, inputs: Given) -> dict[str, Array]:
         """Return outputs by name. A model that needs one input takes a single array; if the model
@@ -85,7 +123,7 @@ class LocalModel:
         )
         request = Request(CallbackSink(deliver), tensors, time.monotonic())
         self.send(request)
-        future.add_done_callback(lambda done: self._cancel_if(done, request))
+        future.add_done_callback(lambda done: self.cancel(request) if done.cancelled() else None)
         return future
 
     def send(self, request: Request) -> None:
@@ -93,7 +131,7 @@ class LocalModel:
         what it keeps of the answer."""
         with self._lock:
             if self._is_closed:
-                raise NotReady(f"model '{self.config.name}' is closed")
+                raise self._closed()
             self._sent.append(request)
             if not self._is_taking_due:
                 self._is_taking_due = True
@@ -105,40 +143,11 @@ class LocalModel:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._model.cancel, request)
 
-    def statistics(self) -> dict[str, Any]:
-        """Return an entry of v2's statistics, as in a server's `/stats`."""
-        with self._lock:
-            if self._is_closed:
-                raise NotReady(f"model '{self.config.name}' is closed")
-            answer = asyncio.run_coroutine_threadsafe(self._statistics(), self._loop)
-        return answer.result()
-
-    def close(self) -> None:
-        """Answer queued requests with an error and stop. Closing again does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
-        self._end_loop()
-
-    def _cancel_if(self, future: Future[dict[str, Array]], request: Request) -> None:
-        if future.cancelled():
-            self.cancel(request)
-
     def _take_sent(self) -> None:
         # Reset first: requests sent from now on wake the loop again.
         self._is_taking_due = False
         for _ in range(len(self._sent)):
             self._model.submit(self._sent.popleft())
-
-    async def _statistics(self) -> dict[str, Any]:
-        return self._model.metrics.statistics()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:
@@ -148,7 +157,11 @@ async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipe
         config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
     for warning in config.warnings:
         log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
-    model = make_model(config, start_life)
+    return await started(make_model(config, start_life))
+
+
+async def started(model: Kind) -> Kind:
+    """Start a model; close it if that fails."""
     try:
         await model.start()
     except BaseException:

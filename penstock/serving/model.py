@@ -99,11 +99,6 @@ class Model:
         return self.readiness.reason
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """How the model is served and why, if its configuration does not say."""
-        return self.readiness.notes
-
-    @property
     def instances(self) -> Sequence[Instance]:
         return self.supervisor.instances
 

@@ -32,33 +32,25 @@ class RequestMemory:
         self._planner = context.planner
         self._metrics = context.metrics
         self.input_spill = Segment(config.memory.spill_bytes)
-        self._extents = Extents(config.memory.spill_bytes)
+        self.extents = Extents(config.memory.spill_bytes)
         max_slabs = max(config.memory.max_slabs, 2 * config.num_instances)
-        self._pool = SlabPool(context.planner.slab_bytes, max_slabs)
+        self.pool = SlabPool(context.planner.slab_bytes, max_slabs)
         # Every slab there is; it grows, and workers must map each before its first batch.
-        self.slabs: Sequence[Slab] = self._pool.slabs
+        self.slabs: Sequence[Slab] = self.pool.slabs
         fixed = [index for index, spec in enumerate(config.outputs) if spec.is_fixed]
         self._column = {index: column for column, index in enumerate(fixed)}
         self.needs_parts = len(self._column) < len(config.outputs)
 
-    @property
-    def num_slabs_held(self) -> int:
-        return self._pool.num_in_use
-
-    @property
-    def num_extents_held(self) -> int:
-        return self._extents.num_held
-
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
         self.input_spill.close()
 
     def check_size(self, request: Request) -> None:
         """Raise TooLarge if even an empty spill has no room for the inputs."""
         needed = sum(aligned(len(tensor.data)) for tensor in request.inputs)
-        if needed > self._extents.capacity:
+        if needed > self.extents.capacity:
             raise TooLarge(
-                f"the inputs take {needed} bytes, more than the {self._extents.capacity} that "
+                f"the inputs take {needed} bytes, more than the {self.extents.capacity} that "
                 f"model '{self._config.name}' has for them (parameters.penstock.spill_bytes)"
             )
 
@@ -72,7 +64,7 @@ class RequestMemory:
         geometry, count = plan.geometry, plan.num_rows
         if geometry.layout is None:
             return True
-        slab = self._pool.place(geometry, geometry.layout, count, is_needed=is_needed)
+        slab = self.pool.place(geometry, geometry.layout, count, is_needed=is_needed)
         if slab is None:
             return False
         ticket.slab = slab
@@ -104,13 +96,13 @@ class RequestMemory:
         slab = ticket.slab
         if slab is not None:
             ticket.slab = None
-            self._pool.release(slab, request.num_rows, was_dispatched)
+            self.pool.release(slab, request.num_rows, was_dispatched)
 
     def requeued(self, request: Request) -> None:
         """Record that a request that was dispatched is queued again; it keeps its rows."""
         slab = request.ticket.slab
         if slab is not None:
-            self._pool.requeued(slab, request.num_rows)
+            self.pool.requeued(slab, request.num_rows)
 
     # Batches.
 
@@ -128,7 +120,7 @@ class RequestMemory:
         for index, request in enumerate(batch.requests):
             extents = self._copy(request.inputs) if index < MAX_PARTS else None
             if extents is None:
-                assert index or self._extents.num_held, "one request fits an empty spill segment"
+                assert index or self.extents.num_held, "one request fits an empty spill segment"
                 return index
             batch.extents.append(extents)
         return len(batch.requests)
@@ -138,10 +130,10 @@ class RequestMemory:
         placed: list[frames.Extent] = []
         for tensor in tensors:
             nbytes = len(tensor.data)
-            offset = self._extents.allocate(nbytes)
+            offset = self.extents.allocate(nbytes)
             if offset is None:
                 for extent in placed:
-                    self._extents.release(extent.offset)
+                    self.extents.release(extent.offset)
                 return None
             self.input_spill.view[offset : offset + nbytes] = tensor.data
             placed.append(frames.Extent(tensor.name, tensor.datatype, tensor.shape, offset, nbytes))
@@ -167,7 +159,7 @@ class RequestMemory:
                     runs.append(frames.RowRange(slab.id, start, count))
                 slab, start, count = ticket.slab, ticket.row, num_rows
             batch.num_rows += num_rows
-            self._pool.dispatched(slab, num_rows)
+            self.pool.dispatched(slab, num_rows)
         assert slab is not None
         runs.append(frames.RowRange(slab.id, start, count))
         parts = self._parts(batch) if self.needs_parts else ()
@@ -212,7 +204,7 @@ class RequestMemory:
     def release_extents(self, batch: RunningBatch) -> None:
         for extents in batch.extents:
             for extent in extents:
-                self._extents.release(extent.offset)
+                self.extents.release(extent.offset)
         batch.extents = []
 
     def release_batch(self, batch: RunningBatch) -> None:

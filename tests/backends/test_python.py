@@ -526,7 +526,7 @@ def serve(config: ModelConfig, scenario: Callable[[Model, Puppets], Awaitable[No
         await puppets.step_all()
         await starting
         await scenario(model, puppets)
-        assert model.memory.num_slabs_held == model.memory.num_extents_held == 0
+        assert model.memory.pool.num_in_use == model.memory.extents.num_held == 0
         closing = asyncio.ensure_future(model.close())
         while not closing.done():
             await puppets.step_all()

@@ -1,11 +1,11 @@
 """Tests of the optimiser run beside other work. What they assert must not depend on it, so the run
-is told that the machine is quiet; the meter itself is tested in `test_conditions`."""
+is told that the machine is quiet; the meter itself is tested in `test_this_machine`."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.optimizer import run, served
+from penstock.optimizer import model_run, served
 from penstock.optimizer.results import Conditions
 
 SPEED_S = 1e-3
@@ -20,5 +20,5 @@ class QuietMachine:
 def _quiet_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served, "CpuMeter", QuietMachine)
-        patch.setattr(run, "machine_speed_s", lambda: SPEED_S)
+        patch.setattr(model_run, "machine_speed_s", lambda: SPEED_S)
         yield

@@ -8,19 +8,19 @@ from penstock.optimizer.examples import Examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
-from penstock.optimizer.optimize_call import OptimizeCall, SearchResults
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.subject import Subject
+from penstock.optimizer.tensor_run import TensorRun
 from penstock.optimizer.time_budget import TimeBudget
 
 
-def made_record(evaluator: Any, findings: SearchResults) -> Optimization:
+def made_record(evaluator: Any, findings: Findings) -> Optimization:
     """Of a run whose search is over."""
     run = evaluator.run
-    call = OptimizeCall(run.plan, lambda progress: None, "command", 0.0, "today", run.machine)
-    return call.record(run.subject, run.samples, findings)
+    made = TensorRun(run.plan, lambda progress: None, "command", 0.0, "today", run.machine)
+    return made.record(run.subject, run.samples, findings)
 
 
 def made_evaluator(

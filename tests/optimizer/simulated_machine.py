@@ -24,7 +24,7 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.data import InputSpec
 from penstock.optimizer import served
 from penstock.optimizer.candidates import Build, Candidate, Step
-from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.plan import Plan
@@ -326,6 +326,6 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
         budget=SimpleNamespace(left_s=None, has_time_to_prove=lambda num: True),
     )
     found = made_record(lab, findings)
-    conclude(lab, search, found)
+    TensorConclusion(lab, search, found).conclude()
     assert found.chosen is not None
     return Ended(found, situation.is_kept(found.chosen), lab.num_proofs)

@@ -18,7 +18,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
-from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.first_line import (
@@ -153,7 +153,7 @@ def concluded(
     search = MadeSearch(lab, findings, left_s)
     search.to_save = [] if said is None else said
     found = made_record(lab, findings)
-    conclude(lab, search, found)  # type: ignore[arg-type]
+    TensorConclusion(lab, search, found).conclude()  # type: ignore[arg-type]
     return found
 
 

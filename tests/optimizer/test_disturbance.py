@@ -17,7 +17,7 @@ from penstock.optimizer.disturbance import (
     is_close,
     is_reusable,
     is_void,
-    original_doubts,
+    own_doubts,
     prediction_gap,
 )
 from penstock.optimizer.results import Conditions, ServedMeasurement, TermVerdict, Turn
@@ -81,10 +81,10 @@ def test_a_rate_search_that_contradicts_the_fixed_rate() -> None:
 def test_the_original_is_held_to_the_same() -> None:
     """Seen: 547x lower p99 claimed where the original met the SLO by its own figures."""
     original = BuildHistory("original", served(turn(0.4), max_rate=900))
-    assert original_doubts(original, RATE) == [
+    assert own_doubts(original, RATE) == [
         "original: SLO missed at 300/s, but kept at 900/s in the rate search"
     ]
-    assert original_doubts(CALM_ORIGINAL, RATE) == []
+    assert own_doubts(CALM_ORIGINAL, RATE) == []
 
 
 def test_pauses_that_stopped_the_generator_too() -> None:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from penstock.errors import BackendFailed, ConfigError, PenstockError
-from penstock.optimizer.disk import WriteFailed
 from penstock.optimizer.journal import FILE, Journal
+from penstock.optimizer.workspace import WriteFailed
 
 
 class Finding(msgspec.Struct):

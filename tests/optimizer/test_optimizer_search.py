@@ -23,8 +23,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.progress import Progress
-from penstock.optimizer.progress_reporter import ProgressReporter
+from penstock.optimizer.progress import Progress, ProgressReporter, stages_of
 from penstock.optimizer.results import FallbackLayer, ServedMeasurement, TermVerdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
@@ -227,8 +226,8 @@ def made_search(
         watch,
         findings,
         lab.time_budget,
-        is_on_gpu=is_on_gpu,
-        has_data=lab.examples is not None,
+        stages_of(is_on_gpu),
+        judges_lossless=lab.examples is not None,
     )
     return Search(lab, findings, lab.time_budget, progress, passes)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from optimizer import made_optimizations as made
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Candidate, Skip, Step
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.results import Optimization, ServedMeasurement, Try
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 
@@ -87,7 +88,7 @@ class TestRefused:
         tries = made.tries()
         refused = made.judgement(0.03, 0.04, part="held out")
         keys = {made.QUANTISED.key: refused}
-        (note,) = outcomes.mark_refused(tries, keys, lambda each: each.model)
+        (note,) = outcomes.mark_refused(tries, keys)
         assert note == f"{made.QUANTISED} was refused on the held-out examples: {refused.text}"
         rejected = [each for each in tries[8:] if each.outcome == "rejected"]
         assert [each.candidate.model for each in rejected] == [made.QUANTISED] * 4
@@ -160,15 +161,15 @@ class TestRun:
         assert outcomes.untried(found, "interrupt") == ["other settings of half"]
 
     def test_notes_say_what_ended_the_search(self) -> None:
-        assert outcomes.cut_notes([], is_interrupted=False, is_out_of_time=False) == []
-        (note,) = outcomes.cut_notes([], is_interrupted=False, is_out_of_time=True)
+        assert outcomes.cut_notes(Findings()) == []
+        (note,) = outcomes.cut_notes(Findings(is_out_of_time=True))
         assert "--budget" in note
-        (note,) = outcomes.cut_notes([], is_interrupted=True, is_out_of_time=False)
+        (note,) = outcomes.cut_notes(Findings(is_interrupted=True))
         assert "resume" in note
 
     def test_a_step_that_was_cut_off_is_noted_as_the_end_of_the_budget(self) -> None:
         cut = made.attempt(made.FUSED, "compile", "cut off", "cut off by the time budget")
-        notes = outcomes.cut_notes([cut], is_interrupted=False, is_out_of_time=False)
+        notes = outcomes.cut_notes(Findings(tries=[cut]))
         assert notes == [outcomes.BUDGET_ENDED]
         found: Optimization = made.kept()
         found.tries += [cut, cut]

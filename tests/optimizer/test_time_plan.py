@@ -12,10 +12,10 @@ from made_evaluators import made_record
 from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadeLayers, MadePass, made_search
 
 from penstock import slo
-from penstock.optimizer import outcomes, predictor, time_plan
+from penstock.optimizer import attempts, outcomes, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
-from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.numerics import Numerics
@@ -147,7 +147,7 @@ def predict(situation: PassContext) -> list[tuple[tuple[Step, ...], float]]:
 
 @pytest.fixture(autouse=True)
 def simple_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "shapes", predict)
+    monkeypatch.setattr(attempts, "shapes", predict)
 
 
 class SlowLab(MadeLab):
@@ -230,10 +230,10 @@ class SlowLab(MadeLab):
     def _serve(self, num_builds: int, num_rounds: int, left_s: float | None) -> None:
         ends_at = float("inf") if left_s is None else self.clock.now + left_s
         spent_s = num_builds * self.start_s
-        round_s = num_builds * (self.time.level_cost_s - self.draw_s(0.0, 0.8))
+        round_s = num_builds * (time_plan.level_cost_s(self.time.level_s) - self.draw_s(0.0, 0.8))
         for number in range(num_rounds):
             left_s = ends_at - (self.clock.now + spent_s)
-            if number and left_s < num_builds * self.time.level_cost_s:
+            if number and left_s < num_builds * time_plan.level_cost_s(self.time.level_s):
                 break
             spent_s += round_s
         self.spend(spent_s)
@@ -290,7 +290,7 @@ def simulated(budget_s: float, profile: Profile) -> tuple[SlowLab, Optimization,
     run.budget.learn_judging(judge_s)
     run.run()
     found = made_record(lab, run.findings)
-    conclude(lab, run, found)  # type: ignore[arg-type]
+    TensorConclusion(lab, run, found).conclude()  # type: ignore[arg-type]
     lab.spend(0.5)
     return lab, found, lab.clock.now
 
@@ -362,7 +362,7 @@ def test_a_step_whose_process_is_cut_off_has_not_failed() -> None:
     run = made_search(lab, lambda progress: None, passes)
     run.run()
     found = made_record(lab, run.findings)
-    conclude(lab, run, found)  # type: ignore[arg-type]
+    TensorConclusion(lab, run, found).conclude()  # type: ignore[arg-type]
     (step,) = [each for each in found.tries if each.stage == "compile"]
     assert step.outcome == "cut off"
     assert step.reason == "cut off by the time budget: compiling it takes too long"

@@ -379,7 +379,7 @@ class TestTimes:
         monkeypatch.setattr(trials.TrialProcess, "expect", expected)
         build = null_build(tmp_path, max_batch=1, a_ms=1)
         assert trials.times(build, numbers(1), 3, 1).num_instances == 3
-        point = ["Hold"] * 3 + ["TrialHeld"] * 3 + ["Measure"] * 3 + ["TrialMeasured"] * 3
+        point = ["Hold"] * 3 + ["TrialDone"] * 3 + ["Measure"] * 3 + ["TrialMeasured"] * 3
         assert events == ["LoadTrial"] * 3 + ["TrialLoaded"] * 3 + point
 
     def test_lengths_without_padding_are_a_few_that_the_rows_have(self, tmp_path: Path, write_onnx):

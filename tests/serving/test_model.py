@@ -171,7 +171,7 @@ def test_every_kind_of_model_answers_with_the_right_bytes(config):
             (answer,) = request.sink.outputs
             for got, value in zip(answer.values(), values, strict=True):
                 assert got.tolist() == value.tolist()
-        assert model.memory.num_slabs_held == model.memory.num_extents_held == 0
+        assert model.memory.pool.num_in_use == model.memory.extents.num_held == 0
 
     run(config, scenario)
 
@@ -190,7 +190,7 @@ def test_lengths_of_one_bucket_share_a_batch_and_answers_keep_their_own():
         assert any("42 % of their bytes" in note for note in model.explain().notes)
         # 3, 16, 5 and 9 in the bucket of 16; 40 in that of 64; 2 in its own.
         assert model.metrics.batch_sizes == {4: 1, 1: 2}
-        assert model.notes == ()
+        assert model.readiness.notes == ()
 
     run(PADDED, scenario)
 
@@ -309,7 +309,7 @@ def test_a_model_whose_rows_influence_each_other_runs_one_request_at_a_time(tmp_
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
         assert model.metrics.batch_sizes == {1: 5}
-        served, padded = model.notes
+        served, padded = model.readiness.notes
         assert "one request at a time: answers depend on what else is in the batch" in served
         assert padded == "not padded: the model is not batched"
 
@@ -320,7 +320,7 @@ def test_an_slo_that_was_not_kept_is_told_at_load(caplog):
     config = replace(FIXED, unkept_slo="p99 < 20ms (missed)")
 
     async def scenario(model, puppets):
-        [note] = model.notes
+        [note] = model.readiness.notes
         assert note.startswith("the evidence says that the SLO was not kept: p99 < 20ms (missed)")
 
     with caplog.at_level("WARNING"):
@@ -368,7 +368,7 @@ def test_tensors_without_elements_are_answered_on_a_padded_model():
         await puppets.step_all()
         for i, (shape, request) in enumerate(zip(shapes, requests, strict=True)):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, shape))
-        assert model.num_waiting == model.memory.num_slabs_held == 0
+        assert model.num_waiting == model.memory.pool.num_in_use == 0
 
     run(config, scenario)
 
@@ -384,7 +384,7 @@ def test_a_request_that_cannot_be_placed_ends_with_an_error():
         model.submit(good)
         await puppets.step_all()
         np.testing.assert_array_equal(good.sink.outputs[0]["y"], canary(2, (1, 4)))
-        assert model.num_waiting == model.memory.num_slabs_held == 0
+        assert model.num_waiting == model.memory.pool.num_in_use == 0
 
     run(FIXED, scenario)
 
@@ -427,7 +427,7 @@ def test_when_slabs_are_full_requests_keep_their_bytes_and_are_placed_later():
         requests = [ask(FIXED, canary(i, (3, 4))) for i in range(40)]
         for request in requests:
             model.submit(request)
-        assert model.memory.num_slabs_held == 2
+        assert model.memory.pool.num_in_use == 2
         await puppets.step_all()
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (3, 4)))
@@ -571,7 +571,7 @@ def test_outputs_larger_than_the_spill_fail_only_their_request():
         await puppets.step_all()
         assert isinstance(request.sink.error, BackendFailed)
         assert "do not fit the spill segment" in str(request.sink.error)
-        assert model.memory.num_extents_held == 0
+        assert model.memory.extents.num_held == 0
 
     run(config, scenario)
 
@@ -659,7 +659,7 @@ def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
         assert isinstance(requests[0].sink.error, BackendFailed)
         assert "was killed by SIGSEGV while running it, twice" in str(requests[0].sink.error)
         assert [r.sink.error for r in requests[1:]] == [None, None]
-        assert model.memory.num_slabs_held == 0
+        assert model.memory.pool.num_in_use == 0
 
     run(FIXED, scenario)
 
@@ -676,7 +676,7 @@ def test_a_batch_that_finds_no_room_beside_others_waits_for_them():
         assert model.num_running == 1 and model.num_waiting == 3
         await puppets.step_all()
         assert [request.sink.error for request in requests] == [None] * 4
-        assert model.memory.num_extents_held == 0
+        assert model.memory.extents.num_held == 0
 
     run(config, scenario)
 
@@ -695,7 +695,7 @@ class TestSharedWorker:
             await puppets.step_all()
             for i, request in enumerate(requests):
                 np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
-            assert model.memory.num_slabs_held == 0
+            assert model.memory.pool.num_in_use == 0
 
         run(SHARED, scenario)
 
@@ -967,7 +967,7 @@ def test_slo_mode_refuses_at_once_what_would_be_late(clock):
         await puppets.step_all()
         assert all(request.sink.num_final == 1 for request in requests)
         assert model.metrics.num_failures["REJECTED"] >= len(refused)
-        assert model.num_waiting == model.num_running == model.memory.num_slabs_held == 0
+        assert model.num_waiting == model.num_running == model.memory.pool.num_in_use == 0
 
     run(config, scenario, clock)
 
@@ -1183,7 +1183,7 @@ class Chaos:
                 if isinstance(answer, BackendFailed):
                     assert "twice" in str(answer)
         assert model.num_waiting == model.num_running == 0
-        assert model.memory.num_slabs_held == model.memory.num_extents_held == 0
+        assert model.memory.pool.num_in_use == model.memory.extents.num_held == 0
         self.check_counts(model.metrics)
 
     def check_counts(self, metrics: ModelMetrics) -> None:
@@ -1684,7 +1684,7 @@ def test_a_body_that_killed_two_workers_is_refused_before_it_runs(config, caplog
             await poisoned.run()
             assert later.sink.error is None
             held = poisoned.model.memory
-            assert held.num_slabs_held == held.num_extents_held == 0
+            assert held.pool.num_in_use == held.extents.num_held == 0
 
     asyncio.run(main())
     assert "a request is quarantined: it killed 2 workers" in caplog.text
@@ -1854,7 +1854,7 @@ def test_equal_requests_that_wait_are_refused_with_the_first(slo_s):
             assert kinds <= {BackendFailed, Quarantined} and Quarantined in kinds
             assert poisoned.num_killed <= 4, "two that ran at the same time, twice"
             await poisoned.answer_some()
-            assert poisoned.model.num_waiting == 0 and poisoned.model.memory.num_slabs_held == 0
+            assert poisoned.model.num_waiting == 0 and poisoned.model.memory.pool.num_in_use == 0
 
     asyncio.run(main())
 

@@ -402,7 +402,7 @@ class Chaos:
                 assert isinstance(sink.answers[0], ends), sink.answers[0]
         assert pipeline.num_waiting == pipeline.num_running == 0
         for model in pipeline.models:
-            assert model.memory.num_slabs_held == model.memory.num_extents_held == 0
+            assert model.memory.pool.num_in_use == model.memory.extents.num_held == 0
         self.check_counts(pipeline.metrics)
 
     def check_counts(self, metrics):

@@ -49,15 +49,6 @@ class Scores(msgspec.Struct):
     num_choice: int
 
 
-class CutShort(Exception):
-    """Results found before the time ran out. A run with more time finds more, so the journal does
-    not keep them."""
-
-    def __init__(self, found: list[ServedMeasurement]) -> None:
-        super().__init__("the time was up")
-        self.found = found
-
-
 class TextEvaluator:
     """Evaluates the candidates of one run. `tell` receives what is being done."""
 
@@ -103,22 +94,22 @@ class TextEvaluator:
             return [found], has_ended or search_s >= text_time.SEARCH_S
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
-        (found,) = self._served("rated", key, measured, MeasurementLimits(search_s=search_s))
+        (found,) = self._served("text rates", key, measured, MeasurementLimits(search_s=search_s))
         return found
 
     def prove(
-        self, candidates: Sequence[Candidate], starts: Sequence[float | None]
+        self, builds: Sequence[Build], starts: Sequence[float | None]
     ) -> list[ServedMeasurement]:
         longest_s = text_time.SEARCH_S
 
         def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
-            found = bench.prove([self.build(each) for each in candidates], starts)
+            found = bench.prove(builds, starts)
             has_rates = all(each.max_rate is not None for each in found)
             return found, has_rates or longest_s < MIN_SEARCH_S
 
-        key = " ".join(each.key for each in candidates)
+        key = " ".join(each.candidate.key for each in builds)
         limits = MeasurementLimits(NUM_ROUNDS, longest_s, self._time_to_prove)
-        return self._served("proof", key, measured, limits)
+        return self._served("text proof", key, measured, limits)
 
     def _time_to_prove(self) -> float:
         """Return the time left, less what the last level of each search overruns."""
@@ -136,22 +127,22 @@ class TextEvaluator:
         change them. Failures are not kept: a busy machine may be free the next time."""
         bench = ServedBench(self.plan, (), self._tell, self._servers, limits)
 
-        def through() -> list[ServedMeasurement]:
+        def alone() -> tuple[list[ServedMeasurement], bool]:
             try:
-                found, is_through = measured(bench)
+                return measured(bench)
             finally:
                 # The next measurement must start with no other server running.
                 self._servers.close()
-            if not is_through:
-                raise CutShort(found)
-            return found
 
-        try:
-            found = self.journal.remember(
-                kind, key, list[ServedMeasurement], through, passing=(PenstockError,)
-            )
-        except CutShort as error:
-            found = error.found
+        found, _ = self.journal.remember(
+            kind,
+            key,
+            tuple[list[ServedMeasurement], bool],
+            alone,
+            passing=(PenstockError,),
+            # A run with more time finds more.
+            is_reusable=lambda found: found[1],
+        )
         return [repriced(each, self.plan) for each in found]
 
     def _is_alone(self) -> bool:
@@ -236,8 +227,7 @@ class TextEvaluator:
 
 
 def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Cut the middle out of a long prompt. Its start has the form that models expect, its end
-    what they are to answer."""
+    """Cut the middle out of a long prompt, not its form at the start nor the end to answer."""
     if len(tokens) <= FIRST + LAST:
         return tuple(tokens)
     return (*tokens[:FIRST], *tokens[-LAST:])

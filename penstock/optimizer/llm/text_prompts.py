@@ -109,8 +109,7 @@ def write_load(prompts: Prompts, path: Path, level: int = 0) -> None:
 
 
 def numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
-    """Put a number before the prompt or the first user message, so that the text after it misses
-    the prefix cache."""
+    """Put a number before the first user text, so that what follows misses the prefix cache."""
     if "prompt" in fields:
         return {"prompt": f"{_prefix(number)}{fields['prompt']}"}
     messages = [dict(each) for each in fields["messages"]]

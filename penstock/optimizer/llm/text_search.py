@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from penstock import units
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, outcomes
-from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
-from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.findings import Contender, Finalist, Findings
+from penstock.optimizer.llm.text_evaluator import TextEvaluator
+from penstock.optimizer.llm.text_steps import DTYPE, Knob, stage_of
+from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, Try
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
@@ -25,73 +28,31 @@ STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
 NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 
-class Evaluates(Protocol):
-    """Evaluates candidates for the search."""
-
-    def rated(self, candidate: Candidate, start: float | None) -> ServedMeasurement:
-        """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
-
-    def judge(self, candidate: Candidate) -> Judgement:
-        """Judge the accuracy on the prompts that candidates are chosen by."""
-
-
-@dataclass(slots=True)
-class TextFinalist:
-    candidate: Candidate
-    served: ServedMeasurement
-    rate: float
-
-    @property
-    def is_lossy(self) -> bool:
-        return is_lossy(self.candidate)
-
-
-def is_lossy(candidate: Candidate) -> bool:
-    """Return whether its answers may differ from the original's."""
-    return any(step.pass_name == DTYPE for step in candidate.steps)
-
-
-@dataclass(slots=True)
-class TextFindings:
-    tries: list[Try] = field(default_factory=list)
-    skipped: list[Skip] = field(default_factory=list)
-    # The original, then each candidate that became the best, in that order.
-    kept: list[TextFinalist] = field(default_factory=list)
-    is_out_of_time: bool = False
-    is_interrupted: bool = False
-
-    @property
-    def best(self) -> TextFinalist:
-        return self.kept[-1]
-
-
 class TextSearch:
-    """One search. `has_time` returns whether another candidate may start; `begin` is called with
-    each one that starts."""
+    """One search. Its contenders are the original and each candidate that became the best, in that
+    order; the finalists are the same, the best first."""
 
     def __init__(
         self,
-        evaluator: Evaluates,
+        evaluator: TextEvaluator,
         plan: Plan,
-        findings: TextFindings,
-        has_time: Callable[[], bool],
-        begin: Callable[[Stage, Candidate], None],
-        clock: Callable[[], float],
+        findings: Findings,
+        budget: TextTime,
+        progress: ProgressReporter,
     ) -> None:
         self._evaluator = evaluator
         self._plan = plan
-        self._has_time = has_time
-        self._begin = begin
-        self._clock = clock
+        self.budget = budget
+        self.progress = progress
         self.findings = findings
 
-    def run(self, dtypes: Sequence[Offer], others: Callable[[Candidate], Sequence[Knob]]) -> None:
+    def run(self, dtypes: Sequence[Step], others: Callable[[Candidate], Sequence[Knob]]) -> None:
         """Try the datatypes, then the knobs that `others` returns for the best one. Raise
         PenstockError if not even the original can be measured."""
         self._measure_original()
         try:
             self._try_dtypes(dtypes)
-            for ways in others(self.findings.best.candidate):
+            for ways in others(self.best.build.candidate):
                 # If one direction pays, the other does not.
                 any(map(self._climb, ways))
         except KeyboardInterrupt:
@@ -99,44 +60,59 @@ class TextSearch:
         self._note_left(dtypes)
 
     @property
+    def best(self) -> Finalist:
+        return self.findings.finalists[0]
+
+    @property
     def is_over(self) -> bool:
         """Whether the result is good enough, or time is up."""
         if self.is_enough:
             return True
-        if not self._has_time():
+        if not self.budget.has_time_to_try():
             self.findings.is_out_of_time = True
         return self.findings.is_out_of_time
 
     @property
     def is_enough(self) -> bool:
         """Whether the best meets the required rate with headroom; never if no rate is required."""
-        slo = self._plan.slo
-        assert slo is not None
-        needed = goals.required_rate(slo, self._plan.price_per_hour)
-        is_there = needed > 0 and self.findings.best.rate >= ROOM * needed
+        needed = goals.required_rate(self._plan.slo, self._plan.price_per_hour)
+        is_there = needed > 0 and self.best.contender.rate >= ROOM * needed
         return is_there and not self._plan.is_exhaustive
 
     def _measure_original(self) -> None:
-        began = self._clock()
+        began = self.budget.clock()
         original = Candidate()
         self._begin("baseline", original)
         served = self._evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
-        seconds = self._clock() - began
+        seconds = self.budget.clock() - began
         self.findings.tries.append(
             Try(original, "baseline", "kept", reason, served=served, seconds=seconds)
         )
-        self.findings.kept.append(TextFinalist(original, served, rate))
+        self.findings.original = served
+        self._add(original, served, rate)
 
-    def _try_dtypes(self, dtypes: Sequence[Offer]) -> None:
+    def _begin(self, stage: Stage, candidate: Candidate) -> None:
+        self.budget.stage = stage
+        self.progress.begin(candidate)
+
+    def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:
+        """Add the best so far."""
+        build = self._evaluator.build(candidate)
+        contender = Contender(build, Facts("llm"), {}, [((), rate)], is_lossy(candidate))
+        self.findings.contenders.append(contender)
+        self.findings.finalists.insert(0, Finalist(contender, build, served))
+        self.progress.refresh()
+
+    def _try_dtypes(self, dtypes: Sequence[Step]) -> None:
         """Try each datatype on the original alone: a model has one datatype."""
-        for offer in dtypes:
+        for step in dtypes:
             if self.is_over:
                 return
-            self._try(offer.stage, Candidate((offer.step,)))
+            self._try(Candidate((step,)))
 
-    def _note_left(self, dtypes: Sequence[Offer]) -> None:
+    def _note_left(self, dtypes: Sequence[Step]) -> None:
         """Note datatypes left untried because of time or an interruption."""
         if not (self.findings.is_interrupted or self.findings.is_out_of_time):
             return
@@ -146,22 +122,22 @@ class TextSearch:
         reason = {"time": "out of time", "interrupt": "interrupted"}[cut_by]
         tried = [each.candidate for each in self.findings.tries]
         self.findings.skipped += [
-            Skip(DTYPE, f"{reason} before it was tried", offer.step, cut_by)
-            for offer in dtypes
-            if Candidate((offer.step,)) not in tried
+            Skip(DTYPE, f"{reason} before it was tried", step, cut_by)
+            for step in dtypes
+            if Candidate((step,)) not in tried
         ]
 
-    def _climb(self, ladder: Sequence[Offer]) -> bool:
-        """Try the offers in order while each one pays; return whether the first did."""
-        for number, offer in enumerate(ladder):
-            best = self.findings.best.candidate
-            if self.is_over or not self._try(offer.stage, instead(best, offer.step)):
+    def _climb(self, ladder: Sequence[Step]) -> bool:
+        """Try the steps in order while each one pays; return whether the first did."""
+        for number, step in enumerate(ladder):
+            best = self.best.build.candidate
+            if self.is_over or not self._try(instead(best, step)):
                 return number > 0
         return bool(ladder)
 
-    def _try(self, stage: Stage, candidate: Candidate) -> bool:
+    def _try(self, candidate: Candidate) -> bool:
         """Measure a candidate; return whether it is the best now."""
-        began = self._clock()
+        began, stage = self.budget.clock(), stage_of(candidate.steps[-1])
         self._begin(stage, candidate)
         attempt = Try(candidate, stage, "failed", "")
         try:
@@ -169,12 +145,12 @@ class TextSearch:
         except PenstockError as error:
             attempt.outcome, attempt.reason = outcomes.outcome_of_error(error)
             is_better = False
-        attempt.seconds = self._clock() - began
+        attempt.seconds = self.budget.clock() - began
         self.findings.tries.append(attempt)
         return is_better
 
     def _measured(self, attempt: Try) -> bool:
-        candidate, best = attempt.candidate, self.findings.best
+        candidate, best = attempt.candidate, self.best.contender
         if is_lossy(candidate) and candidate.steps[-1].pass_name == DTYPE:
             attempt.accuracy = self._evaluator.judge(candidate)
             if not attempt.accuracy.is_passed:
@@ -195,8 +171,13 @@ class TextSearch:
         attempt.reason = f"{units.number(rate)}/s keep the SLO" + (
             f", {rate / best.rate:.2f} times {units.number(best.rate)}/s" if best.rate else ""
         )
-        self.findings.kept.append(TextFinalist(candidate, served, rate))
+        self._add(candidate, served, rate)
         return True
+
+
+def is_lossy(candidate: Candidate) -> bool:
+    """Return whether its answers may differ from the original's."""
+    return any(step.pass_name == DTYPE for step in candidate.steps)
 
 
 def instead(candidate: Candidate, step: Step) -> Candidate:

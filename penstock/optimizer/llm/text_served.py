@@ -75,10 +75,10 @@ class TextEndpoint(ServedEndpoint):
         return settings_of(self.build.config).max_sequences
 
 
-def patience_of(slo: Slo | None, num_tokens: int) -> float:
+def patience_of(slo: Slo, num_tokens: int) -> float:
     """Return the request timeout, from the SLO's limits for a whole answer or for its parts."""
     limits = {"latency": math.inf, "ttft": math.inf, "tpot": math.inf}
-    for term in () if slo is None else slo.terms:
+    for term in slo.terms:
         if isinstance(term, Latency) and term.metric in limits:
             limits[term.metric] = min(limits[term.metric], term.limit_s)
     whole_s = min(limits["latency"], limits["ttft"] + num_tokens * limits["tpot"])
@@ -92,5 +92,5 @@ class TextServers(Servers):
         super().__init__(is_alone=is_alone)
         self._prompts, self._file, self._patience_s = prompts, file, patience_s
 
-    def _made(self, build: Build, rows: Sequence[Row]) -> TextEndpoint:
+    def _make_endpoint(self, build: Build, rows: Sequence[Row]) -> TextEndpoint:
         return TextEndpoint(build, self._prompts, self._file, self._patience_s)

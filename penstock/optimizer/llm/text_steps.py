@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.config import CPU
 from penstock.llm.messages import EngineSettings
@@ -27,14 +26,14 @@ LEAST_TOKENS, MOST_TOKENS = 32, 32_768
 LEAST_SEQUENCES, MOST_SEQUENCES = 4, 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    stage: Stage
-    step: Step
+# Directions to change a setting, each a ladder: a step is tried only if the previous paid.
+Knob = Sequence[Sequence[Step]]
 
 
-# Directions to change a setting, each a ladder: an offer is tried only if the previous paid.
-Knob = Sequence[Sequence[Offer]]
+def stage_of(step: Step) -> Stage:
+    if step.pass_name != DTYPE:
+        return "batching"
+    return "precision" if bits_of(step.settings["dtype"]) >= HALF else "quantise"
 
 
 def bits_of(dtype: str) -> int:
@@ -45,10 +44,10 @@ def bits_of(dtype: str) -> int:
 
 def dtype_offers(
     dtypes: Sequence[str], settings: EngineSettings, machine: Machine, *, is_exhaustive: bool
-) -> tuple[list[Offer], list[Skip]]:
+) -> tuple[list[Step], list[Skip]]:
     """Return the datatypes narrower than the original's, widest first; and those skipped because
     this device gains nothing from them."""
-    offers: list[Offer] = []
+    offers: list[Step] = []
     skipped: list[Skip] = []
     own = bits_of(settings.dtype)
     narrower = [each for each in dtypes if each != "auto" and bits_of(each) < own]
@@ -58,7 +57,7 @@ def dtype_offers(
         if reason and not (is_exhaustive and dtype in NEEDED):
             skipped.append(Skip(DTYPE, reason, step))
         else:
-            offers.append(Offer("precision" if bits_of(dtype) >= HALF else "quantise", step))
+            offers.append(step)
     return offers, skipped
 
 
@@ -73,23 +72,23 @@ def _nothing_to_gain(dtype: str, device: str, machine: Machine) -> str:
     return ""
 
 
-def tpot_limit_ms(slo: Slo | None) -> float | None:
+def tpot_limit_ms(slo: Slo) -> float | None:
     """Return the tightest limit per token after the first, whatever its statistic."""
     limits = [
         term.limit_s
-        for term in (() if slo is None else slo.terms)
+        for term in slo.terms
         if isinstance(term, Latency) and term.metric in ("tpot", "itl")
     ]
     return min(limits) * 1e3 if limits else None
 
 
-def serving_offers(settings: EngineSettings, slo: Slo | None) -> list[Knob]:
+def serving_offers(settings: EngineSettings, slo: Slo) -> list[Knob]:
     """Return pacing, step size and sequence count as knobs. A step holds at least one token of each
     sequence, so the bounds keep the two compatible."""
     found: list[Knob] = []
     limit_ms = tpot_limit_ms(slo)
     if limit_ms is not None and settings.tpot_s is None:
-        found.append([[Offer("batching", Step(PACE, {"tpot_ms": f"{limit_ms:g}"}))]])
+        found.append([[Step(PACE, {"tpot_ms": f"{limit_ms:g}"})]])
     tokens, sequences = settings.max_tokens, settings.max_sequences
     fewest = max(LEAST_TOKENS, sequences)
     sizes = [[2 * tokens, 4 * tokens], [tokens // 2, tokens // 4]]
@@ -105,10 +104,6 @@ def _knob(
     name: str, parameter: str, ways: Sequence[Sequence[int]], within: tuple[int, int]
 ) -> Knob:
     return [
-        [
-            Offer("batching", Step(name, {parameter: str(value)}))
-            for value in way
-            if within[0] <= value <= within[1]
-        ]
+        [Step(name, {parameter: str(value)}) for value in way if within[0] <= value <= within[1]]
         for way in ways
     ]

@@ -3,7 +3,7 @@ linked where the file system allows, because weights take gigabytes."""
 
 from __future__ import annotations
 
-import shutil
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import msgspec
 from penstock.config import EACH_GPU, LLM, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.settings import PREFIX, settings_of
-from penstock.optimizer import folders
+from penstock.optimizer import folders, workspace
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.subject import SERVED, Subject, digest_of
 from penstock.repository import layout, pretrained
@@ -125,24 +125,14 @@ def _shape(path: str) -> DecoderShape:
     """Return the model's shape; ConfigError if its family is not supported."""
     from penstock.llm.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(Path(path))
-    try:
+    with closing(open_checkpoint(Path(path))) as checkpoint:
         return checkpoint.shape
-    finally:
-        checkpoint.close()
 
 
 def build_of(original: Build, candidate: Candidate, target: Path) -> Build:
-    """Return the original with the candidate's settings, built once: builds are immutable."""
-    if not target.is_dir():
-        draft = target.with_name(f".{target.name}.draft") / target.name
-        # Left by a run that was killed while writing.
-        shutil.rmtree(draft.parent, ignore_errors=True)
-        draft.parent.mkdir(parents=True)
-        folders.write(original, with_steps(original.config, candidate), draft)
-        draft.rename(target)
-        draft.parent.rmdir()
-    return Build(candidate, target, folders.read_config(target))
+    """Return the original with the candidate's settings, built once."""
+    config = with_steps(original.config, candidate)
+    return workspace.place(replace(original, candidate=candidate, config=config), target)
 
 
 def with_steps(config: ModelConfig, candidate: Candidate) -> ModelConfig:

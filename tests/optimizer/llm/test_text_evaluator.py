@@ -13,6 +13,7 @@ from penstock.errors import BackendFailed
 from penstock.llm.text import read_text
 from penstock.optimizer import budget
 from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.llm import likelihoods, text_evaluator, text_trials
 from penstock.optimizer.llm.text_prompts import read_prompts
@@ -57,9 +58,11 @@ def opened(subject, tmp_path):
             duration_s=1.0,
             price_per_hour=price,
             accuracy=accuracy,
+            budget_s=3600.0,
         )
         # A search of 80 s, which is not the longest.
-        journal, clock = Journal(tmp_path / "run"), TextTime(3600.0, lambda: 1960.0, 0.0)
+        clock = TextTime(plan, Findings(), lambda: 1960.0, 0.0, is_on_gpu=False)
+        journal = Journal(tmp_path / "run")
         labs.append(
             text_evaluator.TextEvaluator(plan, subject, prompts, journal, clock, lambda doing: None)
         )
@@ -110,10 +113,10 @@ class TestMeasurements:
         rates = [opened().rated(HALF, None).max_rate.value for _ in range(3)]
         assert rates == [2.0, 3.0, 3.0] and not found.left
 
-    def test_a_proof_without_rates_is_made_again(self, opened, monkeypatch):
+    def test_a_proof_without_rates_is_made_again(self, opened, subject, monkeypatch):
         found = Measurements((2.0, False), (3.0, True))
         monkeypatch.setattr(ServedBench, "prove", found.prove)
-        proofs = [opened().prove([Candidate()], [None]) for _ in range(3)]
+        proofs = [opened().prove([subject.build], [None]) for _ in range(3)]
         assert [each.max_rate is None for (each,) in proofs] == [True, False, False]
         assert not found.left
 
@@ -123,7 +126,7 @@ class TestMeasurements:
         monkeypatch.setattr(ServedBench, "prove", found.prove)
         for price, cost in ((7.2, 1000.0), (3.6, 500.0), (None, None)):
             lab = opened(price)
-            (proven,) = lab.prove([HALF], [None])
+            (proven,) = lab.prove([lab.build(HALF)], [None])
             for served in (lab.rated(HALF, None), proven):
                 assert served.cost_per_million == (cost and pytest.approx(cost))
         assert not found.left

@@ -2,6 +2,8 @@
 
 import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,14 +11,16 @@ pytest.importorskip("torch")
 
 import text_server
 from optimizer import made_optimizations as made
+from served_builds import a_config
 
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
 from penstock.optimizer import budget, outcomes, run
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm import text_evaluator, text_run, text_time
-from penstock.optimizer.llm.text_search import TextFinalist, TextFindings
 from penstock.optimizer.llm.text_steps import serving_offers
 from penstock.optimizer.optimization_files import (
     read_optimization,
@@ -167,6 +171,8 @@ class TestWrongInputs:
 class HeldOut:
     """A lab whose held-out prompts allow some datatypes."""
 
+    plan, journal, budget = None, None, "kl rise <= 0.02"
+
     def __init__(self, *allowed):
         self.allowed = allowed
         self.asked = []
@@ -186,37 +192,48 @@ MORE = Step("sequences", {"max_num_seqs": "32"})
 
 
 def findings_of(*candidates):
-    kept = [
-        TextFinalist(Candidate(steps), made.served_text(1.0 + number, 0.05), 1.0 + number)
-        for number, steps in enumerate(((), *candidates))
-    ]
-    return TextFindings(kept=kept)
+    finalists = []
+    for number, steps in enumerate(((), *candidates)):
+        build = Build(Candidate(steps), Path("m"), a_config())
+        contender = Contender(
+            build, Facts("llm"), {}, [((), 1.0 + number)], HALF in steps or EIGHT in steps
+        )
+        finalists.insert(0, Finalist(contender, build, made.served_text(1.0 + number, 0.05)))
+    return Findings(finalists=finalists)
+
+
+def concluding(lab, findings):
+    search = SimpleNamespace(findings=findings, budget=None, progress=None)
+    return text_run.TextConclusion(lab, search, SimpleNamespace())
 
 
 class TestChoice:
     def test_is_the_best_that_the_held_out_prompts_allow(self):
         lab = HeldOut("bfloat16")
-        choice = text_run.choose(lab, findings_of((HALF,), (EIGHT,), (EIGHT, MORE)))
-        assert choice.finalist.candidate.steps == (HALF,) and choice.held_out.is_passed
+        conclusion = concluding(lab, findings_of((HALF,), (EIGHT,), (EIGHT, MORE)))
+        choice = conclusion.choose()
+        assert choice.finalist.build.candidate.steps == (HALF,) and choice.held_out.is_passed
         # A datatype is asked about once, however it is served, and each costs some of the risk.
         assert [each[:2] for each in lab.asked] == [("int8", "held out"), ("bfloat16", "held out")]
         assert lab.asked[0][2] > lab.asked[1][2]
-        assert [each.text for each in choice.refused.values()] == ["int8"]
+        assert [each.text for each in conclusion.refused.values()] == ["int8"]
 
     def test_what_loses_nothing_is_not_asked_about(self):
         lab = HeldOut()
-        choice = text_run.choose(lab, findings_of((MORE,)))
-        assert choice.finalist.candidate.steps == (MORE,)
+        choice = concluding(lab, findings_of((MORE,))).choose()
+        assert choice.finalist.build.candidate.steps == (MORE,)
         assert choice.held_out is None and lab.asked == []
 
     def test_is_the_original_where_nothing_else_is_allowed(self):
-        choice = text_run.choose(HeldOut(), findings_of((HALF,)))
-        assert choice.finalist.candidate.steps == () and len(choice.refused) == 1
+        conclusion = concluding(HeldOut(), findings_of((HALF,)))
+        choice = conclusion.choose()
+        assert choice.finalist.build.candidate.steps == () and len(conclusion.refused) == 1
 
 
 def test_a_datatype_that_was_refused_is_so_however_it_is_served():
     findings = findings_of((HALF,), (EIGHT,), (EIGHT, MORE))
-    tries = [Try(each.candidate, "quantise", "kept", "") for each in findings.kept]
-    choice = text_run.choose(HeldOut("bfloat16"), findings)
-    outcomes.mark_refused(tries, choice.refused, text_run.datatype_of)
+    tries = [Try(each.build.candidate, "quantise", "kept", "") for each in findings.finalists[::-1]]
+    conclusion = concluding(HeldOut("bfloat16"), findings)
+    conclusion.choose()
+    outcomes.mark_refused(tries, conclusion.refused)
     assert [each.outcome for each in tries] == ["kept", "kept", "rejected", "rejected"]

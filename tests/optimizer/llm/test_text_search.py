@@ -1,29 +1,28 @@
 """The search by fake measurements: what is tried, in which order, and what is kept."""
 
 import math
+from pathlib import Path
 
 import pytest
+from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.llm.text_search import TextFindings, TextSearch, instead, is_lossy, rate_of
-from penstock.optimizer.llm.text_steps import Offer
+from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.findings import Findings
+from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_lossy, rate_of
+from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, TermVerdict
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)
-BF16, INT8, INT4 = (
-    Offer(stage, Step("dtype", {"dtype": dtype}))
-    for stage, dtype in (("precision", "bfloat16"), ("quantise", "int8"), ("quantise", "int4"))
-)
-MORE, MOST, LESS = (
-    Offer("batching", Step("sequences", {"max_num_seqs": size})) for size in ("32", "64", "8")
-)
-PACE = Offer("batching", Step("pace", {"tpot_ms": "50"}))
+BF16, INT8, INT4 = (Step("dtype", {"dtype": dtype}) for dtype in ("bfloat16", "int8", "int4"))
+MORE, MOST, LESS = (Step("sequences", {"max_num_seqs": size}) for size in ("32", "64", "8"))
+PACE = Step("pace", {"tpot_ms": "50"})
 
 
 def a_served(rate):
@@ -59,6 +58,9 @@ class FakeLab:
         self.judgements: list[str] = []
         self.error = BackendFailed("the server did not start")
 
+    def build(self, candidate):
+        return Build(candidate, Path("m"), a_config())
+
     def rated(self, candidate, start):
         text = str(candidate)
         self.asked.append((text, start))
@@ -74,7 +76,11 @@ class FakeLab:
 
 def searched(lab, dtypes=(), knobs=(), slo="p99 ttft < 1s", has_time=lambda: True, **others):
     plan = Plan("m", "m", "out", slo=parse(slo), **others)
-    search = TextSearch(lab, plan, TextFindings(), has_time, lambda *told: None, lambda: 0.0)
+    findings = Findings()
+    budget = TextTime(plan, findings, lambda: 0.0, is_on_gpu=False)
+    budget.has_time_to_try = has_time
+    progress = ProgressReporter(lambda told: None, findings, budget, STAGES, judges_lossless=False)
+    search = TextSearch(lab, plan, findings, budget, progress)
     search.run(dtypes, lambda candidate: knobs)
     return search.findings
 
@@ -89,7 +95,7 @@ B, I8, I4 = (f"dtype(dtype={name})" for name in ("bfloat16", "int8", "int4"))
 def test_the_best_datatype_is_kept_and_the_next_must_be_ahead_of_it():
     lab = FakeLab({"original": 1.0, B: 2.0, I8: 3.0, I4: 3.1})
     found = searched(lab, [BF16, INT8, INT4])
-    assert [str(each.candidate) for each in found.kept] == ["original", B, I8]
+    assert [str(each.candidate) for each in found.contenders] == ["original", B, I8]
     assert outcomes(found)[I4] == "slower"
     assert lab.asked == [
         ("original", None),
@@ -191,9 +197,9 @@ class TestEnd:
 
 
 def test_a_step_takes_the_place_of_another_of_its_kind():
-    candidate = Candidate((BF16.step, MORE.step))
-    assert instead(candidate, MOST.step) == Candidate((BF16.step, MOST.step))
-    assert is_lossy(candidate) and not is_lossy(Candidate((MORE.step,)))
+    candidate = Candidate((BF16, MORE))
+    assert instead(candidate, MOST) == Candidate((BF16, MOST))
+    assert is_lossy(candidate) and not is_lossy(Candidate((MORE,)))
 
 
 def test_no_rate_is_none():

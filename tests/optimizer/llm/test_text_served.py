@@ -67,8 +67,8 @@ def test_a_client_alone_begins_with_the_measurement(build, prompts, tmp_path):
     """Else, after a warm-up, none of its requests is due in a level that is shorter than one."""
     endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
     plan = Plan("m", "m", "out")
-    assert served.bench_plan(endpoint, plan, [Closed(1)]).max_warm_up_s == 0
-    assert served.bench_plan(endpoint, plan, [Open(Flat(1.0))]).max_warm_up_s > 0
+    assert served.bench_plan(endpoint, plan, Closed(1)).max_warm_up_s == 0
+    assert served.bench_plan(endpoint, plan, Open(Flat(1.0))).max_warm_up_s > 0
 
 
 def a_level(rate):

@@ -11,6 +11,7 @@ from penstock.optimizer.llm.text_steps import (
     bits_of,
     dtype_offers,
     serving_offers,
+    stage_of,
     tpot_limit_ms,
 )
 from penstock.optimizer.machine import Machine
@@ -26,7 +27,7 @@ ALL = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4")
 def offered(settings, machine, dtypes=ALL, is_exhaustive=False):
     offers, skipped = dtype_offers(dtypes, settings, machine, is_exhaustive=is_exhaustive)
     return (
-        [(offer.stage, offer.step.settings["dtype"]) for offer in offers],
+        [(stage_of(step), step.settings["dtype"]) for step in offers],
         [skip.step.settings["dtype"] for skip in skipped],
     )
 
@@ -80,7 +81,7 @@ def test_the_tightest_promise_for_a_token(slo, limit):
 
 def knobs(settings, slo="p99 ttft < 1s"):
     return [
-        [[offer.step.settings for offer in way] for way in knob]
+        [[step.settings for step in way] for way in knob]
         for knob in serving_offers(settings, parse(slo))
     ]
 

@@ -103,7 +103,7 @@ def test_a_build_has_what_its_steps_set(folder, tmp_path):
 
 def test_what_a_killed_run_left_of_a_build_is_written_anew(folder, tmp_path):
     original = open_text_subject(str(folder), "cpu", tmp_path / "out" / "smol").build
-    half = tmp_path / "b" / ".smol.draft" / "smol" / "1"
+    half = tmp_path / "b" / ".smol" / "smol" / "1"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(b"half")
     build = build_of(original, DTYPE, tmp_path / "b" / "smol")

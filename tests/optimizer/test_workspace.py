@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.optimizer import disk
+from penstock.optimizer import workspace
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def free(monkeypatch: pytest.MonkeyPatch):
 
 def test_space_is_that_of_the_file_system_the_folder_will_be_on(tmp_path: Path) -> None:
     there = shutil.disk_usage(tmp_path).free
-    assert disk.free_bytes(tmp_path / "not" / "yet") == pytest.approx(there, rel=0.05)
+    assert workspace.free_bytes(tmp_path / "not" / "yet") == pytest.approx(there, rel=0.05)
 
 
 def test_all_files_count_and_links_as_what_they_lead_to(tmp_path: Path) -> None:
@@ -30,16 +30,16 @@ def test_all_files_count_and_links_as_what_they_lead_to(tmp_path: Path) -> None:
     (tmp_path / "model" / "config").write_bytes(bytes(10))
     (tmp_path / "model" / "1" / "weights").symlink_to(tmp_path / "weights")
     (tmp_path / "model" / "1" / "away").symlink_to(tmp_path / "nowhere")
-    assert disk.size_of(tmp_path / "model") == 1010
+    assert workspace.size_of(tmp_path / "model") == 1010
 
 
 def test_three_copies_and_a_margin_must_fit(tmp_path: Path, free) -> None:
     (tmp_path / "weights").write_bytes(bytes(1 << 20))
-    free((3 << 20) + disk.MARGIN_BYTES)
-    disk.check_room(tmp_path, tmp_path, is_resumed=False)
-    free((3 << 20) + disk.MARGIN_BYTES - 1)
+    free((3 << 20) + workspace.MARGIN_BYTES)
+    workspace.check_room(tmp_path, tmp_path, is_resumed=False)
+    free((3 << 20) + workspace.MARGIN_BYTES - 1)
     with pytest.raises(ConfigError, match=r"needs 7\.00 MiB, 7\.00 MiB free.*--out") as caught:
-        disk.check_room(tmp_path, tmp_path, is_resumed=False)
+        workspace.check_room(tmp_path, tmp_path, is_resumed=False)
     assert str(tmp_path) in str(caught.value)
     # Only the version is missing.
-    disk.check_room(tmp_path, tmp_path, is_resumed=True)
+    workspace.check_room(tmp_path, tmp_path, is_resumed=True)
