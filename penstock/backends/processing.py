@@ -63,7 +63,7 @@ class Processed(PlainRunner):
         self._crops = frozenset(crops)
 
     def built(self) -> Mapping[str, str]:
-        return {**self.inner.built(), **self._functions.names()}
+        return {**self.inner.built(), **self._functions.names}
 
     def start(self, batch: Batch) -> Execution:
         """Run a batch. Without `batch.requests` it counts as one request with one answer."""
@@ -212,7 +212,7 @@ class Functions:
     def __init__(self, config: ModelConfig) -> None:
         self.before: Function | BatchedStep | None = None
         self.after: Function | RowHead | None = None
-        self._names = {
+        self.names = {
             key: each.function
             for key, each in (
                 ("preprocess", config.preprocess),
@@ -231,9 +231,6 @@ class Functions:
         except BaseException:
             self.close()
             raise
-
-    def names(self) -> dict[str, str]:
-        return self._names
 
     def close(self) -> None:
         for each in (self.before, self.after):

@@ -332,7 +332,7 @@ def _type(name: str, hint: object, kind: str = "input") -> _Type:
         inner = _type(name, get_args(hint)[0], kind)
         if inner.form != "array":
             return replace(inner, shape=(-1, *inner.shape), form="list")
-    what = "no annotation" if hint is None else f"annotated as {_shown(hint)}"
+    what = "no annotation" if hint is None else f"annotated as {_describe(hint)}"
     raise ConfigError([f"{kind} '{name}': {what}; expected {ACCEPTED}"])
 
 
@@ -364,7 +364,7 @@ def _is_mapping(hint: object) -> bool:
     return (get_origin(hint) or hint) in MAPPINGS
 
 
-def _shown(hint: object) -> str:
+def _describe(hint: object) -> str:
     return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
 
 

@@ -160,9 +160,9 @@ class TorchRunner:
         if device is not None:
             self.pipeline = Pipeline(
                 device,
-                self._computed,
+                self._compute,
                 config.num_instances,
-                is_captured=options.has_cuda_graphs and _comes_again(config),
+                is_captured=options.has_cuda_graphs and _has_few_shapes(config),
                 has_empty_rows=self._packing is not None,
             )
         if options.compile_mode:
@@ -173,7 +173,8 @@ class TorchRunner:
         return self.pipeline is not None
 
     def built(self) -> Mapping[str, str]:
-        weights = self._weights
+        module = self._loaded.module
+        weights = [] if self._loaded.is_compiled else [*module.parameters(), *module.buffers()]
         built = {
             "torch": str(torch.__version__),
             "form": self._form,
@@ -188,7 +189,7 @@ class TorchRunner:
             is_done = all(w.is_contiguous(memory_format=torch.channels_last) for w in images)
             built["memory_format"] = "channels_last" if images and is_done else "contiguous"
         if self._loaded.is_compiled:
-            built |= _package_facts(self._loaded.module)
+            built |= _package_facts(module)
         for chooser in self._choosers:
             built |= chooser.facts()
         if self.pipeline is not None:
@@ -209,15 +210,10 @@ class TorchRunner:
             return "transformers"
         return "pt2" if self._loaded.code is None else "module.py"
 
-    @property
-    def _weights(self) -> list[torch.Tensor]:
-        module = self._loaded.module
-        return [] if self._loaded.is_compiled else [*module.parameters(), *module.buffers()]
-
     def start(self, batch: Batch) -> Execution:
         with torch.inference_mode():
             if self.pipeline is not None:
-                inputs = {name: self._seen(name, alias(a)) for name, a in batch.inputs.items()}
+                inputs = {name: self._view(name, alias(a)) for name, a in batch.inputs.items()}
                 num_rows = batch.num_rows if self._config.max_batch_size else None
                 num_run = self._num_rows(batch)
                 self._num_tokens = self._token_budget(batch, num_run)
@@ -225,11 +221,11 @@ class TorchRunner:
             # Copy: a module may write to its inputs, and a batch may have to run again. It costs
             # one pass over the memory, of which a model makes many.
             inputs = {
-                name: self._seen(name, torch.from_numpy(array.copy()))
+                name: self._view(name, torch.from_numpy(array.copy()))
                 for name, array in batch.inputs.items()
             }
             self._num_tokens = self._token_budget(batch, batch.num_rows)
-            values = self._computed(inputs)
+            values = self._compute(inputs)
             return Finished({name: _array(value) for name, value in values.items()})
 
     def pin(self, memory: memoryview) -> None:
@@ -313,29 +309,31 @@ class TorchRunner:
         most = self._config.max_rows(max(lengths, default=1))
         return max(batch.num_rows, min(rung, most))
 
-    def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """View BF16 inputs as such: numpy only has their bits."""
         return tensor.view(torch.bfloat16) if self._datatypes[name] == "BF16" else tensor
 
-    def _computed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _compute(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute outputs from inputs, on the device."""
-        given = {name: self._given(tensor) for name, tensor in tensors.items()}
+        given = {name: self._cast(tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
             self._packing.prepare(self._num_tokens, lambda: self._run.call(given))
         if self._loaded.fusion is not None:
             self._loaded.fusion.prepare(given, lambda: self._run.call(given))
         values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
-        return {spec.name: self._checked(spec, values[spec.name]) for spec in self._config.outputs}
+        return {
+            spec.name: self._check_output(spec, values[spec.name]) for spec in self._config.outputs
+        }
 
-    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._options.dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._options.dtype)
         if self._options.is_channels_last and tensor.ndim == IMAGE_RANK:
             tensor = tensor.to(memory_format=torch.channels_last)
         return tensor
 
-    def _checked(self, spec: TensorSpec, value: object) -> torch.Tensor:
+    def _check_output(self, spec: TensorSpec, value: object) -> torch.Tensor:
         where = f"output '{spec.name}'"
         if not isinstance(value, torch.Tensor):
             raise BackendFailed(f"{where}: expected a tensor, got {type(value).__name__}")
@@ -367,7 +365,7 @@ class TorchRunner:
                 spec.name: np.zeros(
                     (rows, *shape) if rows else shape, DATATYPES[spec.datatype].numpy
                 )
-                for spec, shape in zip(config.inputs, _some_shapes(config), strict=True)
+                for spec, shape in zip(config.inputs, _first_shapes(config), strict=True)
             }
             self._num_graphs_before = _num_graphs()
             self.start(Batch(zeros, max(1, rows)))
@@ -385,12 +383,12 @@ def _array(value: torch.Tensor) -> Array:
     return array
 
 
-def _comes_again(config: ModelConfig) -> bool:
+def _has_few_shapes(config: ModelConfig) -> bool:
     """Return whether shapes are few: fixed, or padded to buckets."""
-    return all(size >= 0 for shape in _some_shapes(config) for size in shape)
+    return all(size >= 0 for shape in _first_shapes(config) for size in shape)
 
 
-def _some_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+def _first_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shape of one row of each input; that of the first bucket if they are padded."""
     shapes = {spec.name: list(spec.shape) for spec in config.inputs}
     if config.padding is not None:
@@ -481,7 +479,7 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
         yield key, given[key] and not (is_code or may_cast), ONLY_CODE
     yield (
         "compile",
-        mode and not _comes_again(config),
+        mode and not _has_few_shapes(config),
         (
             "needs inputs of fixed shapes or buckets (penstock.pad), "
             "or requests would wait for the compiler"

@@ -133,8 +133,8 @@ def _conv(
     out, channels, *size = weight.shape
     pairs = [_pair(each) for each in (stride, padding, dilation)]
     conv = nn.Conv2d(channels * groups, out, tuple(size), *pairs, groups, bias is not None)
-    conv.weight = _kept(weight)
-    conv.bias = None if bias is None else _kept(bias)
+    conv.weight = _parameter(weight)
+    conv.bias = None if bias is None else _parameter(bias)
     return conv
 
 
@@ -152,13 +152,13 @@ def _norm(
 ) -> nn.BatchNorm2d:
     is_training, _, epsilon, *_ = others
     norm = nn.BatchNorm2d(len(mean), epsilon, affine=weight is not None)
-    norm.weight = None if weight is None else _kept(weight)
-    norm.bias = None if bias is None else _kept(bias)
+    norm.weight = None if weight is None else _parameter(weight)
+    norm.bias = None if bias is None else _parameter(bias)
     norm.running_mean, norm.running_var = mean, var
     if is_training:
         raise ValueError("a normalisation takes the statistics of the batch")
     return norm
 
 
-def _kept(tensor: torch.Tensor) -> nn.Parameter:
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)

@@ -122,7 +122,7 @@ class Products:
         self.device = torch.device(device)
         self.version = int(calls.cublasLtGetVersion())
         self._plans: dict[GemmForm, _Plan] = {}
-        self._handle = self._made("cublasLtCreate")
+        self._handle = self._create("cublasLtCreate")
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # Not at interpreter exit: CUDA may be gone by then.
         weakref.finalize(self, calls.cublasLtDestroy, self._handle).atexit = False
@@ -164,7 +164,7 @@ class Products:
         return self._plans[form]
 
     def _description(self, form: GemmForm, operands: Operands) -> ctypes.c_void_p:
-        description = self._made("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
+        description = self._create("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
         epilogue = WITH_GELU_AND_BIAS if form.has_gelu else WITH_BIAS
         self._set(description, TRANSPOSE_A, ctypes.c_int32(1))
         self._set(description, TRANSPOSE_B, ctypes.c_int32(0))
@@ -195,7 +195,7 @@ class Products:
             (form.out, form.width, form.num_rows),
         )
         return tuple(
-            self._made(
+            self._create(
                 "cublasLtMatrixLayoutCreate",
                 TYPES[dtype],
                 ctypes.c_uint64(high),
@@ -209,7 +209,7 @@ class Products:
         self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]
     ) -> list[_Found]:
         calls = self._calls
-        preference = self._made("cublasLtMatmulPreferenceCreate")
+        preference = self._create("cublasLtMatmulPreferenceCreate")
         size = ctypes.c_size_t(WORKSPACE_BYTES)
         status = calls.cublasLtMatmulPreferenceSetAttribute(
             preference, MAX_WORKSPACE_BYTES, ctypes.byref(size), ctypes.c_size_t(8)
@@ -225,7 +225,7 @@ class Products:
         usable = [] if status else list(found)[: num.value]
         return [each for each in usable if each.state == 0]
 
-    def _made(self, name: str, *arguments: object) -> ctypes.c_void_p:
+    def _create(self, name: str, *arguments: object) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
         _check(name, getattr(self._calls, name)(ctypes.byref(made), *arguments))
         return made

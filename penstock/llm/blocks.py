@@ -106,6 +106,11 @@ class BlockPool:
             self._keys[block] = key
             self._by_key[key] = block
 
+    def clear(self) -> None:
+        """Drop all cached content, as benchmarks do after their warm-up."""
+        for block in list(self._by_key.values()):
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:

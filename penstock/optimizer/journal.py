@@ -33,6 +33,8 @@ TIMINGS = (*SERVED, "times", "profile")
 MAX_SPEED_RATIO = 1.25
 
 T = TypeVar("T")
+# One line, as decoded from JSON.
+Record = dict[str, Any]
 
 
 class Journal:
@@ -113,13 +115,13 @@ class Journal:
             del self._known[kind, key]
             self._append({"kind": kind, "key": key, "forgotten": True})
 
-    def _is_of_another_speed(self, record: dict[str, Any]) -> bool:
+    def _is_of_another_speed(self, record: Record) -> bool:
         before_s = record.get("speed_s")
         if not isinstance(before_s, float) or not before_s or not self._speed_s:
             return False
         return max(before_s / self._speed_s, self._speed_s / before_s) > MAX_SPEED_RATIO
 
-    def _note_age(self, record: dict[str, Any]) -> None:
+    def _note_age(self, record: Record) -> None:
         at = record.get("at")
         if isinstance(at, int | float):
             self.oldest_at = min(at, self.oldest_at or at)
@@ -138,9 +140,9 @@ class Journal:
         key: str,
         compute: Callable[[], T],
         passing: tuple[type[PenstockError], ...],
-    ) -> dict[str, Any]:
+    ) -> Record:
         began = time.monotonic()
-        record: dict[str, Any] = {"kind": kind, "key": key}
+        record: Record = {"kind": kind, "key": key}
         try:
             value = msgspec.to_builtins(compute(), str_keys=True)
         except ConfigError:
@@ -162,7 +164,7 @@ class Journal:
         self._known[kind, key] = record
         return record
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Record) -> None:
         """Append a line; WriteFailed if it cannot be written. Earlier lines stay intact."""
         # NaN and infinity as Python writes them: a measurement may be unknown or infinite.
         line = json.dumps(record).encode() + b"\n"
@@ -180,13 +182,13 @@ class Journal:
                 "some space and run the same command again: it resumes from this journal"
             ) from error
 
-    def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
+    def _read(self) -> dict[tuple[str, str], Record]:
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             self._file.truncate(len(whole))
-        known: dict[tuple[str, str], dict[str, Any]] = {}
+        known: dict[tuple[str, str], Record] = {}
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 record = json.loads(line)

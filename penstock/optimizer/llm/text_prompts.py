@@ -24,12 +24,13 @@ NUM_NEW = 128
 NUM_SENT = 2048
 # The longest number: prompts must leave room for it.
 LONGEST_NUMBER = 999_999
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     # Request fields: `prompt`, or `messages`.
-    fields: dict[str, Any]
+    fields: Fields
     max_tokens: int
     # The prompt as the model sees it.
     tokens: list[int]
@@ -75,7 +76,7 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
     return Prompts(found, is_chat, digest, _text(file, found, len(samples), is_chat))
 
 
-def _tokens(text: Text, fields: dict[str, Any]) -> list[int]:
+def _tokens(text: Text, fields: Fields) -> list[int]:
     try:
         if "messages" in fields:
             return text.encode_chat(fields["messages"])
@@ -108,7 +109,7 @@ def write_load(prompts: Prompts, path: Path, level: int = 0) -> None:
                 file.write(encoder.encode({**fields, "max_tokens": asked.max_tokens}) + b"\n")
 
 
-def numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
+def numbered(fields: Fields, number: int) -> Fields:
     """Put a number before the first user text, so that what follows misses the prefix cache."""
     if "prompt" in fields:
         return {"prompt": f"{_prefix(number)}{fields['prompt']}"}
