@@ -190,6 +190,7 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
     best = max(rates, default=0.0)
     columns = "load", "requests/s", "inferences/s", "", "p50", "p99", "failed"
     table = figure_table("batch size", *columns, words=("load", ""))
+    table.columns[0].justify = "right"
     for (run, row), rate in zip(rows, rates, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
         p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
