@@ -47,7 +47,7 @@ HEADS = (CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING)
 # Inputs that a head takes beside the network's outputs; the network does not get them.
 OFFSETS = "offsets"
 HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: (OFFSETS,)}
-# The backend of such a stage.
+# The backend of a preprocessing stage.
 PREPROCESS_BACKEND = "preprocess"
 # The option to run a model's layers over concatenated tokens, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"
@@ -427,43 +427,3 @@ class TlsConfig:
     key: str
     # Issuers of client certificates, which are then required; empty: not required.
     client_ca: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """Listeners and shutdown of the server."""
-
-    # Name in the server's metadata. Change it if clients distinguish servers by it.
-    id: str = "penstock"
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    # Processes that serve HTTP on that port; 0: the core does it. Raise it when the core's event
-    # loop is the bottleneck, not the models.
-    num_fronts: int = 0
-    # None: no gRPC.
-    grpc: GrpcConfig | None = None
-    # A separate listener for scrapes and health; None: only the HTTP port serves them.
-    metrics_port: int | None = None
-    # Time for accepted requests to finish after SIGTERM.
-    drain_s: float = 30.0
-    # True allows loading and unloading over the API, and loads at start only what `load` names.
-    is_explicit: bool = False
-    # Models to load at start in explicit mode; "*": all.
-    load: tuple[str, ...] = ()
-    # Share of each GPU's memory that the plan leaves free, for underestimates and other processes.
-    gpu_memory_reserve: float = GPU_MEMORY_RESERVE
-    # The path is a language model's configuration; its weights are random.
-    has_random_weights: bool = False
-    # Reload Python models whose files change. For development.
-    reloads: bool = False
-    # None: plain text.
-    tls: TlsConfig | None = None
-    # A TOML file of API keys; empty: no key is required.
-    api_keys: str = ""
-    # Additional host names for clients, besides the loopback ones.
-    allow_hosts: tuple[str, ...] = ()
-    # Accept model files with several hard links.
-    allows_hard_links: bool = False
-    # Log one line per inference; adds to the cost of each.
-    logs_requests: bool = False
-    limits: HttpLimits = field(default_factory=HttpLimits)

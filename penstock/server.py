@@ -1,5 +1,5 @@
 """The core process, from start to graceful shutdown: one event loop with the catalog and the HTTP
-server. Front processes serve gRPC and, if `num_fronts` is set, also HTTP instead of the core."""
+server. Front processes serve gRPC and, if `fronts` is set, also HTTP instead of the core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from penstock.config import LLM, ModelConfig, ServerConfig, TlsConfig
+from penstock.api.serve_options import ServeOptions
+from penstock.config import LLM, ModelConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
@@ -82,53 +83,53 @@ class Server:
     """The running server. Ports open first, so that it is live before it is ready; then models
     load. Shutdown is in reverse order."""
 
-    def __init__(self, config: ServerConfig, path: str, watchdog: Watchdog | None = None) -> None:
-        self._config = config
+    def __init__(self, options: ServeOptions, path: str, watchdog: Watchdog) -> None:
+        self._options = options
         self._watchdog = watchdog
         self._stop = asyncio.Event()
         self.catalog = Catalog(
-            fleet=Fleet(config.gpu_memory_reserve),
-            makers={LLM: partial(make_text_model, num_fronts=config.num_fronts)},
+            fleet=Fleet(options.gpu_memory_reserve),
+            makers={LLM: partial(make_text_model, num_fronts=options.fronts)},
         )
-        self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
-        self._gate = gate = make_gate(config, self._key_file)
+        self._key_file = KeyFile(Path(options.api_keys)) if options.api_keys else None
+        self._gate = gate = make_gate(options, self._key_file)
         if gate.keys is not None:
             self.catalog.quotas.replace(gate.keys.quotas)
-        self._tls = None if config.tls is None else TlsFiles(config.tls)
+        self._tls = None if options.tls is None else TlsFiles(options.tls)
         self._context = None if self._tls is None else self._tls.load()
         self._watching: list[asyncio.Task[None]] = []
         self.lifecycle = Lifecycle(is_loading=True)
         self._fronts: list[Front] = []
         self.management = ManagementApi(
             self.catalog,
-            Control(self.catalog, path, config.is_explicit, config.allows_hard_links),
+            Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
             self.lifecycle,
-            config.id,
+            options.id,
             tells_reasons=gate.keys is None,
             fronts=lambda: [front.use() for front in self._fronts],
         )
-        if config.logs_requests:
+        if options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
-        is_logged = config.logs_requests
+        is_logged = options.log_requests
         openai = OpenAiHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         pages = Pages(self.management, gate).handlers()
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
-        self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
-        self.http = HttpServer(self.v2.handle, config.limits, self.v2.screen, self.lifecycle)
-        self.http_port = config.http_port
+        self.v2 = V2Http(models, options.limits, gate, options.log_requests)
+        self.http = HttpServer(self.v2.handle, options.limits, self.v2.screen, self.lifecycle)
+        self.http_port = options.http_port
         self._metrics = MetricsHttp(gate, self.management)
         self._metrics_http: HttpServer | None = None
-        self.metrics_port = config.metrics_port
-        if config.metrics_port is not None:
-            limits = replace(config.limits, max_body_bytes=METRICS_BODY_BYTES)
+        self.metrics_port = options.open_metrics_port
+        if options.open_metrics_port is not None:
+            limits = replace(options.limits, max_body_bytes=METRICS_BODY_BYTES)
             self._metrics_http = HttpServer(self._metrics.handle, limits)
-        self._core = CoreApi(self.management, self.v2.handle, gate, config.logs_requests)
+        self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests)
         # Holds the port that the HTTP fronts share.
         self._reserved: socket.socket | None = None
         self.grpc: Front | None = None
-        if config.grpc is not None:
-            spec = grpc_spec(config.host, config.grpc, gate, tls=config.tls)
+        if options.grpc_config is not None:
+            spec = grpc_spec(options.host, options.grpc_config, gate, tls=options.tls)
             self.grpc = Front(self._core, spec)
             self._fronts.append(self.grpc)
 
@@ -138,19 +139,18 @@ class Server:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
         self.catalog.announce(found)
-        if self._config.num_fronts:
+        if self._options.fronts:
             self._add_http_fronts()
         else:
-            self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
+            self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
-            if self._watchdog is not None:
-                metrics = self._metrics_http
-                self._watchdog.cover(metrics.listeners, lambda: metrics.tls)
+            metrics = self._metrics_http
+            self._watchdog.cover(metrics.listeners, lambda: metrics.tls)
         if self._key_file is not None:
             self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
         if self._tls is not None:
-            servers = [] if self._config.num_fronts else [self.http]
+            servers = [] if self._options.fronts else [self.http]
             if self._metrics_http is not None:
                 servers.append(self._metrics_http)
             self._watching.append(asyncio.create_task(watch(self._tls, servers)))
@@ -171,7 +171,7 @@ class Server:
         gc.collect()
         gc.freeze()
         self.lifecycle.is_loading = False
-        if self._config.reloads:
+        if self._options.reload:
             reloader = Reloader(self.catalog, self.management.control)
             self._watching.append(asyncio.create_task(reloader.run()))
 
@@ -181,7 +181,7 @@ class Server:
 
     @property
     def tls(self) -> TlsConfig | None:
-        return self._config.tls
+        return self._options.tls
 
     @property
     def scheme(self) -> str:
@@ -194,7 +194,7 @@ class Server:
         """Start draining: not ready, refuse new inferences, finish accepted ones."""
         if not self.lifecycle.is_draining and not self.lifecycle.is_loading:
             text = "shutting down: requests in flight have %.0f s to finish"
-            log.info(text, self._config.drain_s)
+            log.info(text, self._options.drain_s)
         self.lifecycle.drain()
         for front in self._fronts:
             front.drain()
@@ -204,12 +204,12 @@ class Server:
         """Finish accepted requests, up to the drain limit, then stop workers and connections."""
         self.stop()
         try:
-            async with asyncio.timeout(self._config.drain_s):
+            async with asyncio.timeout(self._options.drain_s):
                 await self.catalog.drain()
                 while self.http.num_running or any(each.num_running for each in self._fronts):
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            log.warning("requests are cut off after %.0f s of draining", self._config.drain_s)
+            log.warning("requests are cut off after %.0f s of draining", self._options.drain_s)
             # Before the connections close, so that clients get an error instead of a reset.
             await self.catalog.close()
         for task in self._watching:
@@ -221,8 +221,7 @@ class Server:
         await self.http.close()
         await self.catalog.close()
         await self._metrics.close()
-        if self._watchdog is not None:
-            self._watchdog.release()
+        self._watchdog.release()
         if self._metrics_http is not None:
             await self._metrics_http.close()
         if not self.lifecycle.is_loading:
@@ -275,21 +274,21 @@ class Server:
             raise
 
     def _add_http_fronts(self) -> None:
-        config = self._config
+        options = self._options
+        place = (options.host, options.http_port)
         try:
-            self._reserved = reserve(config.host, config.http_port)
+            self._reserved = reserve(*place)
         except OSError as error:
-            raise ConfigError(
-                [cannot_listen(config.host, config.http_port, "HTTP", listen_problem(error))]
-            ) from None
+            raise ConfigError([cannot_listen(*place, "HTTP", listen_problem(error))]) from None
         self.http_port = self._reserved.getsockname()[1]
+        settings = (options.limits, self._gate, options.log_requests, options.tls)
         self._fronts += [
-            Front(self._core, http_spec(number, self.http_port, config, self._gate))
-            for number in range(1, config.num_fronts + 1)
+            Front(self._core, http_spec(number, (options.host, self.http_port), *settings))
+            for number in range(1, options.fronts + 1)
         ]
 
     async def _listen(self, http: HttpServer, port: int, what: str) -> int:
-        host = self._config.host
+        host = self._options.host
         try:
             return await http.start(host, port, tls=self._context)
         except OSError as error:
@@ -300,63 +299,57 @@ def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
     return f"cannot listen on {host}:{port} for {what}: {reason}"
 
 
-def check(config: ServerConfig, is_insecure: bool) -> None:
+def check(options: ServeOptions) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
     problems = [
-        *_host_problems(config, is_insecure),
-        *_port_problems(config),
-        *_tls_problems(config),
+        *_host_problems(options),
+        *_port_problems(options),
+        *_tls_problems(options),
     ]
     if problems:
         raise CommandLineError(problems)
-    problems = _front_problems(config)
+    problems = _front_problems(options)
     if problems:
         raise ConfigError(problems)
 
 
-def check_models(found: RepositoryScan, config: ServerConfig) -> None:
+def check_models(found: RepositoryScan, options: ServeOptions) -> None:
     """Raise CommandLineError for flags that do not fit the models."""
     names = [each.name for each in found.configs if each.backend == LLM]
-    if names and config.num_fronts:
+    if names and options.fronts:
         raise CommandLineError([FRONTS_WITH_TEXT.replace("{name}", name) for name in names])
 
 
-def _front_problems(config: ServerConfig) -> list[str]:
+def _front_problems(options: ServeOptions) -> list[str]:
     """Check the fronts' ports now: fronts would notice only while models load, and HTTP fronts
     would silently share their port with those of another server."""
-    ports = {}
-    if config.num_fronts:
-        ports["HTTP"] = config.http_port
-    if config.grpc is not None:
-        ports["gRPC"] = config.grpc.port
+    http, grpc = ("HTTP", options.http_port), ("gRPC", options.grpc_port)
+    ports = [*([http] if options.fronts else []), *([grpc] if options.grpc else [])]
     return [
-        cannot_listen(config.host, port, what, reason)
-        for what, port in ports.items()
-        if (reason := why_not_listen(config.host, port))
+        cannot_listen(options.host, port, what, reason)
+        for what, port in ports
+        if (reason := why_not_listen(options.host, port))
     ]
 
 
-def _host_problems(config: ServerConfig, is_insecure: bool) -> list[str]:
+def _host_problems(options: ServeOptions) -> list[str]:
     """Allow only loopback addresses, unless there are keys, a client CA, or --insecure."""
-    has_client_ca = config.tls is not None and config.tls.client_ca
-    if is_insecure or config.api_keys or has_client_ca or is_loopback(config.host):
+    is_guarded = options.insecure or options.api_keys or options.tls_client_ca
+    if is_guarded or is_loopback(options.host):
         return []
     return [
-        f"--host {config.host}: everybody who reaches this address could use the models; "
+        f"--host {options.host}: everybody who reaches this address could use the models; "
         "give --api-keys, --tls-client-ca, or --insecure if that is what you want"
     ]
 
 
-def _port_problems(config: ServerConfig) -> list[str]:
-    ports = {"--http-port": config.http_port}
-    if config.grpc is not None:
-        ports["--grpc-port"] = config.grpc.port
-    if config.metrics_port is not None:
-        ports["--metrics-port"] = config.metrics_port
-    flags: dict[int, list[str]] = {}
-    for flag, port in ports.items():
-        flags.setdefault(port, []).append(flag)
+def _port_problems(options: ServeOptions) -> list[str]:
+    flags = {options.http_port: ["--http-port"]}
+    if options.grpc:
+        flags.setdefault(options.grpc_port, []).append("--grpc-port")
+    if options.metrics:
+        flags.setdefault(options.metrics_port, []).append("--metrics-port")
     return [
         f"{' and '.join(names)} are all {port}; each needs a port of its own"
         for port, names in flags.items()
@@ -364,13 +357,12 @@ def _port_problems(config: ServerConfig) -> list[str]:
     ]
 
 
-def _tls_problems(config: ServerConfig) -> list[str]:
-    if config.tls is None:
-        return []
-    given = {"--tls-cert": config.tls.cert, "--tls-key": config.tls.key}
+def _tls_problems(options: ServeOptions) -> list[str]:
+    given = {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key}
     missing = [flag for flag, path in given.items() if not path]
-    is_or_are = "is" if len(missing) == 1 else "are"
-    return [f"{' and '.join(missing)} {is_or_are} required for TLS"] if missing else []
+    if options.tls is None or not missing:
+        return []
+    return [f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required for TLS"]
 
 
 def is_loopback(host: str) -> bool:
@@ -381,16 +373,16 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def make_gate(config: ServerConfig, key_file: KeyFile | None) -> Gate:
+def make_gate(options: ServeOptions, key_file: KeyFile | None) -> Gate:
     keys = None if key_file is None else key_file.read()
-    hosts = LOOPBACK_HOSTS | {host.lower() for host in (config.host, *config.allow_hosts)}
-    return Gate(keys, frozenset(hosts) if is_loopback(config.host) else None)
+    hosts = LOOPBACK_HOSTS | {host.lower() for host in (options.host, *options.allow_host)}
+    return Gate(keys, frozenset(hosts) if is_loopback(options.host) else None)
 
 
 async def serve(
     path: str,
     found: RepositoryScan,
-    config: ServerConfig,
+    options: ServeOptions,
     on_start: Callable[[Server], None],
     on_progress: Callable[[LoadProgress], None],
 ) -> signal.Signals:
@@ -410,8 +402,8 @@ async def serve(
         received.append(number)
         server.stop()
 
-    watchdog = Watchdog(config.drain_s, asked_to_stop)
-    server = Server(config, path, watchdog)
+    watchdog = Watchdog(options.drain_s, asked_to_stop)
+    server = Server(options, path, watchdog)
     watchdog.start()
     try:
         await server.start(found, on_progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -106,7 +106,7 @@ class Signature:
     max_batch: int | None = None
     # The batch size that the model's author chose; 0: no batching.
     chosen_batch: int | None = None
-    # What the user should know about how the file is served.
+    # Notes for the user about how the file is served.
     notes: tuple[str, ...] = ()
 
     @property
@@ -285,15 +285,11 @@ class CallbackSink:
 
     __slots__ = ("_deliver",)
 
-    def __init__(self, deliver: Deliver) -> None:
+    def __init__(self, deliver: Callable[[Request, Response | PenstockError], None]) -> None:
         self._deliver = deliver
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         self._deliver(request, answer)
-
-
-class Deliver(Protocol):
-    def __call__(self, request: Request, answer: Response | PenstockError, /) -> None: ...
 
 
 CANCELLED = Cancelled("the client cancelled the request")

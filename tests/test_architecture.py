@@ -37,8 +37,7 @@ ORDER = [
     {"report"},
     {"protocols"},
     {"dashboard"},
-    {"server"},
-    {"api"},
+    {"server", "api"},
     {"cli"},
     {"__main__"},
 ]

@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 from optimizer import made_optimizations
 
-from penstock.api import optimize as optimizations
 from penstock.api.optimize import make_plan
 from penstock.api.optimize_options import OptimizeOptions
 from penstock.cli import main
 from penstock.cli.optimize import optimize as command
 from penstock.cli.options import from_params
 from penstock.errors import ConfigError
+from penstock.optimizer import run as optimizer_run
 from penstock.optimizer.optimization_files import read_optimization
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.workspace import WriteFailed
@@ -121,7 +121,7 @@ class TestWithoutAVersion:
 
     def ask(self, tmp_path, monkeypatch, found):
         (tmp_path / "m.onnx").write_bytes(b"")
-        monkeypatch.setattr(optimizations, "run", lambda plan, watch, command: found)
+        monkeypatch.setattr(optimizer_run, "optimize", lambda plan, watch, command: found)
         asked = ["--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
         asked += ["--html", str(tmp_path / "page.html")]
         return CliRunner().invoke(command, [str(tmp_path / "m.onnx"), *asked])
@@ -154,7 +154,7 @@ class TestOutputs:
     def ask(self, tmp_path, monkeypatch, *flags):
         (tmp_path / "m.onnx").write_bytes(b"")
         found = made_optimizations.kept()
-        monkeypatch.setattr(optimizations, "run", lambda plan, watch, command: found)
+        monkeypatch.setattr(optimizer_run, "optimize", lambda plan, watch, command: found)
         asked = ["--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
         asked += ["--html", str(tmp_path / "page.html"), *flags]
         ended = CliRunner().invoke(command, [str(tmp_path / "m.onnx"), *asked])
@@ -181,7 +181,7 @@ class TestAFullDisk:
                 raise outcome
             return outcome
 
-        monkeypatch.setattr(optimizations, "run", run)
+        monkeypatch.setattr(optimizer_run, "optimize", run)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         (tmp_path / "temporary").mkdir()
         asked = [str(tmp_path / "m.onnx"), "--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]

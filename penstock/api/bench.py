@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from penstock.api import shown
 from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import make_plans
-from penstock.benchmark import ci_gate, headline, run_files, summary
+from penstock.benchmark import ci_gate, run_files, summary
 from penstock.benchmark.comparison import Named
+from penstock.benchmark.headline import headline_of
 from penstock.benchmark.plan import BenchPlan
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.run import Conductor
@@ -53,7 +54,10 @@ class BenchResult:
 
     @property
     def headline(self) -> str:
-        return headline_of(self.runs)
+        from penstock.report import bench_table
+
+        is_one = len(self.runs) == 1
+        return headline_of(self.run).text if is_one else bench_table.sweep_headline(self.runs)
 
     @property
     def is_passed(self) -> bool:
@@ -63,10 +67,19 @@ class BenchResult:
     def save(self, path: str | Path) -> None:
         """Write a .json, .html or .csv file, by the name's ending. `penstock report` shows .json
         files again; of a sweep, each batch size has its own."""
-        save(self.runs, Path(path))
+        writers = {".json": write_json, ".html": write_html, ".csv": write_csv}
+        shown.writer_for(Path(path), writers)(self.runs, Path(path))
+
+    def to_json(self) -> str:
+        """Return the run as JSON; a list of runs of a sweep."""
+        texts = [run_files.to_json(run) for run in self.runs]
+        return texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "]\n"
 
     def __rich__(self) -> RenderableType:
-        return render(self.runs)
+        from penstock.report import bench_table
+
+        is_one = len(self.runs) == 1
+        return bench_table.shown(self.run) if is_one else bench_table.sweep(self.runs)
 
     def __str__(self) -> str:
         return shown.to_text(self.__rich__())
@@ -83,11 +96,9 @@ def bench(model: str, options: BenchOptions, *, progress: bool = False) -> Bench
     from penstock.report.live import BenchDisplay
 
     plans = make_plans(model, options, command=_as_typed(model, options))
-    baseline = run_files.read_run(Path(options.baseline)) if options.baseline else None
     with BenchDisplay() if progress else contextlib.nullcontext() as live:
         watch = (lambda progress: None) if live is None else live.update
-        runs = measure(plans, watch)
-    return BenchResult(tuple(runs), judge(runs, plans[0], baseline, options.tolerance))
+        return measure(plans, options, watch)
 
 
 def _as_typed(model: str, options: BenchOptions) -> str:
@@ -99,43 +110,20 @@ def _as_typed(model: str, options: BenchOptions) -> str:
 
 
 def measure(
-    plans: Sequence[BenchPlan], watch: Watch, keep: Keep = lambda run: None
-) -> list[BenchRun]:
-    """Measure each plan. Ctrl-C ends the level and keeps what was measured. `keep` receives each
-    run after each of its levels."""
+    plans: Sequence[BenchPlan], options: BenchOptions, watch: Watch, keep: Keep = lambda run: None
+) -> BenchResult:
+    """Measure each plan and judge the runs by SLO and baseline. Ctrl-C ends the level and keeps
+    what was measured. `keep` receives each run after each of its levels."""
+    baseline = run_files.read_run(Path(options.baseline)) if options.baseline else None
+    tolerance = (TOLERANCE if options.tolerance is None else options.tolerance) / 100
     runs: list[BenchRun] = []
     for plan in plans:
         conductor = Conductor(plan, watch, keep)
         runs.append(_run(conductor))
         if conductor.is_interrupted:
             break
-    return runs
-
-
-def judge(
-    runs: Sequence[BenchRun], plan: BenchPlan, baseline: BenchRun | None, tolerance: float | None
-) -> tuple[Check, ...]:
-    """Return the checks of SLO and baseline; `tolerance` in percent."""
-    share = (TOLERANCE if tolerance is None else tolerance) / 100
-    return tuple(check for run in runs for check in ci_gate.checks(run, plan.slo, baseline, share))
-
-
-def render(runs: Sequence[BenchRun]) -> RenderableType:
-    from penstock.report import bench_table
-
-    return bench_table.shown(runs[0]) if len(runs) == 1 else bench_table.sweep(runs)
-
-
-def save(runs: Sequence[BenchRun], path: Path) -> None:
-    """Write runs to a file, by the name's ending."""
-    writers = {".json": write_json, ".html": write_html, ".csv": write_csv}
-    shown.writer_for(path, writers)(runs, path)
-
-
-def to_json(runs: Sequence[BenchRun]) -> str:
-    """Return the run as JSON; a list of runs of a sweep."""
-    texts = [run_files.to_json(run) for run in runs]
-    return texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "]\n"
+    checks = [ci_gate.checks(run, plans[0].slo, baseline, tolerance) for run in runs]
+    return BenchResult(tuple(runs), tuple(check for each in checks for check in each))
 
 
 def write_json(runs: Sequence[BenchRun], path: Path) -> None:
@@ -157,13 +145,6 @@ def write_html(runs: Sequence[BenchRun], path: Path) -> None:
     named = [Named(f"batch size {run.batch_size}", run) for run in runs]
     page = bench.page(runs[0]) if len(runs) == 1 else compare.page(named)
     run_files.write_text(page, path)
-
-
-def headline_of(runs: Sequence[BenchRun]) -> str:
-    from penstock.report import bench_table
-
-    is_one = len(runs) == 1
-    return headline.headline_of(runs[0]).text if is_one else bench_table.sweep_headline(runs)
 
 
 def _targets(runs: Sequence[BenchRun], path: Path) -> Iterator[tuple[Path, BenchRun]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import TIME, flags_of
+from penstock.api.options import DATA_NAME, PRICE, TIME, flags_of
 
 load_flag, slo_flag, time_flag = map(flags_of, ("Load", "SLO and comparison", "Duration"))
 input_flag, server_flag, generator_flag = map(flags_of, ("Inputs", "Server", "Load generator"))
@@ -102,13 +102,7 @@ class BenchOptions:
         default="5",
         bounds=(0, 1000),
     )
-    price: float | None = slo_flag(
-        "Price of the server per hour, in any currency",
-        "Give it to see the cost of a million answers, or when the SLO limits it.",
-        value=None,
-        metavar="NUMBER",
-        bounds=(1e-9, None),
-    )
+    price: float | None = slo_flag(**PRICE)
     duration: str = time_flag(
         "Time limit per level, e.g. 30s",
         "Raise it when the report says that an interval is too wide.",
@@ -142,12 +136,7 @@ class BenchOptions:
         metavar="PATH",
         default="random values of the model's signature",
     )
-    data_name: str = input_flag(
-        "Input that .npy files and images are for",
-        "Needed when the model has several inputs.",
-        metavar="INPUT",
-        default="the only input",
-    )
+    data_name: str = input_flag(**DATA_NAME)
     batch_size: str = input_flag(
         "Rows in each request",
         "1:32 measures 1, 2, 4 … 32; 1:32:4 steps by 4; 1,8,32 are three sizes. Raise it when your "

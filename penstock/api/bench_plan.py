@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from penstock import slo as slos
 from penstock.api.bench_options import BenchOptions
@@ -20,7 +22,7 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import kind_of
 from penstock.data import InputSpec, lengths, traces
 from penstock.errors import CommandLineError, ConfigError
-from penstock.slo import Slo
+from penstock.slo import Rate, Slo
 
 Value = TypeVar("Value")
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
@@ -77,7 +79,7 @@ def make_plans(
     _check_alone(reading, slo)
     reading.check()
     is_endless = not options.trace and not options.steps
-    rate = None if slo is None else slo.rate
+    arrivals, cv = _arrivals(options, None if slo is None else slo.rate)
     plan = BenchPlan(
         target=spec,
         inputs=inputs,
@@ -89,13 +91,14 @@ def make_plans(
         precision=options.precision / 100,
         max_warm_up_s=warm_up_s or 0.0,
         num_processes=options.processes,
-        arrivals=options.arrivals or (rate.arrivals if rate else "poisson"),
-        cv=options.cv or (rate.cv if rate and rate.cv else 1.0),
+        arrivals=arrivals,
+        cv=cv,
         seed=inputs.seed,
         price_per_hour=options.price,
         command=_without_secrets(command, options),
     )
-    return [replace(plan, inputs=_with_size(inputs, size)) for size in sizes]
+    batches = [msgspec.structs.replace(inputs, batch_size=size) for size in sizes]
+    return [replace(plan, inputs=each) for each in batches]
 
 
 def parse_batch_sizes(text: str) -> list[int]:
@@ -117,12 +120,6 @@ def parse_batch_sizes(text: str) -> list[int]:
         raise ValueError(f"'{text}' is not a batch size; {expected}") from None
 
 
-def _with_size(inputs: InputSpec, size: int) -> InputSpec:
-    import msgspec
-
-    return msgspec.structs.replace(inputs, batch_size=size)
-
-
 def _without_secrets(command: str, options: BenchOptions) -> str:
     """Return the command with secrets masked: runs are shared."""
     secret_texts = [options.api_key] if options.api_key else []
@@ -135,15 +132,15 @@ def _without_secrets(command: str, options: BenchOptions) -> str:
     return command
 
 
+@dataclass(slots=True)
 class OptionReader:
     """Parses options to values and collects problems."""
 
-    def __init__(self, options: BenchOptions) -> None:
-        self.options = options
-        # Options that are malformed or contradict each other.
-        self.problems: list[str] = []
-        # Files named by options that cannot be used.
-        self.file_problems: list[str] = []
+    options: BenchOptions
+    # Options that are malformed or contradict each other.
+    problems: list[str] = field(default_factory=list)
+    # Files named by options that cannot be used.
+    file_problems: list[str] = field(default_factory=list)
 
     def check(self) -> None:
         """Raise CommandLineError, or ConfigError if only files are wrong, with all problems."""
@@ -171,14 +168,19 @@ class OptionReader:
         return [flag_name(name) for name in names if getattr(self.options, name)]
 
 
+def _arrivals(options: BenchOptions, rate: Rate | None) -> tuple[str, float]:
+    """Return the arrival process and its coefficient of variation."""
+    arrivals = options.arrivals or (rate.arrivals if rate else "poisson")
+    return arrivals, options.cv or (rate.cv if rate and rate.cv else 1.0)
+
+
 def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
     options = reading.options
     given = reading.list_given(*LOADS)
     if len(given) > 1:
         reading.problems.append(f"{' and '.join(given)} contradict each other; give one load")
     rate = None if slo is None else slo.rate
-    arrivals = options.arrivals or (rate.arrivals if rate else "poisson")
-    cv = options.cv or (rate.cv if rate and rate.cv else 1.0)
+    arrivals, cv = _arrivals(options, rate)
     if options.cv and arrivals != "gamma":
         reading.problems.append("--cv applies to gamma arrivals; give --arrivals gamma too")
     if options.arrivals and (closed := reading.list_given("concurrency", "trace", "find_knee")):

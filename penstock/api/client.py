@@ -5,28 +5,17 @@ Works with Penstock, Triton and other v2 servers. Thread-safe; connections are k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata, parse_endpoint
 from penstock.errors import InvalidRequest, NotFound, PenstockError, Unsupported
-from penstock.types import Array, Tensor
+from penstock.types import Array
 from penstock.wire.arrays import to_tensors
 
 if TYPE_CHECKING:
+    from penstock.api.client_grpc import GrpcCalls
+    from penstock.api.client_http import HttpCalls
     from penstock.wire.arrays import Given
-
-
-class Calls(Protocol):
-    """The calls of one protocol. Errors are those of `penstock.errors`."""
-
-    def is_server_ready(self) -> bool: ...
-    def is_model_ready(self, model: str, version: str) -> bool: ...
-    def models(self) -> Sequence[str]: ...
-    def metadata(self, model: str, version: str) -> ModelMetadata: ...
-    def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]: ...
-    def generate(self, model: str, version: str, fields: dict[str, object]) -> str: ...
-    def close(self) -> None: ...
 
 
 class Client:
@@ -50,7 +39,9 @@ class Client:
         self._model = model or endpoint.model
         self._version = endpoint.version
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
-        self._opened: Calls | None = _open(endpoint, Access(api_key, timeout_s, ca_file))
+        self._opened: HttpCalls | GrpcCalls | None = _open(
+            endpoint, Access(api_key, timeout_s, ca_file)
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -111,7 +102,7 @@ class Client:
             self._opened = None
 
     @property
-    def _calls(self) -> Calls:
+    def _calls(self) -> HttpCalls | GrpcCalls:
         if self._opened is None:
             raise InvalidRequest(f"the client of {self.url} is closed; make a new one")
         return self._opened
@@ -128,7 +119,7 @@ class Client:
         return self._model
 
 
-def _open(endpoint: Endpoint, access: Access) -> Calls:
+def _open(endpoint: Endpoint, access: Access) -> HttpCalls | GrpcCalls:
     if endpoint.scheme in ("http", "https"):
         from penstock.api.client_http import HttpCalls
 

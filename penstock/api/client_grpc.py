@@ -14,36 +14,25 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import grpc
 from tritonclient.grpc import service_pb2
 
+from penstock import errors
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata
-from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotAllowed,
-    NotFound,
-    NotReady,
-    PenstockError,
-    Quarantined,
-    QuotaExceeded,
-    Unsupported,
-)
+from penstock.errors import PenstockError
 from penstock.types import Array, Tensor, TensorSpec
 from penstock.wire import v2_pb
 
 SERVICE = "/inference.GRPCInferenceService/"
 NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 ERRORS: Mapping[str, type[PenstockError]] = {
-    "INVALID_ARGUMENT": InvalidRequest,
-    "UNAUTHENTICATED": NotAllowed,
-    "PERMISSION_DENIED": NotAllowed,
-    "NOT_FOUND": NotFound,
-    "UNAVAILABLE": NotReady,
-    "RESOURCE_EXHAUSTED": QuotaExceeded,
-    "FAILED_PRECONDITION": Quarantined,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "CANCELLED": Cancelled,
-    "UNIMPLEMENTED": Unsupported,
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "UNAUTHENTICATED": errors.NotAllowed,
+    "PERMISSION_DENIED": errors.NotAllowed,
+    "NOT_FOUND": errors.NotFound,
+    "UNAVAILABLE": errors.NotReady,
+    "RESOURCE_EXHAUSTED": errors.QuotaExceeded,
+    "FAILED_PRECONDITION": errors.Quarantined,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "CANCELLED": errors.Cancelled,
+    "UNIMPLEMENTED": errors.Unsupported,
 }
 
 
@@ -85,7 +74,9 @@ class GrpcCalls:
         return v2_pb.read_answer(self._send("ModelInfer", message))
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
-        raise Unsupported(f"{self._endpoint.url}: text is generated over HTTP; use an http:// URL")
+        raise errors.Unsupported(
+            f"{self._endpoint.url}: text is generated over HTTP; use an http:// URL"
+        )
 
     def close(self) -> None:
         self._channel.close()
@@ -110,7 +101,7 @@ class GrpcCalls:
             text = "no server is listening there; start one with: penstock serve MODEL"
         if code == "UNAUTHENTICATED":
             text += "; give a key by api_key="
-        return ERRORS.get(code, BackendFailed)(f"{self._endpoint.url}: {text}")
+        return ERRORS.get(code, errors.BackendFailed)(f"{self._endpoint.url}: {text}")
 
 
 def _spec(tensor: Any) -> TensorSpec:

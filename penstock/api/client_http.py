@@ -12,37 +12,25 @@ from urllib.parse import quote
 
 import msgspec
 
+from penstock import errors
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata
-from penstock.errors import (
-    BackendFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotAllowed,
-    NotFound,
-    NotReady,
-    Overloaded,
-    PenstockError,
-    Quarantined,
-    QuotaExceeded,
-    TooLarge,
-    Unsupported,
-)
+from penstock.errors import PenstockError
 from penstock.types import Array, Tensor
 from penstock.wire import v2_client
 
 # Errors by HTTP status; other statuses are BackendFailed. The text decides which error 503 is.
 ERRORS: Mapping[int, type[PenstockError]] = {
-    400: InvalidRequest,
-    401: NotAllowed,
-    403: NotAllowed,
-    404: NotFound,
-    413: TooLarge,
-    422: Quarantined,
-    429: QuotaExceeded,
-    499: DeadlineExceeded,
-    501: Unsupported,
-    503: Overloaded,
-    504: DeadlineExceeded,
+    400: errors.InvalidRequest,
+    401: errors.NotAllowed,
+    403: errors.NotAllowed,
+    404: errors.NotFound,
+    413: errors.TooLarge,
+    422: errors.Quarantined,
+    429: errors.QuotaExceeded,
+    499: errors.DeadlineExceeded,
+    501: errors.Unsupported,
+    503: errors.Overloaded,
+    504: errors.DeadlineExceeded,
 }
 NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32
@@ -137,11 +125,11 @@ class HttpCalls:
             except TimeoutError:
                 connection.close()
                 text = f"{url}: no answer within {access.timeout_s:g} s"
-                raise DeadlineExceeded(text) from None
+                raise errors.DeadlineExceeded(text) from None
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if is_new:
-                    raise NotReady(f"{url}: {_why(error)}") from None
+                    raise errors.NotReady(f"{url}: {_why(error)}") from None
                 continue
             self._keep(connection)
             return answer.status, {key.lower(): value for key, value in answer.getheaders()}, read
@@ -172,8 +160,8 @@ class HttpCalls:
         if status == 401:
             text += "; give a key by api_key="
         if status == 503 and any(word in text for word in NOT_READY):
-            return NotReady(text)
-        return ERRORS.get(status, BackendFailed)(text)
+            return errors.NotReady(text)
+        return ERRORS.get(status, errors.BackendFailed)(text)
 
 
 def _path(model: str, version: str) -> str:
@@ -185,7 +173,7 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise BackendFailed(f"the server's answer cannot be read: {error}") from None
+        raise errors.BackendFailed(f"the server's answer cannot be read: {error}") from None
 
 
 def _why(error: Exception) -> str:

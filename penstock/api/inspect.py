@@ -3,6 +3,7 @@ inspect`."""
 
 from __future__ import annotations
 
+import html
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ class InspectResult:
         return "\n".join([*map(str, self.models), *problems])
 
     def _repr_html_(self) -> str:
-        return f'<pre style="{shown.STYLE}">{shown.escaped(str(self))}</pre>'
+        return f'<pre style="{shown.STYLE}">{html.escape(str(self))}</pre>'
 
 
 def inspect(model: str) -> InspectResult:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ from penstock.optimizer.results import Optimization
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from penstock.optimizer.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,7 @@ class OptimizeResult:
 
 def optimize(model: str, options: OptimizeOptions, *, progress: bool = False) -> OptimizeResult:
     """Optimise a model and commit the best version."""
+    from penstock.optimizer.run import optimize as run
     from penstock.report.optimize_live import OptimizeDisplay
 
     plan = make_plan(model, options)
@@ -92,13 +90,6 @@ def make_plan(model: str, options: OptimizeOptions) -> Plan:
     return plan_file.make_plan(
         {key: value for key, value in flags.items() if value not in (None, "")}, file
     )
-
-
-def run(plan: Plan, watch: Callable[[Progress], None], command: str = "") -> Optimization:
-    """Search, prove and commit. Interrupted runs resume with the same plan."""
-    from penstock.optimizer.run import optimize
-
-    return optimize(plan, watch, command)
 
 
 def write_html(optimization: Optimization, path: Path) -> None:

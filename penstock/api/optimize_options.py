@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import TIME, flags_of
+from penstock.api.options import DATA_NAME, PRICE, TIME, flags_of
 
 goal_flag, data_flag, run_flag = map(flags_of, ("Goal", "Data", "Run"))
 step_flag = flags_of("Functions around the model")
@@ -47,13 +47,7 @@ class OptimizeOptions:
         metavar="DEVICE",
         default="auto",
     )
-    price: float | None = goal_flag(
-        "Price of the server per hour, in any currency",
-        "Give it to see the cost of a million answers, or when the SLO limits it.",
-        value=None,
-        metavar="NUMBER",
-        bounds=(1e-9, None),
-    )
+    price: float | None = goal_flag(**PRICE)
     data: str = data_flag(
         "File or folder of representative inputs",
         ".npz, .npy, .jsonl, .json, .csv, .parquet, .txt (a text per line) or a folder of images. "
@@ -62,12 +56,7 @@ class OptimizeOptions:
         metavar="PATH",
         default="random inputs",
     )
-    data_name: str = data_flag(
-        "Input that .npy files and images are for",
-        "Needed when the model has several inputs.",
-        metavar="INPUT",
-        default="the only input",
-    )
+    data_name: str = data_flag(**DATA_NAME)
     labels: str = data_flag(
         "Array or field of --data with the labels",
         "Needed when it has another name.",

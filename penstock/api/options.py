@@ -18,6 +18,21 @@ FLAG = "flag"
 # The metavar of durations: Python callers may give seconds as numbers.
 TIME = "TIME"
 
+# Flags of several commands.
+DATA_NAME: Mapping[str, Any] = {
+    "summary": "Input that .npy files and images are for",
+    "when": "Needed when the model has several inputs.",
+    "metavar": "INPUT",
+    "default": "the only input",
+}
+PRICE: Mapping[str, Any] = {
+    "summary": "Price of the server per hour, in any currency",
+    "when": "Give it to see the cost of a million answers, or when the SLO limits it.",
+    "value": None,
+    "metavar": "NUMBER",
+    "bounds": (1e-9, None),
+}
+
 Options = TypeVar("Options")
 
 

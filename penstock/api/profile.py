@@ -59,11 +59,6 @@ class ProfileResult:
 
 
 def profile(model: str, options: ProfileOptions) -> ProfileResult:
-    """Profile one batch of a model."""
-    return ProfileResult(run(model, options))
-
-
-def run(model: str, options: ProfileOptions) -> Profile:
     """Profile one batch in a child process; ConfigError if model or inputs do not fit."""
     with opened(model, options.model, options.threads) as folder:
         config = profiler.read_config(folder)
@@ -79,7 +74,7 @@ def run(model: str, options: ProfileOptions) -> Profile:
         settings = profiler.ProfileSettings(num_runs=options.runs, trace=trace)
         found = profiler.profile_build(folder, rows, settings)
     found.inputs = source.origin.text
-    return found
+    return ProfileResult(found)
 
 
 def to_json(profile: Profile) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import flags_of
+from penstock.api.options import DATA_NAME, flags_of
 
 input_flag, run_flag, output_flag = map(flags_of, ("Inputs", "Measurement", "Output"))
 
@@ -35,12 +35,7 @@ class ProfileOptions:
         metavar="PATH",
         default="random values of the model's signature",
     )
-    data_name: str = input_flag(
-        "Input that .npy files and images are for",
-        "Needed when the model has several inputs.",
-        metavar="INPUT",
-        default="the only input",
-    )
+    data_name: str = input_flag(**DATA_NAME)
     lengths: str = input_flag(
         "Sizes of variable dimensions, such as 128",
         "Give it for text models without --data: one token says nothing about fifty.",

@@ -1,11 +1,11 @@
-"""Options of `penstock.serve` and `penstock serve`, and the server's configuration made of them."""
+"""Options of `penstock.serve` and `penstock serve`: the configuration of the server."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from penstock.api.options import flags_of
-from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, ServerConfig, TlsConfig
+from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, TlsConfig
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
@@ -206,30 +206,30 @@ class ServeOptions:
         value=False,
     )
 
-    def config(self) -> ServerConfig:
-        """Return the server's configuration."""
-        has_tls = self.tls_cert or self.tls_key or self.tls_client_ca
-        return ServerConfig(
-            id=self.id,
-            host=self.host,
-            http_port=self.http_port,
-            num_fronts=self.fronts,
-            grpc=GrpcConfig(
-                self.grpc_port, self.grpc_max_message_bytes, compression=self.grpc_compression
-            )
-            if self.grpc
-            else None,
-            metrics_port=self.metrics_port if self.metrics else None,
-            drain_s=self.drain_s,
-            is_explicit=self.model_control_mode == "explicit",
-            load=self.load_model,
-            gpu_memory_reserve=self.gpu_memory_reserve,
-            api_keys=self.api_keys,
-            tls=TlsConfig(self.tls_cert, self.tls_key, self.tls_client_ca) if has_tls else None,
-            allow_hosts=self.allow_host,
-            allows_hard_links=self.allow_hard_links,
-            logs_requests=self.log_requests,
-            limits=HttpLimits(self.max_body_bytes, self.max_json_bytes),
-            has_random_weights=self.random_weights,
-            reloads=self.reload,
-        )
+    @property
+    def grpc_config(self) -> GrpcConfig | None:
+        """The settings of the gRPC front, if there is one."""
+        if not self.grpc:
+            return None
+        size, compression = self.grpc_max_message_bytes, self.grpc_compression
+        return GrpcConfig(self.grpc_port, size, compression=compression)
+
+    @property
+    def open_metrics_port(self) -> int | None:
+        """The separate port for scrapes and health; None if it is not opened."""
+        return self.metrics_port if self.metrics else None
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """The files for TLS on all ports; None for plain text."""
+        files = (self.tls_cert, self.tls_key, self.tls_client_ca)
+        return TlsConfig(*files) if any(files) else None
+
+    @property
+    def limits(self) -> HttpLimits:
+        return HttpLimits(self.max_body_bytes, self.max_json_bytes)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether models are loaded and unloaded over the API, and only some of them at start."""
+        return self.model_control_mode == "explicit"

@@ -4,6 +4,7 @@ it. The server ends with this process, however that ends."""
 from __future__ import annotations
 
 import contextlib
+import html
 import signal
 import subprocess
 import sys
@@ -53,12 +54,11 @@ class ServerHandle:
         return f"<ServerHandle {self.url} {state}: {', '.join(self.models)}>"
 
     def _repr_html_(self) -> str:
-        from penstock.api.shown import escaped
-
         state = "running" if self.is_running else "stopped"
         models = ", ".join(self.models)
-        link = f'<a href="{escaped(self.url)}">{escaped(self.url)}</a>'
-        return f"<p>Penstock server {link}: {escaped(models)} ({state})</p>"
+        url = html.escape(self.url)
+        link = f'<a href="{url}">{url}</a>'
+        return f"<p>Penstock server {link}: {html.escape(models)} ({state})</p>"
 
     @property
     def pid(self) -> int:

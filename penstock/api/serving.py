@@ -17,7 +17,6 @@ from penstock.repository.model_source import resolve
 from penstock.system import logs
 
 if TYPE_CHECKING:
-    from penstock.config import ServerConfig
     from penstock.repository.layout import RepositoryScan
     from penstock.server import LoadProgress, Server
     from penstock.serving.memory_plan import GpuPlan
@@ -40,12 +39,11 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
     import uvloop
 
     configure_logs(options)
-    config = options.config()
-    server.check(config, options.insecure)
-    found = _find(model, config)
-    if not config.allows_hard_links:
+    server.check(options)
+    found = _find(model, options)
+    if not options.allow_hard_links:
         found = layout.refuse_hard_links(found)
-    server.check_models(found, config)
+    server.check_models(found, options)
     if found.problems and options.exit_on_error:
         raise ConfigError(flat(found.problems))
     _check_gpus(found, options, listeners)
@@ -54,11 +52,10 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
         failures = flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and options.exit_on_error:
             raise ConfigError(failures)
-        is_made_up = config.has_random_weights
-        names = list(found.folders) if is_made_up else resolve(model).names()
+        names = list(found.folders) if options.random_weights else resolve(model).names()
         listeners.started(running, names)
 
-    return uvloop.run(server.serve(model, found, config, started, listeners.progress))
+    return uvloop.run(server.serve(model, found, options, started, listeners.progress))
 
 
 def configure_logs(options: ServeOptions) -> None:
@@ -84,20 +81,20 @@ def _check_gpus(found: RepositoryScan, options: ServeOptions, listeners: Listene
         raise ConfigError(flat(arranged.problems))
 
 
-def _find(path: str, config: ServerConfig) -> RepositoryScan:
+def _find(path: str, options: ServeOptions) -> RepositoryScan:
     """Return what to load at start."""
-    if config.has_random_weights:
+    if options.random_weights:
         return layout.read_made_up(path)
-    if not config.is_explicit:
-        if config.load:
+    if not options.is_explicit:
+        if options.load_model:
             raise CommandLineError(["--load-model needs --model-control-mode explicit"])
         return resolve(path).read()
     source = resolve(path)
-    if "*" in config.load:
+    if "*" in options.load_model:
         return source.read()
     source.names()
     found = layout.RepositoryScan()
-    for name in config.load:
+    for name in options.load_model:
         try:
             one = source.read_one(name)
         except NotFound as error:

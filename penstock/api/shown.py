@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +43,3 @@ def writer_for(path: Path, writers: Mapping[str, Writer]) -> Writer:
     if path.suffix in writers:
         return writers[path.suffix]
     raise ConfigError([f"{path}: expected a name that ends in {' or '.join(writers)}"])
-
-
-def escaped(text: str) -> str:
-    return html.escape(text, quote=True)

@@ -23,6 +23,7 @@ from penstock.api.server_process import addresses
 from penstock.config import CPU, TlsConfig
 from penstock.dashboard.example_calls import KEY, curl_line, key_options
 from penstock.dashboard.state import call_of, num_ready
+from penstock.repository.layout import listed
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -65,9 +66,7 @@ class LoadingStatus:
         self._told_at: float | None = None
 
     def __call__(self, progress: LoadProgress) -> None:
-        names = ", ".join(progress.waiting_for[:5])
-        if len(progress.waiting_for) > 5:
-            names += f" and {len(progress.waiting_for) - 5} more"
+        names = listed(progress.waiting_for, 5)
         text = f"{progress.num_loaded} of {progress.num_models} models loaded; loading {names}"
         if sys.stderr.isatty():
             if self._status is None:
@@ -327,15 +326,11 @@ def _table(
 
 def _instances(instances: Sequence[InstanceState]) -> RenderableType:
     columns = ("instance", "device", "state", "slots", "pid", "GPU memory")
-    rows = [
-        (each.index, each.device, each.state, each.num_slots, each.pid, _memory(each))
-        for each in instances
-    ]
+    rows = []
+    for each in instances:
+        memory = gib(each.gpu_memory_bytes) if each.gpu_memory_bytes else ""
+        rows.append((each.index, each.device, each.state, each.num_slots, each.pid, memory))
     return _table(columns, rows, num_words=3)
-
-
-def _memory(instance: InstanceState) -> str:
-    return gib(instance.gpu_memory_bytes) if instance.gpu_memory_bytes else ""
 
 
 def _waiting(answer: Explanation) -> RenderableType:

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.system.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from penstock.benchmark.ci_gate import Check
+    from penstock.api.bench import BenchResult
     from penstock.benchmark.plan import BenchPlan
     from penstock.benchmark.results import BenchRun
 
@@ -50,7 +50,6 @@ def bench(ctx: click.Context, source: str, options: BenchOptions, outputs: Table
       openai+http://host:port/v1                     completions or chat, streamed
       http://…                                       any other URL, with --body
     """
-    from penstock.api import bench as api
     from penstock.api.bench_plan import make_plans
     from penstock.benchmark import run_files
 
@@ -59,17 +58,16 @@ def bench(ctx: click.Context, source: str, options: BenchOptions, outputs: Table
         ambient = from_environment(ctx, BenchOptions)
         plans = make_plans(source, options, command=command, ambient=ambient)
         run_files.check_outputs(files(outputs.json, outputs.html, outputs.csv))
-        baseline = run_files.read_run(Path(options.baseline)) if options.baseline else None
-        runs = _measure(plans, outputs)
-        checks = api.judge(runs, plans[0], baseline, options.tolerance)
-        _show(runs, outputs)
+        result = _measure(plans, options, outputs)
+        _show(result, outputs)
     except ConfigError as error:
         fail(error)
-    is_judged = options.gate or baseline is not None
-    sys.exit(_conclude(runs, checks, is_judged, options.gate, outputs))
+    sys.exit(_conclude(result, options, outputs))
 
 
-def _measure(plans: Sequence[BenchPlan], outputs: TableOutputs) -> list[BenchRun]:
+def _measure(
+    plans: Sequence[BenchPlan], options: BenchOptions, outputs: TableOutputs
+) -> BenchResult:
     from penstock.api import bench as api
     from penstock.report.live import BenchDisplay
 
@@ -82,44 +80,37 @@ def _measure(plans: Sequence[BenchPlan], outputs: TableOutputs) -> list[BenchRun
 
     with contextlib.nullcontext() if outputs.quiet else BenchDisplay() as live:
         watch = (lambda progress: None) if live is None else live.update
-        return api.measure(plans, watch, keep)
+        return api.measure(plans, options, watch, keep)
 
 
-def _show(runs: Sequence[BenchRun], outputs: TableOutputs) -> None:
+def _show(result: BenchResult, outputs: TableOutputs) -> None:
     from penstock.api import bench as api
     from penstock.api import terminal
 
     if outputs.json == STDOUT:
-        print_json(api.to_json(runs))
+        print_json(result.to_json())
     elif outputs.quiet:
-        click.echo(api.headline_of(runs))
+        click.echo(result.headline)
     else:
-        terminal.console().print(api.render(runs))
+        terminal.console().print(result)
     if outputs.html:
-        api.write_html(runs, Path(outputs.html))
+        api.write_html(result.runs, Path(outputs.html))
     if outputs.csv:
-        api.write_csv(runs, Path(outputs.csv))
+        api.write_csv(result.runs, Path(outputs.csv))
     for name in files(outputs.json):
-        api.write_json(runs, Path(name))
+        api.write_json(result.runs, Path(name))
 
 
-def _conclude(
-    runs: Sequence[BenchRun],
-    checks: Sequence[Check],
-    is_judged: bool,
-    is_gate: bool,
-    outputs: TableOutputs,
-) -> int:
+def _conclude(result: BenchResult, options: BenchOptions, outputs: TableOutputs) -> int:
     """Print the checks of the gate and return the exit code."""
     from penstock.benchmark.run import INTERRUPTED
 
-    if any(run.problem == INTERRUPTED for run in runs):
+    if any(run.problem == INTERRUPTED for run in result.runs):
         return ExitCode.INTERRUPTED
-    if is_judged:
-        for check in checks:
+    if options.gate or options.baseline:
+        for check in result.checks:
             mark = coloured("pass", "green") if check.is_passed else coloured("FAIL", "red")
             click.echo(f"{mark}  {check.text}", err=outputs.json == STDOUT)
-    if any(run.is_partial for run in runs):
+    if any(run.is_partial for run in result.runs):
         return ExitCode.FAILED
-    is_shut = is_gate and not all(check.is_passed for check in checks)
-    return ExitCode.MISSED if is_shut else ExitCode.OK
+    return ExitCode.MISSED if options.gate and not result.is_passed else ExitCode.OK

@@ -88,17 +88,17 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
 
 def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]:
     """Return the results, and whether Ctrl-C ended the run early."""
-    from penstock.api import optimize as api
     from penstock.optimizer.interruption import Interruption
+    from penstock.optimizer.run import optimize as run
     from penstock.report.optimize_live import OptimizeDisplay
 
     command = shlex.join(["penstock", *sys.argv[1:]])
     if is_quiet:
         with Interruption(lambda count: None) as interruption:
-            found = api.run(plan, lambda progress: None, command)
+            found = run(plan, lambda progress: None, command)
     else:
         with OptimizeDisplay() as live, Interruption(live.acknowledge) as interruption:
-            found = api.run(plan, live.update, command)
+            found = run(plan, live.update, command)
     return found, interruption.count > 0
 
 

@@ -41,7 +41,7 @@ def profile(source: str, options: ProfileOptions, outputs: PageOutputs) -> None:
 
     try:
         run_files.check_outputs(files(outputs.html, options.chrome_trace, outputs.json))
-        found = api.run(source, options)
+        found = api.profile(source, options).profile
         _show(found, source, options, outputs)
     except PenstockError as error:
         fail(error)

@@ -233,7 +233,7 @@ def _problems(check: OutputCheck) -> Iterator[str]:
         yield f"the median row is off by {error:.2g} of its length, at most {MAX_MEDIAN_ERROR}"
     if check.is_judged:
         return
-    # Of class scores only the order counts, and healthy builds change their direction.
+    # Only the order of class scores counts, and healthy builds change their direction.
     if check.kind != "scores" and check.median_cosine is not None:
         worst = 1.0 if check.worst_cosine is None else check.worst_cosine
         if check.median_cosine < MIN_MEDIAN_COSINE:

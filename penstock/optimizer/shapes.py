@@ -286,8 +286,8 @@ class Ranking:
         found = self._near_best(table, [*reversed(fixed), off])
         if self._slo is None or self._slo.latency_s is None:
             return found
-        batched = [shape for shape in found if shape.settings != off]
-        slo = [{**shape.settings, "mode": "slo"} for shape in batched[:NUM_SLO_SIZES]]
+        batched = [shape.settings for shape in found if shape.settings != off]
+        slo = [{**settings, "mode": "slo"} for settings in batched[:NUM_SLO_SIZES]]
         largest = {**fixed[-1], "mode": "slo"}
         if not slo or ("tokens" in largest and largest not in slo):
             # With tokens, slo mode closes batches by itself and needs no small budget.

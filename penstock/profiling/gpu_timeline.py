@@ -36,6 +36,10 @@ FAMILIES: Sequence[tuple[str, str]] = (
 )
 
 
+# An event of a Chrome trace.
+TraceEvent = Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class GpuTrace:
     spans: Sequence[GpuSpan]
@@ -55,7 +59,7 @@ def read(trace: Mapping[str, Any]) -> GpuTrace:
     return GpuTrace(spans, sorted((begin, begin + seconds) for begin, seconds in ends))
 
 
-def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
+def _span(event: TraceEvent, start_us: float) -> GpuSpan:
     arguments = event.get("args", {})
     lane = COMPUTE
     if event["cat"] == COPY:
@@ -133,14 +137,11 @@ def hidden_share(spans: Sequence[GpuSpan]) -> float | None:
     whole = _total_s(copies)
     if not whole:
         return None
-    hidden = 0.0
-    for copy in copies:
-        end_s = copy.start_s + copy.seconds
-        hidden += sum(
-            max(0.0, min(end, end_s) - max(begin, copy.start_s))
-            for begin, end in busy
-            if begin < end_s and end > copy.start_s
-        )
+    hidden = sum(
+        max(0.0, min(end, copy.start_s + copy.seconds) - max(begin, copy.start_s))
+        for copy in copies
+        for begin, end in busy
+    )
     return hidden / whole
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.config import MIB, GrpcConfig, ServerConfig, TlsConfig
+from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
 from penstock.processes.child import Life, StartLife
 from penstock.processes.life import ProcessLife
@@ -103,25 +103,28 @@ def grpc_spec(
 
 
 def http_spec(
-    number: int, port: int, config: ServerConfig, gate: Gate, start_life: StartLife = HTTP_FRONT
+    number: int,
+    place: tuple[str, int],
+    limits: HttpLimits,
+    gate: Gate,
+    logs_requests: bool = False,
+    tls: TlsConfig | None = None,
 ) -> FrontSpec:
-    """Describe one of the HTTP fronts, which share the port."""
-    limits = config.limits
+    """Describe one of the HTTP fronts, which share a host and port."""
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
     opening = frames.OpenFront(
         frames.VERSION,
-        config.host,
-        port,
+        *place,
         max(HTTP_SEGMENT_BYTES, 2 * largest),
         limits.max_body_bytes,
         keys=_keys(gate),
         limits=limits,
         hosts=None if gate.hosts is None else tuple(gate.hosts),
-        logs_requests=config.logs_requests,
-        tls=config.tls,
+        logs_requests=logs_requests,
+        tls=tls,
     )
     hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
-    return FrontSpec("http", opening, hang_s, start_life, number)
+    return FrontSpec("http", opening, hang_s, HTTP_FRONT, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,12 +39,11 @@ from penstock.repository.pbtxt_fields import Proto
 from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
-MAX_NAMES_TOLD = 10
 # Hugging Face's configuration; weights are beside it.
 TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
-MAX_VERSION = 2**63 - 1
+VERSION, MAX_VERSION = re.compile("[1-9][0-9]*"), 2**63 - 1
 FOLLOW_HINT = f"; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
 
 
@@ -104,9 +104,7 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
     language model if it is a GGUF file."""
     root = Path(os.path.abspath(path))
     match folder_kind(root):
-        case ModelKind.GGUF_FILE:
-            return _read_text_model(root)
-        case ModelKind.HUGGING_FACE:
+        case ModelKind.GGUF_FILE | ModelKind.HUGGING_FACE:
             return read_hugging_face(root)
         case ModelKind.VERSION_FOLDER:
             # One version, whatever the model's version policy says.
@@ -136,7 +134,7 @@ def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Repository
             found.configs = [config for config in found.configs if config.name != name]
             continue
         if _is_gguf(folder) or _is_text_folder(folder):
-            found.add(_read_text_model(folder) if _is_gguf(folder) else read_hugging_face(folder))
+            found.add(read_hugging_face(folder))
             continue
         found.folders[folder.name] = folder
         try:
@@ -231,8 +229,10 @@ def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
 
 
 def read_hugging_face(folder: Path) -> RepositoryScan:
-    """Read a Hugging Face folder, as `save_pretrained` writes it; links in it may lead anywhere, as
-    in Hugging Face's cache."""
+    """Read a Hugging Face folder, as `save_pretrained` writes it, or a GGUF file; links in a folder
+    may lead anywhere, as in Hugging Face's cache."""
+    if _is_gguf(folder):
+        return read_alone(folder.stem, folder.parent, lambda: _text_config(folder))
 
     def read() -> ModelConfig:
         if not pretrained.is_model(folder):
@@ -273,11 +273,6 @@ def architectures(folder: Path) -> list[str]:
         raise ConfigError([f"{path}: not JSON: {error}"]) from None
     names = found.get("architectures") if isinstance(found, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _read_text_model(file: Path) -> RepositoryScan:
-    """Read a language model from a GGUF file by itself."""
-    return read_alone(file.stem, file.parent, lambda: _text_config(file))
 
 
 def _text_config(path: Path) -> ModelConfig:
@@ -334,11 +329,11 @@ def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
     return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Format names for an error, at most MAX_NAMES_TOLD of them."""
-    text = ", ".join(names[:MAX_NAMES_TOLD])
-    if len(names) > MAX_NAMES_TOLD:
-        text += f" and {len(names) - MAX_NAMES_TOLD} more"
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Format names for a message, at most so many of them."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
     return text or "none"
 
 
@@ -453,7 +448,6 @@ def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
         message.version_policy.CopyFrom(policy)
     try:
         config = pbtxt.resolve(message, folder.name, folder / version)
-        return _with_warning(config, version) if ignored else config
     except ConfigError as error:
         raise ConfigError(
             [
@@ -462,12 +456,11 @@ def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
                 for text in error.problems
             ]
         ) from None
-
-
-def _with_warning(config: ModelConfig, version: str) -> ModelConfig:
-    where = f"{version}/{CONFIG}: version_policy"
-    text = f"{where}: has no effect; {CONFIG} of the model chooses versions"
-    return replace(config, warnings=(*config.warnings, text))
+    if not ignored:
+        return config
+    why = f"has no effect; {CONFIG} of the model chooses versions"
+    warning = f"{version}/{CONFIG}: version_policy: {why}"
+    return replace(config, warnings=(*config.warnings, warning))
 
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
@@ -534,18 +527,9 @@ def _is_version(folder: Path) -> bool:
 
 def version_folders(folder: Path) -> list[str]:
     """Return the names that are version numbers: digits without a leading zero, within 64 bits."""
-    return sorted(
-        (
-            entry.name
-            for entry in folder.iterdir()
-            if entry.is_dir()
-            and entry.name.isascii()
-            and entry.name.isdigit()
-            and not entry.name.startswith("0")
-            and int(entry.name) <= MAX_VERSION
-        ),
-        key=int,
-    )
+    numbers = [each.name for each in folder.iterdir() if VERSION.fullmatch(each.name)]
+    found = [each for each in numbers if int(each) <= MAX_VERSION and (folder / each).is_dir()]
+    return sorted(found, key=int)
 
 
 def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:

@@ -178,17 +178,15 @@ def follows_links(message: Proto) -> bool:
     return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
 
 
+@dataclass(frozen=True, slots=True)
 class ParameterReader:
-    """Reads the parameters of one version, `given` as texts. `problem` is called with the path and
+    """Reads the parameters of one version, given as texts. `_problem` is called with the path and
     the text of each problem."""
 
-    def __init__(
-        self, given: Mapping[str, str], backend: str, folder: Path, problem: Problem
-    ) -> None:
-        self._given = given
-        self._backend = backend
-        self._folder = folder
-        self._problem = problem
+    _given: Mapping[str, str]
+    _backend: str
+    _folder: Path
+    _problem: Problem
 
     def _report(self, key: str, text: str) -> None:
         self._problem(f"parameters.{key}", text)

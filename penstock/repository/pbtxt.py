@@ -7,10 +7,12 @@ ModelConfig; fields that a ModelConfig does not hold are kept from the edited me
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -38,14 +40,7 @@ from penstock.repository import (
     pt2_file,
     python_file,
 )
-from penstock.repository.parameters import (
-    FOLLOW_LINKS,
-    MAX_TOKENS,
-    MAX_WAIT,
-    SLO,
-    ParameterReader,
-    check_names,
-)
+from penstock.repository.parameters import MAX_WAIT, SLO, ParameterReader, check_names
 from penstock.repository.pbtxt_fields import Proto
 from penstock.system import devices
 from penstock.types import Signature, TensorSpec, TimeoutAction
@@ -64,6 +59,16 @@ FILES = {
 TEXT_SIGNATURE = Signature(
     (TensorSpec("text_input", "BYTES", (1,)),), (TensorSpec("text_output", "BYTES", (1,)),), None
 )
+Specs = tuple[TensorSpec, ...]
+SignatureReader = Callable[[Path], Signature]
+# What reads the tensors of a backend's file, without the backend's library.
+READERS: Mapping[str, SignatureReader] = {
+    "onnxruntime": onnx_file.read_signature,
+    "openvino": openvino_file.read_signature,
+    "pytorch": pt2_file.read_signature,
+    "python": python_file.read_signature,
+    LLM: lambda path: TEXT_SIGNATURE,
+}
 EXAMPLE = (
     'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
@@ -79,6 +84,17 @@ AUTO_BACKENDS = frozenset({"pytorch", LLM})
 # Refused as a whole; fields of inputs and outputs are checked one by one.
 UNSUPPORTED = tuple(
     path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))
+)
+# Fields without effect for language models, and with an SLO.
+NOT_IN_ENGINES = {
+    "model_warmup": "an engine warms up by itself",
+    "dynamic_batching": "an engine batches continuously",
+}
+NOT_IN_SLO_MODE = (
+    "dynamic_batching.preferred_batch_size",
+    "dynamic_batching.max_queue_delay_microseconds",
+    "dynamic_batching.default_queue_policy.timeout_action",
+    "dynamic_batching.default_queue_policy.default_timeout_microseconds",
 )
 # Labels that metrics already have, and the syntax of a label's name.
 LABELS = frozenset(
@@ -230,7 +246,7 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
         return
     first = groups[0] if groups else groups.add()
     del groups[1:]
-    for number, (device, count) in enumerate(_counts(config)):
+    for number, (device, count) in enumerate(Counter(config.devices).items()):
         kind, _, index = device.partition(":")
         last = groups[-1]
         if number and index and last.count == count and last.gpus:
@@ -261,12 +277,6 @@ def _describe_warmups(target: Proto, warmups: Sequence[Warmup]) -> None:
                     value.zero_data = True
 
 
-def _counts(config: ModelConfig) -> list[tuple[str, int]]:
-    """Return the devices in order of first use, with their number of instances."""
-    devices = config.devices
-    return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
-
-
 def _describe_batching(message: Proto, policy: BatchPolicy) -> None:
     message.ClearField("dynamic_batching")
     if not policy.is_dynamic:
@@ -292,16 +302,17 @@ def _describe_queue(target: Proto, queue: QueuePolicy) -> None:
     target.max_queue_size = queue.max_queue_size
 
 
+@dataclass(slots=True)
 class _Resolver:
     """Resolves a message and files to a ModelConfig, collecting problems."""
 
-    def __init__(self, message: Proto, name: str, folder: Path, artifact: Path | None) -> None:
-        self._message = message
-        self._name = name
-        self._folder = folder
-        self._named = artifact
-        self._problems: list[str] = []
-        self._notes: list[str] = []
+    _message: Proto
+    _name: str
+    _folder: Path
+    # The artifact, if the operator named it.
+    _named: Path | None
+    _problems: list[str] = dataclasses.field(default_factory=list)
+    _notes: list[str] = dataclasses.field(default_factory=list)
 
     def resolve(self) -> ModelConfig:
         message = self._message
@@ -344,7 +355,7 @@ class _Resolver:
         # A stage tells how long rows are before the model's own queue.
         is_known = preprocess is None or preprocess.function in STAGES
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
-            self._problem(f"parameters.{MAX_TOKENS}", problem)
+            self._problem(f"parameters.{parameters.MAX_TOKENS}", problem)
         placed = self._instances(backend)
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
@@ -418,7 +429,9 @@ class _Resolver:
             path = base
             problem = f"'{file}' leaves the version folder"
             if backend == LLM and (base / file).is_symlink():
-                problem += f" through a link; parameters.{FOLLOW_LINKS} 'true' allows that"
+                problem += (
+                    f" through a link; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
+                )
             self._problem("default_model_filename", problem)
         elif file and not path.exists():
             self._problem(f"{self._folder.name}/{file}", "no such file")
@@ -438,9 +451,8 @@ class _Resolver:
             return base / file
         return base / file if _inside(base, file, self._folder.parent.resolve()) else None
 
-    def _tensors(
-        self, backend: str, artifact: Path
-    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
+    def _tensors(self, backend: str, artifact: Path) -> tuple[Specs, Specs, int]:
+        """Return inputs, outputs and the largest batch."""
         message = self._message
         inputs = tuple(self._spec("input", i, item) for i, item in enumerate(message.input))
         outputs = tuple(self._spec("output", i, item) for i, item in enumerate(message.output))
@@ -459,12 +471,8 @@ class _Resolver:
         return inputs, outputs, max_batch
 
     def _complete(
-        self,
-        read_signature: Callable[[Path], Signature],
-        artifact: Path,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
-    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
+        self, read_signature: SignatureReader, artifact: Path, inputs: Specs, outputs: Specs
+    ) -> tuple[Specs, Specs, int]:
         """Complete missing tensors from the file's signature."""
         try:
             signature = read_signature(artifact)
@@ -474,18 +482,18 @@ class _Resolver:
                 self._problem(f"{where}{artifact.name}", problem)
             return (), (), 0
         max_batch = self._message.max_batch_size
-        if not max_batch and not inputs and not outputs and signature.has_batch:
-            most = signature.chosen_batch or DEFAULT_MAX_BATCH
-            max_batch = min(most, signature.max_batch or most)
-        if not self._message.max_batch_size and not inputs and not outputs:
+        if not max_batch and not inputs and not outputs:
+            if signature.has_batch:
+                most = signature.chosen_batch or DEFAULT_MAX_BATCH
+                max_batch = min(most, signature.max_batch or most)
             self._notes += _batching_notes(signature, max_batch)
         self._notes += signature.notes
         skip = 1 if max_batch else 0
-        return (
-            inputs or tuple(_without(spec, skip) for spec in signature.inputs),
-            outputs or tuple(_without(spec, skip) for spec in signature.outputs),
-            max_batch,
-        )
+        read = [
+            tuple(replace(spec, shape=spec.shape[skip:]) for spec in specs)
+            for specs in (signature.inputs, signature.outputs)
+        ]
+        return inputs or read[0], outputs or read[1], max_batch
 
     def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"
@@ -546,18 +554,14 @@ class _Resolver:
         num_priorities = len(policies) - 1
         preferred = tuple(sorted(set(batching.preferred_batch_size)))
         if any(size < 1 or size > max_batch for size in preferred):
-            self._problem(
-                "dynamic_batching.preferred_batch_size",
-                f"{list(preferred)}: each must be from 1 to max_batch_size {max_batch}",
-            )
+            problem = f"{list(preferred)}: each must be from 1 to max_batch_size {max_batch}"
+            self._problem("dynamic_batching.preferred_batch_size", problem)
         can_overtake = num_priorities > 1 or any(
             policy.timeout_action == "DELAY" and policy.default_timeout_s > 0 for policy in policies
         )
         if batching.preserve_ordering and can_overtake:
-            self._problem(
-                "dynamic_batching.preserve_ordering",
-                "cannot be kept with priority levels or the timeout action DELAY",
-            )
+            problem = "cannot be kept with priority levels or the timeout action DELAY"
+            self._problem("dynamic_batching.preserve_ordering", problem)
         return BatchPolicy(
             max_batch_size=max(1, max_batch),
             is_dynamic=True,
@@ -574,20 +578,16 @@ class _Resolver:
         levels, default = batching.priority_levels, batching.default_priority_level
         own = batching.priority_queue_policy
         base = _queue_policy(batching.default_queue_policy)
+        path = "dynamic_batching"
         if levels > MAX_PRIORITIES:
-            self._problem(
-                "dynamic_batching.priority_levels", f"{levels} is more than {MAX_PRIORITIES}"
-            )
+            self._problem(f"{path}.priority_levels", f"{levels} is more than {MAX_PRIORITIES}")
             return (base,)
         if levels and not 1 <= default <= levels:
-            self._problem(
-                "dynamic_batching.default_priority_level", f"{default} is not one of 1 to {levels}"
-            )
-        strange = sorted(level for level in own if not 1 <= level <= levels)
-        if strange:
-            self._problem(
-                "dynamic_batching.priority_queue_policy", f"no level {strange} of 1 to {levels}"
-            )
+            problem = f"{default} is not one of 1 to {levels}"
+            self._problem(f"{path}.default_priority_level", problem)
+        if strange := sorted(level for level in own if not 1 <= level <= levels):
+            problem = f"no level {strange} of 1 to {levels}"
+            self._problem(f"{path}.priority_queue_policy", problem)
         each = [_queue_policy(own[k]) if k in own else base for k in range(1, levels + 1)]
         return (base, *each)
 
@@ -595,8 +595,8 @@ class _Resolver:
         """Return the device of each instance."""
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
         for index, group in enumerate(groups):
-            for field, problem in _group_problems(group, backend):
-                self._problem(f"instance_group[{index}].{field}", problem)
+            for name, problem in _group_problems(group, backend):
+                self._problem(f"instance_group[{index}].{name}", problem)
         total = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups)
         if total > MAX_INSTANCES:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
@@ -611,29 +611,17 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
     is_text = config.backend == LLM
     if message.platform and PLATFORMS.get(message.platform) != config.backend:
         found.append(("platform", f"backend '{config.backend}' is given too, and decides"))
+    reasons: Mapping[str, str] = {}
     if is_text:
-        reasons = {
-            "model_warmup": "an engine warms up by itself",
-            "dynamic_batching": "an engine batches continuously",
-        }
-        found += [(field, why) for field, why in reasons.items() if _is_set(message, field)]
+        reasons = NOT_IN_ENGINES
+    elif policy.slo_latency_s is not None:
+        reasons = dict.fromkeys(NOT_IN_SLO_MODE, f"parameters.{SLO} decides")
+    found += [(path, why) for path, why in reasons.items() if _is_set(message, path)]
     if policy.max_wait_s is not None and is_text:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
         found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
-    if policy.slo_latency_s is not None and not is_text:
-        found += _not_in_slo_mode(message)
     return [f"{path}: has no effect; {why}" for path, why in found]
-
-
-def _not_in_slo_mode(message: Proto) -> list[tuple[str, str]]:
-    fields = (
-        "dynamic_batching.preferred_batch_size",
-        "dynamic_batching.max_queue_delay_microseconds",
-        "dynamic_batching.default_queue_policy.timeout_action",
-        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
-    )
-    return [(path, f"parameters.{SLO} decides") for path in fields if _is_set(message, path)]
 
 
 def _is_set(message: Proto, path: str) -> bool:
@@ -696,20 +684,13 @@ def _queue_policy(message: Proto) -> QueuePolicy:
     )
 
 
-def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signature] | None:
+def _signature_reader(backend: str, artifact: Path) -> SignatureReader | None:
     """Return the function that reads a file's signature without its library, or None."""
-    match backend, artifact.suffix:
-        case ("onnxruntime", _) | ("openvino", ".onnx"):
-            return onnx_file.read_signature
-        case "openvino", _:
-            return openvino_file.read_signature
-        case "pytorch", suffix if suffix != ".py":
-            return pt2_file.read_signature
-        case "llm", _:
-            return lambda path: TEXT_SIGNATURE
-        case "python", _:
-            return python_file.read_signature
-    return None
+    if backend == "openvino" and artifact.suffix == ".onnx":
+        return onnx_file.read_signature
+    if backend == "pytorch" and artifact.suffix == ".py":
+        return None
+    return READERS.get(backend)
 
 
 def _batching_notes(signature: Signature, max_batch: int) -> list[str]:
@@ -724,10 +705,6 @@ def _batching_notes(signature: Signature, max_batch: int) -> list[str]:
         return ["no batching, as the file allows none"]
     name, shape = fixed[0].name, list(fixed[0].shape)
     return [f"no batching, as the first dimension of '{name}' {shape} is not variable"]
-
-
-def _without(spec: TensorSpec, skip: int) -> TensorSpec:
-    return replace(spec, shape=spec.shape[skip:])
 
 
 def _types() -> Proto:

@@ -60,13 +60,8 @@ class Pretrained:
     @property
     def head(self) -> str:
         """The built-in step behind the model."""
-        match self.task:
-            case "token classifier":
-                return TOKEN_CLASSIFIER
-            case "encoder":
-                return EMBEDDING
-            case _:
-                return CLASSIFIER
+        heads = {"token classifier": TOKEN_CLASSIFIER, "encoder": EMBEDDING}
+        return heads.get(self.task, CLASSIFIER)
 
     @property
     def onnx_file(self) -> str:
@@ -276,8 +271,6 @@ def _resize(settings: Mapping[str, object]) -> tuple[int, tuple[int, int] | None
     size = settings.get("size")
     if not settings.get("do_resize", True) or size is None:
         return 0, None
-    if isinstance(size, int):
-        return 0, (size, size)
     if isinstance(size, dict) and isinstance(size.get("shortest_edge"), int):
         if size.get("longest_edge"):
             raise ConfigError([f"{PREPROCESSOR}: size.longest_edge is not supported"])
@@ -289,10 +282,12 @@ def _crop(settings: Mapping[str, object]) -> tuple[int, int] | None:
     size = settings.get("crop_size")
     if not settings.get("do_center_crop") or size is None:
         return None
-    return (size, size) if isinstance(size, int) else _height_and_width(size, "crop_size")
+    return _height_and_width(size, "crop_size")
 
 
 def _height_and_width(size: object, key: str) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
     if isinstance(size, dict):
         both = size.get("height"), size.get("width")
         if isinstance(both[0], int) and isinstance(both[1], int):

@@ -6,7 +6,6 @@ the built-in steps around the network. `pretrained` says what the folder is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import EMBEDDING, IMAGE, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
@@ -112,7 +111,9 @@ def _image_steps(found: Pretrained, file: str) -> dict[str, str]:
 
 def text_inputs(found: Pretrained, file: str) -> list[TensorSpec]:
     """Return what the tokenizer makes of a text: the network's inputs, and those of the head."""
-    taken = _onnx_inputs(found) if file.endswith(".onnx") else _tokens(TOKENS[:2])
+    taken = [TensorSpec(name, "INT64", (-1,)) for name in TOKENS[:2]]
+    if file.endswith(".onnx"):
+        taken = _onnx_inputs(found)
     if found.head == TOKEN_CLASSIFIER:
         taken.append(TensorSpec(OFFSETS, "INT64", (-1, 2)))
     return taken
@@ -162,10 +163,6 @@ def _torch_output(found: Pretrained) -> TensorSpec:
     num_labels = len(pretrained.labels(found.config))
     shape = (-1, num_labels) if found.head == TOKEN_CLASSIFIER else (num_labels,)
     return TensorSpec("logits", "FP32", shape)
-
-
-def _tokens(names: Sequence[str]) -> list[TensorSpec]:
-    return [TensorSpec(name, "INT64", (-1,)) for name in names]
 
 
 def _onnx_inputs(found: Pretrained) -> list[TensorSpec]:

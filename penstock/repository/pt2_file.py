@@ -87,13 +87,9 @@ def read_program(path: Path) -> Program:
         raise _problem(f"cannot be read as .pt2: {error}") from None
 
 
-class _Expression(msgspec.Struct):
-    expr_str: str
-
-
 class _Size(msgspec.Struct):
     as_int: int | None = None
-    as_expr: _Expression | None = None
+    as_expr: dict[str, object] | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -147,21 +143,13 @@ class _GraphModule(msgspec.Struct):
     module_call_graph: list[_Call]
 
 
-class _Range(msgspec.Struct):
-    max_val: int | None = None
-
-
-class _Schema(msgspec.Struct):
-    major: int
-
-
 class _Versioned(msgspec.Struct):
-    schema_version: _Schema
+    schema_version: dict[str, int]
 
 
 class _Exported(msgspec.Struct):
     graph_module: _GraphModule
-    range_constraints: dict[str, _Range]
+    range_constraints: dict[str, dict[str, int | None]]
 
 
 class _Payload(msgspec.Struct):
@@ -196,7 +184,7 @@ def _read(archive: zipfile.ZipFile) -> Program:
         [name.removeprefix(root) for name in names], lambda name: archive.read(root + name)
     )
     text = archive.read(root + MODEL)
-    schema = msgspec.json.decode(text, type=_Versioned).schema_version.major
+    schema = msgspec.json.decode(text, type=_Versioned).schema_version.get("major")
     if schema != SCHEMA:
         raise _problem(f"its schema has version {schema}, and only version {SCHEMA} is known")
     return _program(msgspec.json.decode(text, type=_Exported))
@@ -331,19 +319,19 @@ def _meta(arg: _Argument, values: dict[str, _Meta]) -> _Meta:
     return values[name]
 
 
-def _max_batch(metas: Sequence[_Meta], ranges: dict[str, _Range]) -> int | None:
+def _max_batch(metas: Sequence[_Meta], ranges: dict[str, dict[str, int | None]]) -> int | None:
     """Return the largest batch; None if unbounded, 0 unless all tensors start with one symbol."""
     firsts = {_first(meta) for meta in metas}
     symbol = re.match(r"Symbol\('(\w+)'[^()]*\)$", firsts.pop()) if len(firsts) == 1 else None
     if symbol is None:
         return 0
-    return ranges.get(symbol[1], _Range()).max_val
+    return ranges.get(symbol[1], {}).get("max_val")
 
 
 def _first(meta: _Meta) -> str:
     """Return the first dimension as an expression; empty if it is fixed or missing."""
     expression = meta.sizes[0].as_expr if meta.sizes else None
-    return expression.expr_str if expression else ""
+    return str(expression.get("expr_str", "")) if expression else ""
 
 
 def _problem(text: str) -> ConfigError:

@@ -7,6 +7,7 @@ Workers get the variables that configure programs and numeric libraries, and tho
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 
 NAMES = frozenset(
@@ -44,20 +45,11 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 
 def asked_for(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
     """Return the variables that a model's configuration names: NAME, or PREFIX_*."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if any(_matches(name, pattern) for pattern in patterns)
-    }
+    names = {name for pattern in patterns for name in fnmatch.filter(environment, pattern)}
+    return {name: value for name, value in environment.items() if name in names}
 
 
 def _is_allowed(name: str) -> bool:
     if name in NAMES:
         return True
     return name.startswith(PREFIXES) and not any(secret in name for secret in SECRETS)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.endswith("*"):
-        return name.startswith(pattern[:-1])
-    return name == pattern

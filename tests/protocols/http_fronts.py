@@ -5,8 +5,9 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
-from penstock.config import HttpLimits, ServerConfig
+from penstock.config import HttpLimits
 from penstock.processes.channel import socket_pair
 from penstock.protocols import http_front, remote
 from penstock.protocols.fronts import CoreApi, Front, http_spec
@@ -52,9 +53,9 @@ async def http_front_of(
     limits = limits or HttpLimits()
     with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-        config = ServerConfig(limits=limits, logs_requests=core.logs_requests)
-        spec = http_spec(1, port, config, gate or Gate(), LoopLife)
-        front = Front(core, spec)
+        place = ("127.0.0.1", port)
+        spec = http_spec(1, place, limits, gate or Gate(), core.logs_requests)
+        front = Front(core, replace(spec, start_life=LoopLife))
         front.start()
         await front.listening()
         try:

@@ -6,13 +6,13 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from http_fronts import LoopLife, http_front_of
 
-from penstock.config import BatchPolicy, HttpLimits, ModelConfig, ServerConfig
+from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.errors import ConfigError
 from penstock.protocols import access_log
 from penstock.protocols.fronts import CoreApi, Front, http_spec
@@ -448,8 +448,8 @@ async def test_a_front_that_cannot_listen_says_why():
     port = taken.sockets[0].getsockname()[1]
     catalog = Catalog(ThreadLife)
     management = ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
-    spec = http_spec(1, port, ServerConfig(), Gate(), LoopLife)
-    front = Front(CoreApi(management), spec)
+    spec = http_spec(1, ("127.0.0.1", port), HttpLimits(), Gate())
+    front = Front(CoreApi(management), replace(spec, start_life=LoopLife))
     front.start()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} for HTTP: Address"):
         await front.listening()

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
@@ -106,7 +105,7 @@ def _ranges(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> dict[st
     loaded = load_module(replace(model, options=options))
     names = [spec.name for spec in model.outputs]
 
-    def call(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    def call(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return by_name(loaded.call(tensors), names)
 
     try:
