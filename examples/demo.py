@@ -39,10 +39,9 @@ KEPT, BEST_EFFORT, DISTURBED = 0, 2, 4
 # Expected seconds of each part on two quiet cores.
 SET_UP_S = 130
 ORIGINAL_S, OPTIMISE_S, OPTIMISED_S = 15, 120, 25
-
 CONTRADICTION = (
-    "\n[yellow]The SLO was kept in the proof, but not in the last measurement. The proof measures both "
-    "versions in turns, so rely on it; usually another program used this machine just now.[/]"
+    "\n[yellow]The SLO was kept in the proof, but not in the last measurement. The proof measures "
+    "both versions in turns, so rely on it; usually another program used this machine just now.[/]"
 )
 
 
