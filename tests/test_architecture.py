@@ -545,7 +545,7 @@ def is_private(name: str) -> bool:
 SHAPE = TESTS / "shape.toml"
 MAX_METHODS = 30
 MANY_METHODS = 25
-# What a folder may grow without a word. Files have more room: a file that is split is no harm.
+# Growth of a folder that needs no reason. Splitting a file does no harm, so files have more room.
 SLACK = 1.03
 FEW_LINES = 60
 FILES_SLACK = 1.1

@@ -222,7 +222,7 @@ def duel(
     shares = {each.name: [[] for _ in rates] for each in contenders}
     servers = served.Servers()
     try:
-        endpoints = servers.opened(builds, rows)
+        endpoints = servers.open(builds, rows)
         for turn in range(rounds):
             for number, rate in enumerate(rates):
                 pairs = list(zip(contenders, endpoints, strict=True))

@@ -91,13 +91,13 @@ class GpuSession:
         self.ends_at = math.inf
 
     def inspect(self) -> Facts:
-        facts = self._asked(lambda child: trials.inspected(child, self.build))
+        facts = self._ask(lambda child: trials.inspected(child, self.build))
         facts.built.pop(SLOTS, None)
         return facts
 
     def check_rows(self, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
         """Check whether these rows influence each other."""
-        return self._asked(
+        return self._ask(
             lambda child: influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
         )
 
@@ -107,7 +107,7 @@ class GpuSession:
         told: Callable[[int], None] | None = None,
         rules: TrialLimits = trials.NO_LIMITS,
     ) -> list[dict[str, Array]]:
-        return self._asked(lambda child: trials.answered(child, self.build, rows, told), rules)
+        return self._ask(lambda child: trials.answered(child, self.build, rows, told), rules)
 
     def times(
         self,
@@ -126,14 +126,14 @@ class GpuSession:
                 self.close()
             return table
 
-        return self._asked(measured, rules)
+        return self._ask(measured, rules)
 
     def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.close()
 
-    def _asked(
+    def _ask(
         self, question: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS
     ) -> T:
         is_new = self._child is None
@@ -146,7 +146,7 @@ class GpuSession:
             self.close()
             if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
                 raise
-        return self._asked(question, rules)
+        return self._ask(question, rules)
 
     def _loaded(self) -> TrialProcess:
         if self._child is None:

@@ -171,7 +171,7 @@ class ServedBench:
         own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s()))
         try:
             if not own.is_alone:
-                own.opened(builds, self.rows)
+                own.open(builds, self.rows)
             yield replace(self, servers=own)
         except BaseException:
             own.close()
@@ -185,7 +185,7 @@ class ServedBench:
 
     def _endpoint(self, build: Build) -> ServedEndpoint:
         assert self.servers is not None, "outside of a stage"
-        return self.servers.opened([build], self.rows)[0]
+        return self.servers.open([build], self.rows)[0]
 
     def _in_turns(self, builds: Sequence[Build], num_rounds: int) -> list[ServedMeasurement]:
         """Measure in rounds; those after the first are left out if there is no time for all."""
@@ -444,7 +444,7 @@ class Servers:
         self._files: dict[object, str] = {}
         self._scratch: Path | None = None
 
-    def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[ServedEndpoint]:
+    def open(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[ServedEndpoint]:
         """Return endpoints of these builds, started if needed. Rows must be the same each time."""
         has_others = bool(self._endpoints)
         try:

@@ -57,7 +57,7 @@ class EmbeddingsHttp:
     _catalog: Catalog
     _is_logged: bool = False
 
-    def known(self) -> list[OpenAiModel]:
+    def ready_models(self) -> list[OpenAiModel]:
         """Return the models that are ready to embed, each once, dated by the time of their file."""
         found: dict[str, OpenAiModel] = {}
         for model in self._catalog:

@@ -73,11 +73,11 @@ class OpenAiHttp:
             self._handlers.get(path, self._describe_model)(exchange)
 
     def _list_models(self, exchange: Exchange) -> None:
-        exchange.reply_json(encode(doc.OpenAiModels("list", self._known())))
+        exchange.reply_json(encode(doc.OpenAiModels("list", self._ready_models())))
 
     def _describe_model(self, exchange: Exchange) -> None:
         name = unquote(exchange.head.path[len(MODELS) + 1 :].decode("latin-1"))
-        found = [each for each in self._known() if each.id == name]
+        found = [each for each in self._ready_models() if each.id == name]
         if not found:
             # Raises NotFound, which lists the models.
             self._find(name)
@@ -93,7 +93,7 @@ class OpenAiHttp:
         model = None if name is None else self._catalog.find(name)
         if isinstance(model, LanguageModel):
             return model
-        names = [each.id for each in self._known_texts()]
+        names = [each.id for each in self._ready_text_models()]
         loaded = ", ".join(names) or "none"
         if name is not None:
             raise NotFound(f"The model '{name}' is no language model; loaded: {loaded}")
@@ -101,15 +101,15 @@ class OpenAiHttp:
             raise InvalidRequest(f"model: expected one of those that are loaded: {loaded}", "model")
         return self._find(names[0])
 
-    def _known_texts(self) -> list[OpenAiModel]:
+    def _ready_text_models(self) -> list[OpenAiModel]:
         return [
             describe_model(each.config.name, each.loaded_at, each.max_length)
             for each in self._catalog
             if isinstance(each, LanguageModel) and each.is_ready
         ]
 
-    def _known(self) -> list[OpenAiModel]:
-        return [*self._known_texts(), *self._embeddings.known()]
+    def _ready_models(self) -> list[OpenAiModel]:
+        return [*self._ready_text_models(), *self._embeddings.ready_models()]
 
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)

@@ -330,7 +330,7 @@ def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Format names for a message, at most so many of them."""
+    """Return the first `most` names as a list for a message, and how many more there are."""
     text = ", ".join(names[:most])
     if len(names) > most:
         text += f" and {len(names) - most} more"

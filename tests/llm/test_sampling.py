@@ -158,8 +158,8 @@ def test_as_many_places_as_the_one_that_wants_most():
     samplings = [SamplingParams(num_logprobs=0), SamplingParams(num_logprobs=3), SamplingParams()]
     found = sample(LOGITS.expand(3, -1), [SamplingRow(each, 1) for each in samplings])
     assert found.top_tokens.shape == (3, 3)
-    nobody = sample(LOGITS[None], [SamplingRow(SamplingParams(num_logprobs=0), 1)])
-    assert nobody.logprobs is not None and nobody.top_tokens is None
+    without_places = sample(LOGITS[None], [SamplingRow(SamplingParams(num_logprobs=0), 1)])
+    assert without_places.logprobs is not None and without_places.top_tokens is None
     assert sample(LOGITS[None], [SamplingRow(SamplingParams(), 1)]).logprobs is None
 
 

@@ -17,7 +17,7 @@ from penstock.optimizer.time_budget import TimeBudget
 
 
 def made_record(evaluator: Any, findings: Findings) -> Optimization:
-    """Of a run whose search is over."""
+    """Return the record of a run whose search is over."""
     run = evaluator.run
     made = TensorRun(run.plan, lambda progress: None, "command", 0.0, "today", run.machine)
     return made.record(run.subject, run.samples, findings)

@@ -202,7 +202,7 @@ class SimulatedServers:
     def __init__(self, machine: SimulatedMachine, services: dict[str, float]) -> None:
         self._machine, self._services = machine, services
 
-    def opened(self, builds: Sequence[Build], rows: object) -> list[SimulatedEndpoint]:
+    def open(self, builds: Sequence[Build], rows: object) -> list[SimulatedEndpoint]:
         return [
             SimulatedEndpoint(build, self._machine, self._services[str(build.candidate)])
             for build in builds

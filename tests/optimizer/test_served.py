@@ -316,8 +316,8 @@ class TestServers:
             return enter(self)
 
         monkeypatch.setattr(served.ServedEndpoint, "__enter__", crowded)
-        servers.opened([first], numbers(3))
-        (endpoint,) = servers.opened([second], numbers(3))
+        servers.open([first], numbers(3))
+        (endpoint,) = servers.open([second], numbers(3))
         assert endpoint.build is second and endpoint.is_running
         servers.close()
         assert self.children() <= before

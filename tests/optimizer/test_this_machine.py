@@ -57,7 +57,7 @@ BUSY = "import time\nend = time.monotonic() + {s}\nwhile time.monotonic() < end:
 
 
 def test_what_descends_from_this_process_is_its_own() -> None:
-    """In the account of the kernel, not by the clock: a busy child is none of the others."""
+    """The kernel counts it: the CPU time of a busy child is our own, not that of other programs."""
     meter = CpuMeter()
     before = psutil.cpu_times()
     subprocess.run([sys.executable, "-c", BUSY.format(s=1.0)], check=True)
@@ -74,7 +74,7 @@ def test_what_descends_from_this_process_is_its_own() -> None:
 
 @pytest.mark.verify
 def test_other_programs_are_others() -> None:
-    """A grandchild whose parent is gone belongs to nobody here."""
+    """A grandchild whose parent has ended counts as another program."""
     code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BUSY.format(s=4)!r}])"
     subprocess.run([sys.executable, "-c", code], check=True)
     meter = CpuMeter()

@@ -9,7 +9,7 @@ from penstock.processes.child import ChildProcess
 
 
 class MadeLife:
-    """A life that ends when it is told to, or when it is killed."""
+    """A life that ends when the test ends it, or when it is killed."""
 
     pid = 0
     was_killed_outside = False

@@ -32,7 +32,7 @@ VISIBLE = [
     (" 1 , 3", ["GPU-bbbb-1111", "GPU-dddd-3333"]),
     ("GPU-bbc,GPU-bb", ["GPU-bbcc-2222", "GPU-bbbb-1111"]),
     ("MIG-1", ["GPU-aaaa-0000"]),
-    # As CUDA has it: what comes after a name that is none does not count.
+    # As in CUDA, an unknown name ends the list.
     ("1,9,0", ["GPU-bbbb-1111"]),
     ("1,MIG-9,0", ["GPU-bbbb-1111"]),
     ("-1", []),
@@ -43,7 +43,7 @@ Seen = tuple[tuple[Gpu, ...], tuple[GpuUse, ...], str]
 
 
 def read(folder: Path, *visible: str | None) -> list[Seen]:
-    """What a process sees whose driver is in this folder."""
+    """Return what a process sees if its driver is in this folder, for each value of `visible`."""
     text = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps(visible)],
         env=os.environ | {"LD_LIBRARY_PATH": str(folder)},

@@ -115,7 +115,7 @@ class TestServers:
         found, has_ended = a_bench(plan, servers, search_s=0.5).rate_from(build, 2.0)
         # With more time it would have gone on.
         assert not has_ended
-        assert servers.opened([build], ()) == servers.opened([build], ())
+        assert servers.open([build], ()) == servers.open([build], ())
         servers.close()
         assert found.max_rate is not None and found.max_rate.value == pytest.approx(2.0)
         assert found.load == "2/s poisson" and found.num_failed == 0 < found.num_requests
@@ -152,9 +152,9 @@ class TestServers:
         servers = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=True)
         other = build_of(build, Candidate((Step("x", {"max_num_seqs": "2"}),)), tmp_path / "smol")
         try:
-            (first,) = servers.opened([build], ())
+            (first,) = servers.open([build], ())
             assert first.is_streaming and first.num_clients == 16
-            (second,) = servers.opened([other], ())
+            (second,) = servers.open([other], ())
             assert second.is_running and not first.is_running and second.num_clients == 2
         finally:
             servers.close()
