@@ -212,14 +212,14 @@ def backend(name: str) -> LoadRunner:
     ConfigError naming what is missing."""
     if name not in NAMES:
         expected = f"expected one of {', '.join(NAMES)}"
-        raise ConfigError([f"backend: '{name}' is not known; {expected}"])
+        raise ConfigError(f"backend: '{name}' is not known; {expected}")
     try:
         load: LoadRunner = importlib.import_module(f"{__name__}.{name}").load
     except ModuleNotFoundError as error:
         problem = f"backend: '{name}' needs the package '{error.name}', which is not installed"
         if name in EXTRAS:
             problem += f'; pip install "penstock[{EXTRAS[name]}]" brings it'
-        raise ConfigError([problem]) from error
+        raise ConfigError(problem) from error
 
     def load_whole(config: ModelConfig, /) -> Runner:
         if not config.is_processed:

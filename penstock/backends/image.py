@@ -135,8 +135,6 @@ def _pillow() -> ModuleType:
         return importlib.import_module("PIL.Image")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            [
-                "preprocess: images need the package 'pillow', which is not installed; "
-                'pip install "penstock[data]" brings it'
-            ]
+            "preprocess: images need the package 'pillow', which is not installed; "
+            'pip install "penstock[data]" brings it'
         ) from error

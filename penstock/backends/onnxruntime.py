@@ -22,12 +22,7 @@ import numpy as np
 import onnxruntime as ort
 
 from penstock.backends import Batch, Execution, Finished, PlainRunner
-from penstock.backends.checks import (
-    check_signature,
-    num_threads,
-    share_of_cores,
-    warn_unknown,
-)
+from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
@@ -51,10 +46,7 @@ OPTIONS = (
     "session.",
     "optimization.",
 )
-EXECUTION_MODES = {
-    "0": ort.ExecutionMode.ORT_SEQUENTIAL,
-    "1": ort.ExecutionMode.ORT_PARALLEL,
-}
+EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
 # The library's names of element types, where they are not numpy's.
 OTHER_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
 ELEMENT_TYPES = {
@@ -95,7 +87,7 @@ class OnnxRunner(PlainRunner):
         # ONNX Runtime falls back to the CPU silently.
         if missing := [name for name, _ in providers if name not in got]:
             asked = ", ".join(missing)
-            raise ConfigError([f"parameters.providers: asked for {asked}, got {', '.join(got)}"])
+            raise ConfigError(f"parameters.providers: asked for {asked}, got {', '.join(got)}")
         self._output_names = [spec.name for spec in config.outputs]
         self._special = {
             spec.name: spec.datatype for spec in config.inputs if spec.datatype in ("BF16", "BYTES")

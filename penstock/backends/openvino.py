@@ -166,10 +166,10 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
 
 def read_model(path: Path, label: str) -> ov.Model:
     if path.suffix not in (".xml", ".onnx"):
-        raise ConfigError([f"{label}: expected model.xml with model.bin, or model.onnx"])
+        raise ConfigError(f"{label}: expected model.xml with model.bin, or model.onnx")
     weights = path.with_suffix(".bin")
     if path.suffix == ".xml" and not weights.resolve().is_relative_to(path.parent.resolve()):
-        raise ConfigError([f"{label}: its weights {weights.name} leave the version folder"])
+        raise ConfigError(f"{label}: its weights {weights.name} leave the version folder")
     try:
         return ov.Core().read_model(path)
     except Exception as error:  # The library raises RuntimeError and other types.

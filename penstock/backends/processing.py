@@ -249,7 +249,7 @@ def load(config: ModelConfig, load_model: LoadRunner) -> Processed | Headed:
         if inner.needs_requests:
             key = "postprocess" if config.preprocess is None else "preprocess"
             problem = "not for code that sees requests; it can do the same itself"
-            raise ConfigError([f"parameters.penstock.{key}: {problem}"])
+            raise ConfigError(f"parameters.penstock.{key}: {problem}")
         if config.has_head and config.preprocess is None:
             return Headed(config, inner)
         return Processed(config, inner, Functions(config))

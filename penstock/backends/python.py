@@ -92,7 +92,7 @@ class Code:
         return self._tasks.run(wait())
 
     def problem(self, text: str) -> ConfigError:
-        return ConfigError([f"{self._label}: {text[:MAX_TEXT_CHARS]}"])
+        return ConfigError(f"{self._label}: {text[:MAX_TEXT_CHARS]}")
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:
@@ -287,10 +287,8 @@ class _Anonymous:
 def load(config: ModelConfig) -> TritonRunner | FunctionRunner:
     if "EXECUTION_ENV_PATH" in config.options:
         raise ConfigError(
-            [
-                "parameters.EXECUTION_ENV_PATH: not supported; "
-                f"models run in the server's own Python ({sys.executable})"
-            ]
+            "parameters.EXECUTION_ENV_PATH: not supported; "
+            f"models run in the server's own Python ({sys.executable})"
         )
     code = Code(config)
     try:

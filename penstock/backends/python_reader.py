@@ -45,7 +45,7 @@ def read(path: Path) -> Signature:
 def _read_triton(code: Code, module: ModuleType) -> Signature:
     complete = getattr(getattr(module, TRITON), "auto_complete_config", None)
     if complete is None:
-        raise ConfigError([NOT_TOLD])
+        raise ConfigError(NOT_TOLD)
     config = pb_utils.AutoConfig()
     with code.explained("auto_complete_config: "):
         config = complete(config) or config
@@ -65,7 +65,7 @@ def _read_triton(code: Code, module: ModuleType) -> Signature:
         for kind in ("input", "output")
     }
     if not tensors["output"]:
-        raise ConfigError([NOT_TOLD])
+        raise ConfigError(NOT_TOLD)
     return Signature(tensors["input"], tensors["output"], chosen_batch=max_batch)
 
 

@@ -101,14 +101,14 @@ def find_entry(module: types.ModuleType) -> EntryPoint:
     marked = [value for value in own.values() if hasattr(value, MARK)]
     if len(marked) > 1:
         names = ", ".join(each.__name__ for each in marked)
-        raise ConfigError([f"@penstock.model marks {names}; expected one model in a file"])
+        raise ConfigError(f"@penstock.model marks {names}; expected one model in a file")
     if marked:
         return _entry(marked[0])
     kind, infer = own.get("Model"), own.get("infer")
     has_model = inspect.isclass(kind) and bool(_method(kind))
     has_infer = callable(infer) and not inspect.isclass(infer)
     if has_model and has_infer:
-        raise ConfigError([f"defines class Model and function infer; expected {EXPECTED}"])
+        raise ConfigError(f"defines class Model and function infer; expected {EXPECTED}")
     if has_infer:
         return EntryPoint(own["infer"])
     if has_model:
@@ -122,16 +122,16 @@ def find_entry(module: types.ModuleType) -> EntryPoint:
     if len(named or functions) == 1:
         return EntryPoint((named or functions)[0])
     if not functions:
-        raise ConfigError([f"defines no model; expected {EXPECTED}"])
+        raise ConfigError(f"defines no model; expected {EXPECTED}")
     names = ", ".join(each.__name__ for each in functions)
-    raise ConfigError([f"defines {names}; mark one with @penstock.model(), or call it infer"])
+    raise ConfigError(f"defines {names}; mark one with @penstock.model(), or call it infer")
 
 
 def _entry(target: Callable[..., object]) -> EntryPoint:
     if not inspect.isclass(target):
         return EntryPoint(target)
     if not (method := _method(target)):
-        raise ConfigError([f"class {target.__name__}: no method infer"])
+        raise ConfigError(f"class {target.__name__}: no method infer")
     return EntryPoint(target, method)
 
 
@@ -239,11 +239,9 @@ def read_form(entry: EntryPoint) -> CallForm:
         inputs = {name: _type(name, hint) for name, hint in said.inputs.items()}
     elif entry.takes_mapping:
         raise ConfigError(
-            [
-                "does not say what tensors it takes; annotate each parameter, as in def "
-                f"infer(x: {EXAMPLE}), use @penstock.model(inputs=..., outputs=...), or write "
-                "config.pbtxt"
-            ]
+            "does not say what tensors it takes; annotate each parameter, as in def "
+            f"infer(x: {EXAMPLE}), use @penstock.model(inputs=..., outputs=...), or write "
+            "config.pbtxt"
         )
     else:
         inputs = {name: _type(name, hints.get(name)) for name in parameters}
@@ -273,16 +271,14 @@ def _is_batched(
         single = [name for name, each in every.items() if each.form == "value"]
         if single and said.max_batch_size != 0:
             raise ConfigError(
-                [f"'{single[0]}' is one value, and batched=True; expected list[...] or {EXAMPLE}"]
+                f"'{single[0]}' is one value, and batched=True; expected list[...] or {EXAMPLE}"
             )
         return True
     if arrays and others:
         raise ConfigError(
-            [
-                f"'{arrays[0]}' is an array of a whole batch and '{others[0]}' a value of one row; "
-                "expected arrays only, or @penstock.model(batched=False) for one row at a time, "
-                "or @penstock.model(batched=True) for lists of one entry for each row"
-            ]
+            f"'{arrays[0]}' is an array of a whole batch and '{others[0]}' a value of one row; "
+            "expected arrays only, or @penstock.model(batched=False) for one row at a time, "
+            "or @penstock.model(batched=True) for lists of one entry for each row"
         )
     return not others
 
@@ -292,16 +288,14 @@ def _outputs(said: Declaration, hint: object) -> tuple[dict[str, _Type], bool]:
     fields = said.outputs if said.outputs is not None else _fields(hint)
     if fields is not None:
         if not fields:
-            raise ConfigError(["declares no outputs; expected at least one"])
+            raise ConfigError("declares no outputs; expected at least one")
         is_bare = len(fields) == 1 and said.outputs is not None
         return {name: _type(name, each, "output") for name, each in fields.items()}, is_bare
     if hint is None or hint is type(None) or _is_mapping(hint):
         raise ConfigError(
-            [
-                "does not say what it returns; annotate the result as "
-                f"{EXAMPLE}, as a dataclass or TypedDict of such types, or use "
-                "@penstock.model(outputs=...)"
-            ]
+            "does not say what it returns; annotate the result as "
+            f"{EXAMPLE}, as a dataclass or TypedDict of such types, or use "
+            "@penstock.model(outputs=...)"
         )
     return {OUTPUT: _type(OUTPUT, hint, "output")}, True
 
@@ -333,7 +327,7 @@ def _type(name: str, hint: object, kind: str = "input") -> _Type:
         if inner.form != "array":
             return replace(inner, shape=(-1, *inner.shape), form="list")
     what = "no annotation" if hint is None else f"annotated as {_describe(hint)}"
-    raise ConfigError([f"{kind} '{name}': {what}; expected {ACCEPTED}"])
+    raise ConfigError(f"{kind} '{name}': {what}; expected {ACCEPTED}")
 
 
 def _scalar(hint: object) -> str | None:
@@ -353,10 +347,10 @@ def _holds_text(hint: object) -> bool:
 def _declared(name: str, declared: TensorType, form: str) -> _Type:
     if declared.datatype not in DATATYPES:
         known = ", ".join(DATATYPES)
-        raise ConfigError([f"'{name}': datatype '{declared.datatype}' is not one of {known}"])
+        raise ConfigError(f"'{name}': datatype '{declared.datatype}' is not one of {known}")
     shape = tuple(declared.shape)
     if any(not isinstance(size, int) or size == 0 or size < -1 for size in shape):
-        raise ConfigError([f"'{name}': shape {list(shape)}: each must be positive or -1"])
+        raise ConfigError(f"'{name}': shape {list(shape)}: each must be positive or -1")
     return _Type(declared.datatype, shape, form)
 
 
@@ -374,7 +368,7 @@ def _hints(function: Callable[..., object], must_work: bool = False) -> dict[str
     except Exception as error:  # Annotations are users' code and may raise anything.
         if must_work:
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError([f"its annotations cannot be read: {reason}"]) from None
+            raise ConfigError(f"its annotations cannot be read: {reason}") from None
         return {}
 
 

@@ -34,12 +34,7 @@ import torch
 from torch.nn import Module
 
 from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
-from penstock.backends.checks import (
-    check_signature,
-    num_threads,
-    share_of_cores,
-    warn_unknown,
-)
+from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
@@ -371,10 +366,10 @@ class TorchRunner:
             self.start(Batch(zeros, max(1, rows)))
         except Exception as error:  # The compiler raises many types, and so may the model.
             raise ConfigError(
-                [f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"]
+                f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"
             ) from error
         if _num_graphs() == self._num_graphs_before:
-            raise ConfigError(["parameters.penstock.compile: torch compiled nothing of the model"])
+            raise ConfigError("parameters.penstock.compile: torch compiled nothing of the model")
 
 
 def _array(value: torch.Tensor) -> Array:
@@ -540,7 +535,7 @@ def _check_device(config: ModelConfig) -> None:
             f"device: '{config.device}' cannot be used: {first_line(error)}; "
             "KIND_CPU in instance_group runs the model on the CPU"
         )
-        raise ConfigError([problem]) from None
+        raise ConfigError(problem) from None
 
 
 def _set_threads(options: Options) -> None:
@@ -551,10 +546,8 @@ def _set_threads(options: Options) -> None:
         torch.set_num_interop_threads(options.num_interop_threads)
     except RuntimeError:
         raise ConfigError(
-            [
-                f"parameters.inter_op_thread_count: asked for {options.num_interop_threads}, but "
-                f"this process has {torch.get_num_interop_threads()}, and torch sets it only once"
-            ]
+            f"parameters.inter_op_thread_count: asked for {options.num_interop_threads}, but "
+            f"this process has {torch.get_num_interop_threads()}, and torch sets it only once"
         ) from None
 
 
@@ -644,7 +637,7 @@ def _check_dtype(module: Module, options: Options) -> None:
     found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
     if options.dtype is not None and found - {options.dtype}:
         raise ConfigError(
-            [f"parameters.penstock.dtype: asked for {options.dtype}, the module has {_join(found)}"]
+            f"parameters.penstock.dtype: asked for {options.dtype}, the module has {_join(found)}"
         )
 
 
@@ -712,7 +705,7 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     configuration; datatypes and shapes are compared by running it."""
     label = _label(config)
     if options.compile_mode:
-        raise ConfigError([f"parameters.penstock.compile: {label} is compiled already"])
+        raise ConfigError(f"parameters.penstock.compile: {label} is compiled already")
     index = torch.device(config.device).index
     with _labelled(label):
         package = torch._inductor.aoti_load_package(
@@ -722,7 +715,7 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     made_for = _package_facts(package).get("device", "")
     if made_for not in ("", torch.device(config.device).type):
         raise ConfigError(
-            [f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"]
+            f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"
         )
     in_spec = torch.utils._pytree.treespec_loads(package.loader.get_call_spec()[0])
     args, kwargs = in_spec.children()
@@ -732,10 +725,8 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     positional = [name for name in names if name not in keywords][:num_positional]
     if len(names) != num_positional + len(keywords) or not set(keywords) <= set(names):
         raise ConfigError(
-            [
-                f"{label}: it takes {num_positional} inputs by position and "
-                f"{keywords or 'none'} by name; configured are {names}"
-            ]
+            f"{label}: it takes {num_positional} inputs by position and "
+            f"{keywords or 'none'} by name; configured are {names}"
         )
     return LoadedModule(package, positional, keywords, is_compiled=True)
 
@@ -784,10 +775,8 @@ def _check_pickles(path: Path, label: str) -> None:
         torch.load(io.BytesIO(samples), map_location="cpu", weights_only=True)
     except Exception as error:  # Unpickling may raise anything.
         raise ConfigError(
-            [
-                f"{label}: its sample inputs are not plain tensors, and pickles are not read: "
-                f"{first_line(error)}"
-            ]
+            f"{label}: its sample inputs are not plain tensors, and pickles are not read: "
+            f"{first_line(error)}"
         ) from None
 
 

@@ -138,15 +138,13 @@ def _open(folder: Path) -> Tokenizer:
         found = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            [
-                f"preprocess: the tokenizer needs the package '{error.name}', which is not "
-                'installed; pip install "penstock[hf]" brings it'
-            ]
+            f"preprocess: the tokenizer needs the package '{error.name}', which is not "
+            'installed; pip install "penstock[hf]" brings it'
         ) from error
     except Exception as error:  # Both libraries raise many types for files they cannot read.
-        raise ConfigError([f"the tokenizer cannot be loaded: {first_line(error)}"]) from error
+        raise ConfigError(f"the tokenizer cannot be loaded: {first_line(error)}") from error
     backend: Tokenizer | None = getattr(found, "backend_tokenizer", None)
     if backend is None:
         kind = type(found).__name__
-        raise ConfigError([f"{kind} has no {FILE}; write one with save_pretrained()"])
+        raise ConfigError(f"{kind} has no {FILE}; write one with save_pretrained()")
     return backend

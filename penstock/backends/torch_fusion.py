@@ -22,14 +22,7 @@ from torch.nn import functional
 from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
 from penstock.config import ModelConfig
 from penstock.kernels import CHOICES, KERNELS, convolution
-from penstock.kernels.convolution import (
-    ConvGeometry,
-    Convolution,
-    GpuTimer,
-    MaxPool,
-    Pair,
-    Tuner,
-)
+from penstock.kernels.convolution import ConvGeometry, Convolution, GpuTimer, MaxPool, Pair, Tuner
 
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}

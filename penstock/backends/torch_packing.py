@@ -222,7 +222,7 @@ def mask_of(config: ModelConfig) -> str:
     elif len(found[0].shape) != 1 or found[0].is_optional:
         problem = f"input '{found[0].name}': expected one number for each token, in every request"
     if problem:
-        raise ConfigError([f"parameters.{OPTION}: {problem}"])
+        raise ConfigError(f"parameters.{OPTION}: {problem}")
     return found[0].name
 
 
@@ -250,12 +250,12 @@ def pack(module: nn.Module, call: Call, config: ModelConfig) -> PackedModel:
                 f"expected at most {MODEL_TOLERANCE:.0e}"
             )
     except NotPackable as reason:
-        raise ConfigError([f"parameters.{OPTION}: {reason}"]) from None
+        raise ConfigError(f"parameters.{OPTION}: {reason}") from None
     except BackendFailed:
         raise
     except Exception as error:  # The model's code, called with random inputs.
         text = f"parameters.{OPTION}: the model cannot be tried out: {first_line(error)}"
-        raise ConfigError([text]) from error
+        raise ConfigError(text) from error
     return PackedModel(stack, mask, largest)
 
 
@@ -269,7 +269,7 @@ def on_device(packing: PackedModel, config: ModelConfig) -> None:
         return
     if not has_fp8(config.device):
         problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
-        raise ConfigError([f"parameters.{FP8_OPTION}: {problem}"])
+        raise ConfigError(f"parameters.{FP8_OPTION}: {problem}")
     quantise(packing, config)
 
 
@@ -407,10 +407,10 @@ def read_ranges(path: Path) -> dict[str, float]:
         return msgspec.json.decode(path.read_bytes(), type=Ranges)
     except msgspec.ValidationError:
         raise ConfigError(
-            [f"{where}: expected an object of finite numbers, the largest inputs by name"]
+            f"{where}: expected an object of finite numbers, the largest inputs by name"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
+        raise ConfigError(f"{where}: cannot be read: {first_line(error)}") from None
 
 
 def _replaced(module: nn.Module) -> PackedStack:
@@ -566,7 +566,7 @@ def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
             values = random.integers(0 if is_kind else 1, KINDS if is_kind else INTEGERS, shape)
         else:
             raise ConfigError(
-                [f"parameters.{OPTION}: input '{spec.name}' is {spec.datatype}; expected integers"]
+                f"parameters.{OPTION}: input '{spec.name}' is {spec.datatype}; expected integers"
             )
         made[spec.name] = torch.from_numpy(values.astype(dtype))
     return made

@@ -31,7 +31,7 @@ def load_network(folder: Path) -> Module:
     """Return the network in FP32. ConfigError if weights are missing: they would be random."""
     found = pretrained.read(folder)
     if found is None:
-        raise ConfigError([f"{folder.name}: a language model; expected {pretrained.ACCEPTED}"])
+        raise ConfigError(f"{folder.name}: a language model; expected {pretrained.ACCEPTED}")
     module, info = _from_pretrained(CLASSES[found.task], folder)
     missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
     if found.task == "encoder" and missing and all("pooler" in name for name in missing):
@@ -41,7 +41,7 @@ def load_network(folder: Path) -> Module:
         listed = ", ".join(missing[:MAX_NAMES])
         more = f" and {len(missing) - MAX_NAMES} more" if missing[MAX_NAMES:] else ""
         problem = f"no weights for {listed}{more}, which {found.architecture} has"
-        raise ConfigError([f"{folder.name}: {problem}"])
+        raise ConfigError(f"{folder.name}: {problem}")
     return module.float().eval()
 
 
@@ -60,7 +60,7 @@ def _from_pretrained(kind: str, folder: Path) -> tuple[Module, Mapping[str, Sequ
         return found
     except Exception as error:  # transformers raises many types for what it cannot read.
         text = f"{folder.name}: transformers cannot load it: {first_line(error)}"
-        raise ConfigError([text]) from error
+        raise ConfigError(text) from error
 
 
 def _transformers() -> ModuleType:
@@ -68,11 +68,9 @@ def _transformers() -> ModuleType:
         library = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            [
-                f"backend: the folder needs the package '{error.name}', which is not installed; "
-                'pip install "penstock[hf]" brings it; a folder with onnx/model.onnx does not '
-                "need it"
-            ]
+            f"backend: the folder needs the package '{error.name}', which is not installed; "
+            'pip install "penstock[hf]" brings it; a folder with onnx/model.onnx does not '
+            "need it"
         ) from error
     library.utils.logging.disable_progress_bar()
     return library

@@ -59,11 +59,11 @@ def load_weights(module: torch.nn.Module, folder: Path, version: str) -> None:
 def _read(folder: Path, name: str, version: str) -> Weights:
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ConfigError([f"{version}/{name}: leaves the version folder"])
+        raise ConfigError(f"{version}/{name}: leaves the version folder")
     try:
         weights: Weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError([f"{version}/{name}: cannot be read as safetensors: {error}"]) from None
+        raise ConfigError(f"{version}/{name}: cannot be read as safetensors: {error}") from None
     return weights
 
 
@@ -71,7 +71,7 @@ def _read_shards(folder: Path, version: str) -> Weights:
     try:
         index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError([f"{version}/{INDEX}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{version}/{INDEX}: cannot be read: {error}") from None
     weights: dict[str, torch.Tensor] = {}
     problems: list[str] = []
     for file in sorted(set(index.values())):
@@ -130,7 +130,7 @@ def _not_tied(missing: Sequence[str], weights: Weights, expected: Weights) -> li
 def _missing(folder: Path, version: str, names: Sequence[str]) -> ConfigError:
     text = f"{version}/{WHOLE}: no such file, and the module has weights: {_list(names)}"
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-    return ConfigError([f"{text}; {pickles[0]} is {CONVERT}" if pickles else text])
+    return ConfigError(f"{text}; {pickles[0]} is {CONVERT}" if pickles else text)
 
 
 def _list(names: Sequence[str]) -> str:

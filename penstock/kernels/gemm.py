@@ -19,13 +19,7 @@ import torch
 
 from penstock.errors import first_line
 from penstock.kernels import CHOICES, cublaslt
-from penstock.kernels.convolution import (
-    REFERENCE,
-    GpuTimer,
-    check_close,
-    choices_file,
-    remembered,
-)
+from penstock.kernels.convolution import REFERENCE, GpuTimer, check_close, choices_file, remembered
 from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Unavailable
 
 # Largest relative error against torch (in norm), by output type. Two algorithms may round a value

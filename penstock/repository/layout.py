@@ -116,10 +116,8 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
     folders = _folders(root)
     if not any(map(_is_model, folders)):
         raise ConfigError(
-            [
-                f"{path}: holds no model; expected <model>/<version>/model.onnx, "
-                f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
-            ]
+            f"{path}: holds no model; expected <model>/<version>/model.onnx, "
+            f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
         )
     return _read_all(folders, root)
 
@@ -219,7 +217,7 @@ def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
     if file.is_dir():
         file = file / TEXT_CONFIG
     if not file.is_file() or file.suffix != ".json":
-        raise ConfigError([f"{path}: expected a model's {TEXT_CONFIG}, whose sizes it gets"])
+        raise ConfigError(f"{path}: expected a model's {TEXT_CONFIG}, whose sizes it gets")
     name = file.parent.name if file.name == TEXT_CONFIG else file.stem
     message = pbtxt.parse("")
     message.backend = LLM
@@ -238,7 +236,7 @@ def read_hugging_face(folder: Path) -> RepositoryScan:
         if not pretrained.is_model(folder):
             expected = f"{pretrained.WEIGHTS[0]} or {pretrained.ONNX[-1]}"
             raise ConfigError(
-                [f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"]
+                f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"
             )
         described, message = pretrained.read(folder), read_message(folder)
         if described is None or message.backend == LLM:
@@ -270,7 +268,7 @@ def architectures(folder: Path) -> list[str]:
     try:
         found = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
-        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+        raise ConfigError(f"{path}: not JSON: {error}") from None
     names = found.get("architectures") if isinstance(found, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -283,7 +281,7 @@ def _text_config(path: Path) -> ModelConfig:
         return pbtxt.resolve(message, path.name, path, path / TEXT_CONFIG)
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
+            raise ConfigError(f"{path.name}: not a GGUF file: it does not begin with 'GGUF'")
     # Files beside it do not belong to it.
     message = pbtxt.parse("")
     message.backend = LLM
@@ -340,7 +338,7 @@ def listed(names: Sequence[str], most: int = 10) -> str:
 def _root(path: str | os.PathLike[str]) -> Path:
     root = Path(os.path.abspath(path))
     if not root.is_dir():
-        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+        raise ConfigError(f"{path}: no such folder; expected a model repository or a model")
     return root
 
 
@@ -353,13 +351,13 @@ def _folders(root: Path) -> list[Path]:
             if (entry.is_dir() or _is_gguf(entry)) and not entry.name.startswith(".")
         )
     except OSError as error:
-        raise ConfigError([f"{root}: cannot be read: {error.strerror}"]) from None
+        raise ConfigError(f"{root}: cannot be read: {error.strerror}") from None
 
 
 def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
     """Read the versions of one model that its version policy selects, or `only` that one."""
     if not folder.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(["folder: a link that leads out of the repository"])
+        raise ConfigError("folder: a link that leads out of the repository")
     _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
     _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
     message = read_message(folder)
@@ -402,7 +400,7 @@ def read_message(folder: Path, version: str = "") -> Proto:
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{where}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{where}: cannot be read: {error}") from None
     return pbtxt.parse(text, where)
 
 
@@ -537,7 +535,7 @@ def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:
     available = version_folders(folder)
     if not available:
         raise ConfigError(
-            ["no version folder; expected one named by a number, such as 1/ with the model's file"]
+            "no version folder; expected one named by a number, such as 1/ with the model's file"
         )
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):

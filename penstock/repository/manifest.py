@@ -53,7 +53,7 @@ class Manifest:
         try:
             return (json.dumps(asdict(self), indent=2, allow_nan=False) + "\n").encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError([f"evidence: cannot be written as JSON: {error}"]) from None
+            raise ConfigError(f"evidence: cannot be written as JSON: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,15 @@ def read(folder: Path) -> Manifest | None:
         return None
     where = f"{folder.name}/{NAME}"
     if not path.is_file():
-        raise ConfigError([f"{where}: not a file"])
+        raise ConfigError(f"{where}: not a file")
     try:
         data = path.read_bytes()
         found = _formats.decode(data).format
         if found != FORMAT:
-            raise ConfigError([f"{where}: format {found}; this version of Penstock reads {FORMAT}"])
+            raise ConfigError(f"{where}: format {found}; this version of Penstock reads {FORMAT}")
         manifest = _manifests.decode(data)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError([f"{where}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{where}: cannot be read: {error}") from None
     strange = [name for name in manifest.files if not is_plain(name)]
     if strange:
         raise ConfigError([f"{where}: files: '{name}' leaves the folder" for name in strange])
@@ -143,7 +143,7 @@ def check_digests(folder: Path) -> None:
     """Read every file and compare it with the manifest. ConfigError names those that differ."""
     manifest = read(folder)
     if manifest is None:
-        raise ConfigError([f"{folder.name}/{NAME}: it was there and is gone"])
+        raise ConfigError(f"{folder.name}/{NAME}: it was there and is gone")
     problems = check_files(manifest, folder)
     for name, entry in sorted(manifest.files.items()) if not problems else ():
         try:
@@ -174,7 +174,7 @@ def promised(evidence: Mapping[str, object]) -> slo.Slo | None:
         return None
     text = evidence["slo"]
     if not isinstance(text, str):
-        raise ConfigError([f"evidence.slo: {json.dumps(text)} is not text like 'p99 < 20ms'"])
+        raise ConfigError(f"evidence.slo: {json.dumps(text)} is not text like 'p99 < 20ms'")
     try:
         return slo.parse(text)
     except ConfigError as error:

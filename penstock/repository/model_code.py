@@ -40,14 +40,14 @@ def run(module: str, *arguments: str) -> bytes:
             code = process.wait(TIME_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                [f"running its code to learn its tensors took more than {TIME_LIMIT_S:.0f} s"]
+                f"running its code to learn its tensors took more than {TIME_LIMIT_S:.0f} s"
             ) from None
         finally:
             _end(process)
         text = answer.read()
     if not text:
         raise ConfigError(
-            [f"running its code to learn its tensors failed: it {describe_status(code)}"]
+            f"running its code to learn its tensors failed: it {describe_status(code)}"
         )
     return text
 

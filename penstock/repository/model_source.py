@@ -63,7 +63,7 @@ class ModelSource:
     def path(self) -> Path:
         """The location of a file or folder."""
         if isinstance(self.location, str):
-            raise ConfigError([f"{self.location}: is {self.kind.value}; expected a file or folder"])
+            raise ConfigError(f"{self.location}: is {self.kind.value}; expected a file or folder")
         return self.location
 
     @property
@@ -85,7 +85,7 @@ class ModelSource:
             return layout.read(_factory_folder(str(self.location), self.name))
         if self.kind is ModelKind.REPOSITORY and not layout.holds_models(self.path):
             reason = model_hints.describe_folder(self.path, tuple(FILE_KINDS), FORMS)
-            raise ConfigError([f"{self.path}: {reason}"])
+            raise ConfigError(f"{self.path}: {reason}")
         if self.kind is not ModelKind.REPOSITORY or not self.name:
             return layout.read(self.path)
         try:
@@ -93,7 +93,7 @@ class ModelSource:
         except NotFound:
             there = layout.listed(self.names())
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
-            raise ConfigError([problem]) from None
+            raise ConfigError(problem) from None
 
     def read_one(self, name: str) -> RepositoryScan:
         """Read one of `names()`; NotFound for others. Names are compared, never used as paths."""
@@ -109,7 +109,7 @@ class ModelSource:
     def _check_served(self) -> None:
         if self.kind is ModelKind.URL:
             problem = "is a running server, which serves its models already"
-            raise ConfigError([f"{self.location}: {problem}; use penstock bench {self.location}"])
+            raise ConfigError(f"{self.location}: {problem}; use penstock bench {self.location}")
 
     def _read_file(self) -> RepositoryScan:
         """Read a file as version 1 of a model, configured by what the file says."""
@@ -149,7 +149,7 @@ def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:
         module = text.partition(":")[0].rpartition(".")[2]
         return ModelSource(ModelKind.FACTORY, text, name or module)
     reason = model_hints.describe_missing(path, text) if text else "no model is given"
-    raise ConfigError([f"{text}: {reason}; expected {FORMS}".removeprefix(": ")])
+    raise ConfigError(f"{text}: {reason}; expected {FORMS}".removeprefix(": "))
 
 
 def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
@@ -159,17 +159,17 @@ def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
             return ModelSource(kind, path, name)
         source = ModelSource(kind, path, layout.names(path)[0])
         if name not in ("", source.name):
-            raise ConfigError([f"{text}: holds no model '{name}'; there: {source.name}"])
+            raise ConfigError(f"{text}: holds no model '{name}'; there: {source.name}")
         return source
     if not path.is_file():
-        raise ConfigError([f"{text}: is no regular file; expected {FORMS}"])
+        raise ConfigError(f"{text}: is no regular file; expected {FORMS}")
     if path.name == layout.TEXT_CONFIG:
         return _resolve_path(path.parent, text, name)
     suffix = path.suffix.lower()
     if suffix in FILE_KINDS:
         stem = path.stem if suffix == layout.GGUF else valid_name(path.stem)
         return ModelSource(FILE_KINDS[suffix], path, name or stem)
-    raise ConfigError([f"{text}: {model_hints.describe_file(path, FORMS)}"])
+    raise ConfigError(f"{text}: {model_hints.describe_file(path, FORMS)}")
 
 
 @lru_cache(maxsize=8)

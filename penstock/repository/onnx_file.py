@@ -34,13 +34,13 @@ def read_signature(path: Path) -> Signature:
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
     if not inputs or not graph.output:
-        raise ConfigError(["cannot be read as ONNX: it declares no inputs or no outputs"])
+        raise ConfigError("cannot be read as ONNX: it declares no inputs or no outputs")
     maps = _zip_maps(graph)
     outputs = [value for value in graph.output if value.name not in maps]
     strange = [value.name for value in (*inputs, *outputs) if not _datatype(value)]
     if strange:
         names = ", ".join(f"'{name}'" for name in strange)
-        raise ConfigError([f"{names}: not a tensor of a datatype that the protocol has"])
+        raise ConfigError(f"{names}: not a tensor of a datatype that the protocol has")
     return Signature(
         tuple(map(_spec, inputs)),
         tuple(
@@ -103,7 +103,7 @@ def _read_graph(path: Path) -> GraphProto:
         return onnx.load(str(path), load_external_data=False).graph
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError([f"cannot be read as ONNX: {text}"]) from None
+        raise ConfigError(f"cannot be read as ONNX: {text}") from None
 
 
 def _zip_maps(graph: GraphProto) -> dict[str, NodeProto]:

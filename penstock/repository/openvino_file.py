@@ -108,4 +108,4 @@ def _first(names: str) -> str:
 
 
 def _problem(text: str) -> ConfigError:
-    return ConfigError([text])
+    return ConfigError(text)

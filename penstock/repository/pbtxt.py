@@ -114,7 +114,7 @@ def parse(text: str, where: str = "config.pbtxt") -> Proto:
             warnings.simplefilter("ignore", DeprecationWarning)
             return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
-        raise ConfigError([f"{where}: {error}"]) from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:

@@ -47,7 +47,7 @@ def complete(message: Proto, found: Pretrained) -> Path:
     missing."""
     if message.input or message.output:
         raise ConfigError(
-            ["input, output: a Hugging Face folder has its own; leave them out of config.pbtxt"]
+            "input, output: a Hugging Face folder has its own; leave them out of config.pbtxt"
         )
     file = found.onnx_file
     # ONNX Runtime computes on CPUs here.
@@ -72,7 +72,7 @@ def _text_steps(found: Pretrained, file: str, backend: str) -> dict[str, str]:
     """Return the parameters of a network behind a tokenizer."""
     if not has_tokenizer(found.folder):
         save = "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) writes one"
-        raise ConfigError([f"a {found.task} without a tokenizer; {save}"])
+        raise ConfigError(f"a {found.task} without a tokenizer; {save}")
     taken = text_inputs(found, file)
     pad = pretrained.pad_token(found.config)
     padding = [f"{each.name}[0]={pad if each.name == TOKENS[0] else 0}" for each in taken]
@@ -98,7 +98,7 @@ def _image_steps(found: Pretrained, file: str) -> dict[str, str]:
         taken = onnx_file.read_signature(found.folder / file).inputs
         if len(taken) != 1:
             names = ", ".join(each.name for each in taken)
-            raise ConfigError([f"{file}: takes {names}; expected one input, {PIXELS}"])
+            raise ConfigError(f"{file}: takes {names}; expected one input, {PIXELS}")
         name, datatype = taken[0].name, taken[0].datatype
     pixels = TensorSpec(name, datatype, (3, settings.height, settings.width))
     return {
@@ -174,9 +174,7 @@ def _onnx_inputs(found: Pretrained) -> list[TensorSpec]:
     strange = [each.name for each in taken if each.name not in TOKENS]
     if strange or not taken:
         expected = f"expected {', '.join(TOKENS)}"
-        raise ConfigError(
-            [f"{found.onnx_file}: takes {', '.join(strange) or 'nothing'}; {expected}"]
-        )
+        raise ConfigError(f"{found.onnx_file}: takes {', '.join(strange) or 'nothing'}; {expected}")
     return taken
 
 
@@ -189,7 +187,7 @@ def _onnx_output(found: Pretrained) -> TensorSpec:
         if name in given:
             return _known_size(found, given[name])
     raise ConfigError(
-        [f"{found.onnx_file}: gives {', '.join(given)}; expected one of {', '.join(names)}"]
+        f"{found.onnx_file}: gives {', '.join(given)}; expected one of {', '.join(names)}"
     )
 
 

@@ -335,4 +335,4 @@ def _first(meta: _Meta) -> str:
 
 
 def _problem(text: str) -> ConfigError:
-    return ConfigError([text])
+    return ConfigError(text)

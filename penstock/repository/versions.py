@@ -75,11 +75,11 @@ def promote(root: AnyPath, name: str, version: str) -> None:
     the served version does not change."""
     folder = _model_folder(root, name)
     if not folder.is_dir():
-        raise ConfigError([f"{name}: no such model in {root}"])
+        raise ConfigError(f"{name}: no such model in {root}")
     available = layout.version_folders(folder)
     if version not in available:
         there = ", ".join(available) or "none"
-        raise ConfigError([f"{name}: no version {version}; there are {there}"])
+        raise ConfigError(f"{name}: no version {version}; there are {there}")
     old = layout.read_message(folder)
     if layout.read_version(folder, version, old).manifest:
         manifests.check_digests(folder / version)
@@ -102,14 +102,14 @@ def promote(root: AnyPath, name: str, version: str) -> None:
 def _model_folder(root: AnyPath, name: str) -> Path:
     path = Path(os.path.abspath(root))
     if not path.is_dir():
-        raise ConfigError([f"{root}: no such folder; expected a model repository"])
+        raise ConfigError(f"{root}: no such folder; expected a model repository")
     if problem := problem_of_name(name):
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     folder = path / name
     if not folder.resolve().is_relative_to(path.resolve()):
-        raise ConfigError([f"{name}: a link that leads out of the repository"])
+        raise ConfigError(f"{name}: a link that leads out of the repository")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError([f"{name}: {folder} is not a folder"])
+        raise ConfigError(f"{name}: {folder} is not a folder")
     return folder
 
 
@@ -308,7 +308,7 @@ def _take_number(draft: Path, folder: Path) -> str:
             continue
         staging.sync_folder(folder)
         return str(number)
-    raise ConfigError([f"{folder.name}: there is no version number left after {number}"])
+    raise ConfigError(f"{folder.name}: there is no version number left after {number}")
 
 
 def _now() -> str:
