@@ -178,8 +178,6 @@ WITHOUT_OWN_TEST = {
     "wire/arrays.py": "tests/serving/test_local.py and tests/api/test_client.py",
     "api/local_text.py": "tests/api/test_loaded.py",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
-    "repository/model_hints.py": "tests/repository/test_model_source.py gets each hint",
-    "repository/model_code.py": "tests/backends/test_python_signature.py runs code through it",
     "optimizer/factory_folder.py": "tests/repository/test_model_source.py serves one",
     "backends/python_reader.py": "tests/backends/test_python_signature.py starts it",
     "repository/python_model.py": "values only; tests/backends/test_python_signature.py reads them",

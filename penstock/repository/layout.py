@@ -36,7 +36,6 @@ from penstock.repository import (
 )
 from penstock.repository import manifest as manifests
 from penstock.repository.pbtxt_fields import Proto
-from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
 # Hugging Face's configuration; weights are beside it.
@@ -81,17 +80,17 @@ def folder_kind(path: Path) -> ModelKind:
     """Say what a folder, or a GGUF file, holds. `model_source.resolve` covers all other forms."""
     if _is_gguf(path):
         return ModelKind.GGUF_FILE
-    root = _root(path)
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise ConfigError(f"{path}: no such folder; expected a model repository or a model")
     if _is_version(root):
         return ModelKind.VERSION_FOLDER
     if _is_text_folder(root):
         return ModelKind.HUGGING_FACE
     if _is_model(root):
         return ModelKind.MODEL_FOLDER
-    is_described = (root / TEXT_CONFIG).is_file()
-    if is_described and not any(map(_is_model, _folders(root))):
-        return ModelKind.HUGGING_FACE
-    return ModelKind.REPOSITORY
+    is_described = (root / TEXT_CONFIG).is_file() and not holds_models(root)
+    return ModelKind.HUGGING_FACE if is_described else ModelKind.REPOSITORY
 
 
 def holds_models(root: Path) -> bool:
@@ -113,13 +112,12 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
         case ModelKind.MODEL_FOLDER:
             # The operator may name a link: the repository is where it leads.
             return _read_all([root], root.resolve())
-    folders = _folders(root)
-    if not any(map(_is_model, folders)):
+    if not holds_models(root):
         raise ConfigError(
             f"{path}: holds no model; expected <model>/<version>/model.onnx, "
             f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
         )
-    return _read_all(folders, root)
+    return _read_all(_folders(root), root)
 
 
 def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> RepositoryScan:
@@ -335,13 +333,6 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     return text or "none"
 
 
-def _root(path: str | os.PathLike[str]) -> Path:
-    root = Path(os.path.abspath(path))
-    if not root.is_dir():
-        raise ConfigError(f"{path}: no such folder; expected a model repository or a model")
-    return root
-
-
 def _folders(root: Path) -> list[Path]:
     """List what may be a model: folders, and GGUF files."""
     try:
@@ -410,20 +401,18 @@ def has_own_config(folder: Path, version: str) -> bool:
 
 def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
     """Read one version, by its own config.pbtxt or else by `message`, the model's. An incomplete
-    version is refused unread."""
+    version is refused unread. The evidence's SLO applies if the configuration has none."""
     path = folder / version
     manifest = manifests.read(path)
     if manifest is None:
         return _resolve(folder, version, message)
-    problems = manifests.check_files(manifest, path)
-    if problems:
+    if problems := manifests.check_files(manifest, path):
         raise ConfigError(problems)
     try:
         promised = manifests.promised(manifest.evidence)
     except ConfigError as error:
         promised = None
-        where = f"{version}/{manifests.NAME}"
-        problems += [f"{where}: {problem}" for problem in error.problems]
+        problems += [f"{version}/{manifests.NAME}: {problem}" for problem in error.problems]
     try:
         config = _resolve(folder, version, message)
     except ConfigError as error:
@@ -431,7 +420,13 @@ def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
     if problems:
         raise ConfigError(problems)
     config = replace(config, manifest=str(path / manifests.NAME))
-    return _with_promise(config, promised, manifests.unkept(manifest.evidence))
+    if promised is None or config.slo:
+        return config
+    if unkept := manifests.unkept(manifest.evidence):
+        # Enforcing it would refuse requests in vain.
+        return replace(config, unkept_slo=f"{promised} ({unkept})")
+    batching = replace(config.batching, slo_latency_s=promised.latency_s)
+    return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
 
 
 def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
@@ -444,21 +439,21 @@ def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
     message.ClearField("version_policy")
     if policy is not None:
         message.version_policy.CopyFrom(policy)
+    where = f"{version}/{CONFIG}"
     try:
         config = pbtxt.resolve(message, folder.name, folder / version)
     except ConfigError as error:
         raise ConfigError(
             [
                 # Problems of other files already begin with their path.
-                text if text.startswith(f"{version}/") else f"{version}/{CONFIG}: {text}"
+                text if text.startswith(f"{version}/") else f"{where}: {text}"
                 for text in error.problems
             ]
         ) from None
     if not ignored:
         return config
     why = f"has no effect; {CONFIG} of the model chooses versions"
-    warning = f"{version}/{CONFIG}: version_policy: {why}"
-    return replace(config, warnings=(*config.warnings, warning))
+    return replace(config, warnings=(*config.warnings, f"{where}: version_policy: {why}"))
 
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
@@ -493,17 +488,6 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
     return lines + notes
 
 
-def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:
-    """Apply the evidence's SLO if the configuration has none. An SLO that was not kept is only
-    noted: enforcing it would refuse requests in vain."""
-    if promised is None or config.slo:
-        return config
-    if unkept:
-        return replace(config, unkept_slo=f"{promised} ({unkept})")
-    batching = replace(config.batching, slo_latency_s=promised.latency_s)
-    return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
-
-
 def _is_model(folder: Path) -> bool:
     """Whether it is a model; an unreadable folder counts, so that reading it reports why."""
     try:
@@ -520,7 +504,7 @@ def _is_version(folder: Path) -> bool:
     named by numbers too."""
     if not folder.name.isdigit() or folder.name not in version_folders(folder.parent):
         return False
-    return not version_folders(folder) and not any(map(_is_model, _folders(folder)))
+    return not version_folders(folder) and not holds_models(folder)
 
 
 def version_folders(folder: Path) -> list[str]:

@@ -10,20 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line
 from penstock.repository.links import is_shared
 from penstock.types import DATATYPES, Signature, TensorSpec
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-NAMES = {
-    "FLOAT": "FP32",
-    "DOUBLE": "FP64",
-    "FLOAT16": "FP16",
-    "BFLOAT16": "BF16",
-    "STRING": "BYTES",
-}
+# Datatypes that have another name in v2.
+NAMES = {"FLOAT16": "FP16", "FLOAT": "FP32", "DOUBLE": "FP64", "BFLOAT16": "BF16"}
+NAMES["STRING"] = "BYTES"
 # Classes that a note names.
 MAX_CLASSES = 10
 
@@ -41,14 +37,9 @@ def read_signature(path: Path) -> Signature:
     if strange:
         names = ", ".join(f"'{name}'" for name in strange)
         raise ConfigError(f"{names}: not a tensor of a datatype that the protocol has")
-    return Signature(
-        tuple(map(_spec, inputs)),
-        tuple(
-            _probabilities(maps[value.name]) if value.name in maps else _spec(value)
-            for value in graph.output
-        ),
-        notes=tuple(map(_zip_map_note, maps.values())),
-    )
+    answers = (_probabilities(maps[o.name]) if o.name in maps else _spec(o) for o in graph.output)
+    notes = tuple(map(_zip_map_note, maps.values()))
+    return Signature(tuple(map(_spec, inputs)), tuple(answers), notes=notes)
 
 
 def without_zip_maps(path: Path) -> ModelProto:
@@ -59,11 +50,9 @@ def without_zip_maps(path: Path) -> ModelProto:
     model = onnx.load(str(path), load_external_data=False)
     outputs = {value.name: value for value in model.graph.output}
     for name, node in _zip_maps(model.graph).items():
-        spec = _probabilities(node)
-        sizes = [size if size > 0 else None for size in spec.shape]
-        outputs[name].CopyFrom(
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes)
-        )
+        sizes = [size if size > 0 else None for size in _probabilities(node).shape]
+        made = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes)
+        outputs[name].CopyFrom(made)
         node.op_type, node.domain = "Identity", ""
         del node.attribute[:]
     return model
@@ -86,14 +75,9 @@ def find_hard_links(path: Path, is_alone: bool = False) -> list[str]:
 
 def weight_files(path: Path) -> list[str]:
     """Return the files beside the model that hold its weights, by the names the model uses."""
-    return sorted(
-        {
-            entry.value
-            for tensor in _tensors(_read_graph(path))
-            for entry in tensor.external_data
-            if entry.key == "location"
-        }
-    )
+    tensors = _tensors(_read_graph(path))
+    entries = [entry for tensor in tensors for entry in tensor.external_data]
+    return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
 def _read_graph(path: Path) -> GraphProto:
@@ -102,8 +86,7 @@ def _read_graph(path: Path) -> GraphProto:
     try:
         return onnx.load(str(path), load_external_data=False).graph
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"cannot be read as ONNX: {text}") from None
+        raise ConfigError(f"cannot be read as ONNX: {first_line(error)}") from None
 
 
 def _zip_maps(graph: GraphProto) -> dict[str, NodeProto]:

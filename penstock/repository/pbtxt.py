@@ -268,13 +268,10 @@ def _describe_warmups(target: Proto, warmups: Sequence[Warmup]) -> None:
             value = item.inputs[tensor.name]
             value.data_type = _type_number(tensor.datatype)
             value.dims[:] = tensor.shape
-            match tensor.source:
-                case "file":
-                    value.input_data_file = tensor.file
-                case "random":
-                    value.random_data = True
-                case "zero":
-                    value.zero_data = True
+            if tensor.source == "file":
+                value.input_data_file = tensor.file
+            else:
+                setattr(value, f"{tensor.source}_data", True)
 
 
 def _describe_batching(message: Proto, policy: BatchPolicy) -> None:
@@ -427,11 +424,9 @@ class _Resolver:
         path = _inside(base, file, base) or self._linked(backend, base, file)
         if path is None:
             path = base
-            problem = f"'{file}' leaves the version folder"
-            if backend == LLM and (base / file).is_symlink():
-                problem += (
-                    f" through a link; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
-                )
+            is_link = backend == LLM and (base / file).is_symlink()
+            hint = f" through a link; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
+            problem = f"'{file}' leaves the version folder{hint * is_link}"
             self._problem("default_model_filename", problem)
         elif file and not path.exists():
             self._problem(f"{self._folder.name}/{file}", "no such file")
@@ -497,13 +492,10 @@ class _Resolver:
 
     def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"
-        known = _types().DataType
-        datatype = "INVALID"
-        if item.data_type in known.values():
-            datatype = known.Name(item.data_type).removeprefix("TYPE_")
-            if datatype == "INVALID":
-                self._problem(f"{path}.data_type", f"missing for '{item.name}'")
-        else:
+        datatype = pbtxt_fields.datatype_name(item)
+        if datatype == "INVALID":
+            self._problem(f"{path}.data_type", f"missing for '{item.name}'")
+        elif not datatype:
             self._problem(f"{path}.data_type", f"{item.data_type} is no datatype")
         if not item.name:
             self._problem(f"{path}.name", "missing")
@@ -516,7 +508,7 @@ class _Resolver:
         label_file = item.label_filename if kind == "output" else ""
         return TensorSpec(
             item.name,
-            "BYTES" if datatype == "STRING" else datatype,
+            datatype,
             tuple(item.dims),
             is_optional=kind == "input" and item.optional,
             label_file=label_file,
@@ -627,8 +619,7 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
 def _is_set(message: Proto, path: str) -> bool:
     """Whether a field is set."""
     head, _, rest = path.partition(".")
-    present = {descriptor.name for descriptor, _ in message.ListFields()}
-    if head not in present:
+    if all(descriptor.name != head for descriptor, _ in message.ListFields()):
         return False
     return _is_set(getattr(message, head), rest) if rest else True
 

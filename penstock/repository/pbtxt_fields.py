@@ -78,6 +78,14 @@ REASONS = {
 }
 
 
+def datatype_name(tensor: Proto) -> str:
+    """Return the v2 datatype of a tensor: INVALID if none is given, empty for unknown numbers."""
+    known = tensor.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+    number = tensor.data_type
+    name = known[number].name.removeprefix("TYPE_") if number in known else ""
+    return "BYTES" if name == "STRING" else name
+
+
 def unused(message: Proto) -> list[str]:
     """Return a warning for each field that is set without effect, beginning with its path."""
     return [f"{path}: has no effect; {reason}" for path, reason in _unused(message, "", "")]

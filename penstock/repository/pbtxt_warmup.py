@@ -3,17 +3,20 @@ makes the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from penstock.config import Warmup, WarmupInput
-from penstock.repository.pbtxt_fields import Proto
+from penstock.repository.pbtxt_fields import Proto, datatype_name
 from penstock.types import TensorSpec
 
 # Next to the version folders, as in Triton.
 FOLDER = "warmup"
 MAX_COUNT = 10_000
+# Sources of a tensor, by the field that is set.
+SOURCES: Mapping[str, Literal["random", "file"]]
+SOURCES = {"random_data": "random", "input_data_file": "file"}
 
 
 def read(
@@ -48,24 +51,16 @@ def _missing(tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]) -> li
 def _count_problems(message: Proto, max_batch: int) -> list[str]:
     problems = []
     if message.batch_size > max(1, max_batch):
-        expected = f"expected at most max_batch_size {max_batch}"
-        problems.append(f"batch_size: {message.batch_size}; {expected}")
+        most = f"at most max_batch_size {max_batch}"
+        problems.append(f"batch_size: {message.batch_size}; expected {most}")
     if message.count > MAX_COUNT:
         problems.append(f"count: {message.count}; expected at most {MAX_COUNT}")
     return problems
 
 
 def _input(name: str, message: Proto) -> WarmupInput:
-    source: Literal["zero", "random", "file"] = "zero"
-    match message.WhichOneof("input_data_type"):
-        case "random_data":
-            source = "random"
-        case "input_data_file":
-            source = "file"
-    known = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    number = message.data_type
-    datatype = known[number].name.removeprefix("TYPE_") if number in known else "INVALID"
-    datatype = "BYTES" if datatype == "STRING" else datatype
+    source = SOURCES.get(message.WhichOneof("input_data_type"), "zero")
+    datatype = datatype_name(message) or "INVALID"
     return WarmupInput(name, datatype, tuple(message.dims), source, message.input_data_file)
 
 

@@ -178,12 +178,11 @@ def embedding(folder: Path) -> Embedding:
     if not path.is_file():
         return Embedding("mean", is_normalized=False, is_guessed=True)
     modules = _decode(path)
-    kinds = (
-        [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
-    )
     pooling: Pooling | None = None
     is_normalized = False
-    for each in kinds:
+    for each in modules if isinstance(modules, list) else ():
+        if not isinstance(each, dict):
+            continue
         kind = str(each.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             pooling = _pooling(folder / str(each.get("path", "1_Pooling")) / CONFIG)
@@ -192,9 +191,7 @@ def embedding(folder: Path) -> Embedding:
         elif kind != "Transformer":
             known = "Transformer, Pooling and Normalize"
             raise ConfigError(f"modules.json: '{kind}' is not supported; expected {known}")
-    if pooling is None:
-        return Embedding("mean", is_normalized, is_guessed=True)
-    return Embedding(pooling, is_normalized)
+    return Embedding(pooling or "mean", is_normalized, is_guessed=pooling is None)
 
 
 def _pooling(path: Path) -> Pooling:
@@ -243,7 +240,8 @@ def image_settings(folder: Path) -> ImageSettings:
         known = ", ".join(IMAGE_KINDS)
         raise ConfigError(f"{PREPROCESSOR}: '{name}' is not supported; expected that of {known}")
     shortest, resize = _resize(settings)
-    crop = _crop(settings)
+    size = settings.get("crop_size") if settings.get("do_center_crop") else None
+    crop = None if size is None else _height_and_width(size, "crop_size")
     if kind == "ConvNext" and 0 < shortest < WARPED_FROM:
         crop = (shortest, shortest)
         shortest = int(shortest / (_number(settings, "crop_pct", 0) or 224 / 256))
@@ -276,13 +274,6 @@ def _resize(settings: Mapping[str, object]) -> tuple[int, tuple[int, int] | None
             raise ConfigError(f"{PREPROCESSOR}: size.longest_edge is not supported")
         return size["shortest_edge"], None
     return 0, _height_and_width(size, "size")
-
-
-def _crop(settings: Mapping[str, object]) -> tuple[int, int] | None:
-    size = settings.get("crop_size")
-    if not settings.get("do_center_crop") or size is None:
-        return None
-    return _height_and_width(size, "crop_size")
 
 
 def _height_and_width(size: object, key: str) -> tuple[int, int]:

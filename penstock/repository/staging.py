@@ -15,7 +15,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,8 +46,8 @@ def explain_full(what: str) -> Iterator[None]:
     except OSError as error:
         if not is_full(error):
             raise
-        hint = "free some space and do it again"
-        raise StorageFull(f"{what}: {error.strerror}; {hint}") from error
+        problem = f"{what}: {error.strerror}; free some space and do it again"
+        raise StorageFull(problem) from error
 
 
 @contextlib.contextmanager
@@ -131,17 +130,14 @@ def append(path: Path, line: bytes) -> None:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
         try:
-            _write_all(file, line + b"\n")
+            left = line + b"\n"
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
             file.truncate(size)
             raise
     sync_folder(path.parent)
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) :]
 
 
 def _sync(file: BinaryIO) -> None:

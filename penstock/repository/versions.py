@@ -45,7 +45,13 @@ def commit(
     then no version is added."""
     folder = _model_folder(root, name)
     evidence = dict(evidence or {})
-    problems = _problems_of(folder, config, evidence)
+    problems = []
+    if config.name != name:
+        problems.append(f"name: '{config.name}' but the model's folder is '{name}'")
+    try:
+        manifests.promised(evidence)
+    except ConfigError as error:
+        problems += error.problems
     files = _sources(source, problems)
     if problems:
         raise ConfigError(problems)
@@ -60,7 +66,7 @@ def commit(
         _write_version(draft, {**_labels(config, folder), **files}, text, evidence)
         _check_reads_back(draft, config)
         _write_model_level(stage, draft, layout.read_message(stage, draft.name))
-        if is_new and _take_place(stage, folder):
+        if is_new and _renamed(stage, folder):
             return draft.name
         is_first = not layout.version_folders(folder) and not (folder / CONFIG).exists()
         version = _take_number(draft, folder)
@@ -119,18 +125,6 @@ def problem_of_name(name: str) -> str:
     if is_plain and len(name.encode()) <= MAX_NAME_BYTES:
         return ""
     return f"name: {name!r} cannot be the name of a model's folder"
-
-
-def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, object]) -> list[str]:
-    """Return the problems that are known before anything is written."""
-    problems = []
-    if config.name != folder.name:
-        problems.append(f"name: '{config.name}' but the model's folder is '{folder.name}'")
-    try:
-        manifests.promised(evidence)
-    except ConfigError as error:
-        problems += error.problems
-    return problems
 
 
 def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> dict[str, Path]:
@@ -278,15 +272,15 @@ def _keep_configs(stage: Path, folder: Path, old: Proto) -> None:
         staging.sync_folder(path)
 
 
-def _take_place(stage: Path, folder: Path) -> bool:
-    """Rename the stage to the model's folder; False if another writer has just created it."""
+def _renamed(draft: Path, target: Path) -> bool:
+    """Rename the draft; False if another writer has just taken the target's name."""
     try:
-        os.rename(stage, folder)
+        os.rename(draft, target)
     except OSError as error:
         if error.errno not in TAKEN:
             raise
         return False
-    staging.sync_folder(folder.parent)
+    staging.sync_folder(target.parent)
     return True
 
 
@@ -297,18 +291,10 @@ def _last_number(folder: Path) -> int:
 
 def _take_number(draft: Path, folder: Path) -> str:
     """Rename the draft to the next free version number and return that."""
-    number = _last_number(folder)
-    while number < layout.MAX_VERSION:
-        number += 1
-        try:
-            os.rename(draft, folder / str(number))
-        except OSError as error:
-            if error.errno not in TAKEN:
-                raise
-            continue
-        staging.sync_folder(folder)
-        return str(number)
-    raise ConfigError(f"{folder.name}: there is no version number left after {number}")
+    for number in range(_last_number(folder) + 1, layout.MAX_VERSION + 1):
+        if _renamed(draft, folder / str(number)):
+            return str(number)
+    raise ConfigError(f"{folder.name}: there is no version number left after {layout.MAX_VERSION}")
 
 
 def _now() -> str:
