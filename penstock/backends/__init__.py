@@ -96,18 +96,6 @@ class Execution(Protocol):
         Shapes may be unknown until now. Raises the model's error."""
 
 
-@dataclass(slots=True)
-class Finished:
-    """Execution of a backend that computes in `start`."""
-
-    outputs: Outputs | PerRequest
-    prepare_s: float = 0.0
-    finish_s: float = 0.0
-
-    def wait(self) -> Iterable[Outputs | PerRequest]:
-        return (self.outputs,)
-
-
 class Runner(Protocol):
     """A loaded model on its device, called by one thread."""
 

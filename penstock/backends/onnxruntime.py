@@ -1,10 +1,7 @@
 """ONNX files on ONNX Runtime, the default backend; threads and graph level are set explicitly.
 
-Options (config.pbtxt `parameters`, Triton's names): `intra_op_thread_count`,
-`inter_op_thread_count`, `execution_mode` (0 sequential, 1 parallel), `graph_level` (disabled,
-basic, extended, all), `enable_mem_arena`, `enable_mem_pattern` (0 or 1), `providers`
-(comma-separated), `provider_options.<provider>.<key>`, and any `session.<key>` or
-`optimization.<key>` config entry. The effective settings are read back and compared.
+`docs/backends.md` explains the options, which have Triton's names. The effective settings are read
+back and compared.
 """
 
 from __future__ import annotations
@@ -21,8 +18,9 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import Batch, Execution, Finished, PlainRunner
+from penstock.backends import Batch, Execution, PlainRunner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
@@ -112,18 +110,16 @@ class OnnxRunner(PlainRunner):
         return built
 
     def start(self, batch: Batch) -> Execution:
+        feeds = batch.inputs
         try:
-            return Finished(self._run(batch.inputs))
+            if self._has_bf16:
+                return Finished(self._run_with_ort_values(feeds))
+            if self._special:
+                feeds = {name: _text(array) for name, array in feeds.items()}
+            arrays = self._session.run(self._output_names, feeds)
         except Exception as error:  # The library raises its own types and plain Exception.
             raise BackendFailed(shown_error(error, self._config)) from error
-
-    def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        if self._has_bf16:
-            return self._run_with_ort_values(feeds)
-        if self._special:
-            feeds = {name: _text(array) for name, array in feeds.items()}
-        arrays = self._session.run(self._output_names, feeds)
-        return dict(zip(self._output_names, arrays, strict=True))
+        return Finished(dict(zip(self._output_names, arrays, strict=True)))
 
     def close(self) -> None:
         del self._session
@@ -215,12 +211,8 @@ def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, di
     providers = []
     for name in names:
         prefix = f"provider_options.{name}."
-        settings = {
-            key.removeprefix(prefix): value
-            for key, value in config.options.items()
-            if key.startswith(prefix)
-        }
-        providers.append((name, settings))
+        keys = [key for key in config.options if key.startswith(prefix)]
+        providers.append((name, {key.removeprefix(prefix): config.options[key] for key in keys}))
     return providers
 
 
@@ -249,6 +241,5 @@ def _text(array: Array) -> Array:
     """Decode texts: ONNX Runtime wants str where the wire has bytes."""
     if array.dtype != np.object_:
         return array
-    return np.array([item.decode() for item in array.ravel()], dtype=np.object_).reshape(
-        array.shape
-    )
+    texts = np.array([item.decode() for item in array.ravel()], dtype=np.object_)
+    return texts.reshape(array.shape)

@@ -1,8 +1,6 @@
 """OpenVINO on CPUs: `model.xml` with `model.bin` beside it, or `model.onnx`.
 
-Options (config.pbtxt `parameters`, Triton's names in either case): `inference_num_threads`,
-`num_streams`, `performance_hint` (LATENCY, THROUGHPUT); ours: `inference_precision` (f32, bf16,
-f16), and any `ov.<PROPERTY>` of the device. The effective settings are read back and compared. The
+`docs/backends.md` explains the options. The effective settings are read back and compared. The
 library computes INT64, UINT64 and UINT32 as INT32: numbers that do not fit are refused. FP64 is
 computed as FP32.
 """
@@ -15,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, PlainRunner
+from penstock.backends import Batch, Execution, PlainRunner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -50,7 +49,7 @@ class OpenVinoRunner(PlainRunner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         properties = properties_of(config)
-        label = f"{config.version}/{config.file or Path(config.artifact).name}"
+        label = config.label
         model = read_model(Path(config.artifact), label)
         self.inputs = _specs(model.inputs, config.inputs)
         self.outputs = _specs(model.outputs, config.outputs)
@@ -85,13 +84,10 @@ class OpenVinoRunner(PlainRunner):
         except RuntimeError as error:
             raise BackendFailed(f"OpenVINO: {_reason(error)}") from None
         # Copies: the next batch is written to the same memory.
-        arrays = {
-            spec.name: np.array(self._request.get_output_tensor(index).data)
-            for spec, index in self._answers
-        }
-        for spec, _ in self._answers:
-            if spec.datatype == "BF16":
-                arrays[spec.name] = arrays[spec.name].view(np.uint16)
+        arrays: dict[str, Array] = {}
+        for spec, index in self._answers:
+            array = np.array(self._request.get_output_tensor(index).data)
+            arrays[spec.name] = array.view(np.uint16) if spec.datatype == "BF16" else array
         return Finished(arrays)
 
     def close(self) -> None:
@@ -133,10 +129,8 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
         for spec in config.inputs
         if spec.is_optional
     ]
-    settings = {
-        key.lower() if key.lower() in PROPERTIES else key: text
-        for key, text in config.options.items()
-    }
+    lower = {key: key.lower() for key in config.options if key.lower() in PROPERTIES}
+    settings = {lower.get(key, key): text for key, text in config.options.items()}
     hint = settings.get("performance_hint", "LATENCY").upper()
     precision = settings.get("inference_precision", "f32").lower()
     for key, text, known in (

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest, PlainRunner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, PlainRunner
+from penstock.backends.finished import Finished
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
 

@@ -22,7 +22,6 @@ import numpy as np
 from penstock.backends import (
     Batch,
     Execution,
-    Finished,
     LoadRunner,
     Outputs,
     PerRequest,
@@ -30,6 +29,7 @@ from penstock.backends import (
     Runner,
     split_rows,
 )
+from penstock.backends.finished import Finished
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
@@ -150,9 +150,9 @@ class Function:
     """A function in a file of the version, whose results are checked against `specs`."""
 
     def __init__(self, config: ModelConfig, function: str, specs: Sequence[TensorSpec]) -> None:
-        self.name = function
+        self._name = function
         self._specs = specs
-        file, _, name = self.name.rpartition(":")
+        file, _, name = function.rpartition(":")
         self._code = Code(replace(config, artifact=str(config.folder / file), file=file))
         try:
             found = getattr(self._code.load(), name, None)
@@ -163,17 +163,14 @@ class Function:
             raise
         self._call: Callable[[dict[str, Array]], object] = found
 
-    def __call__(self, row: Row) -> dict[str, Array]:
-        return checked(self.name, self._call(dict(row)), self._specs)
-
     def tried_all(self, rows: Sequence[Row]) -> list[Row | Exception]:
-        return [self._tried(row) for row in rows]
-
-    def _tried(self, row: Row) -> Row | Exception:
-        try:
-            return self(row)
-        except Exception as error:  # Users' code on clients' data: only this request fails.
-            return error
+        made: list[Row | Exception] = []
+        for row in rows:
+            try:
+                made.append(checked(self._name, self._call(dict(row)), self._specs))
+            except Exception as error:  # Users' code on clients' data: only this request fails.
+                made.append(error)
+        return made
 
     def close(self) -> None:
         self._code.close()
@@ -212,14 +209,8 @@ class Functions:
     def __init__(self, config: ModelConfig) -> None:
         self.before: Function | BatchedStep | None = None
         self.after: Function | RowHead | None = None
-        self.names = {
-            key: each.function
-            for key, each in (
-                ("preprocess", config.preprocess),
-                ("postprocess", config.postprocess),
-            )
-            if each is not None
-        }
+        steps = {"preprocess": config.preprocess, "postprocess": config.postprocess}
+        self.names = {key: step.function for key, step in steps.items() if step is not None}
         try:
             if config.preprocess is not None:
                 opened = open_step if config.is_staged else Function
@@ -322,15 +313,12 @@ def pad(padding: Padding | None, row: Row) -> tuple[Row, int | None]:
     return filled, length
 
 
-def shapes_of(row: Row) -> tuple[object, ...]:
-    return tuple((name, values.shape) for name, values in row.items())
-
-
 def _by_shape(rows: Mapping[int, Row]) -> Collection[list[int]]:
     """Return the numbers of rows with equal shapes, together."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, row in rows.items():
-        groups.setdefault(shapes_of(row), []).append(number)
+        shapes = tuple((name, values.shape) for name, values in row.items())
+        groups.setdefault(shapes, []).append(number)
     return groups.values()
 
 
@@ -350,6 +338,5 @@ def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | 
     try:
         return stack(answers)
     except ValueError:
-        return BackendFailed(
-            "rows of one request have answers of different shapes; send them apart"
-        )
+        problem = "rows of one request have answers of different shapes; send them apart"
+        return BackendFailed(problem)

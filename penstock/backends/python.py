@@ -33,12 +33,12 @@ from penstock.backends import (
     Batch,
     BatchRequest,
     Execution,
-    Finished,
     Outputs,
     PerRequest,
     PlainRunner,
 )
 from penstock.backends import triton_python_backend_utils as pb_utils
+from penstock.backends.finished import Finished
 from penstock.backends.python_signature import TRITON, CallForm, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
@@ -56,7 +56,7 @@ class Code:
 
     def __init__(self, config: ModelConfig) -> None:
         self._path = Path(config.artifact)
-        self._label = f"{config.version}/{config.file or self._path.name}"
+        self._label = config.label
         self._package = f"penstock_python_model_{next(_numbers)}"
         self._tasks: asyncio.Runner | None = None
 
@@ -197,9 +197,8 @@ class FunctionRunner(PlainRunner):
             raise BackendFailed(f"infer: expected arrays by name, got {type(outputs).__name__}")
         for name, values in outputs.items():
             if not isinstance(values, np.ndarray):
-                raise BackendFailed(
-                    f"output '{name}': expected a numpy array, got {type(values).__name__}"
-                )
+                got = type(values).__name__
+                raise BackendFailed(f"output '{name}': expected a numpy array, got {got}")
         return outputs
 
     def close(self) -> None:
@@ -337,9 +336,8 @@ def _stacked(name: str, rows: Sequence[Array]) -> Array:
         return np.stack(rows)
     except ValueError:
         shapes = ", ".join(sorted({str(list(row.shape)) for row in rows}))
-        raise BackendFailed(
-            f"output '{name}': rows of one request have different shapes: {shapes}"
-        ) from None
+        problem = f"output '{name}': rows of one request have different shapes: {shapes}"
+        raise BackendFailed(problem) from None
 
 
 def _construct(kind: Callable[..., object], config: ModelConfig) -> object:
@@ -353,13 +351,12 @@ def _construct(kind: Callable[..., object], config: ModelConfig) -> object:
 
 def _arguments(config: ModelConfig) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize`."""
-    version_folder = Path(config.artifact).parents[max(1, len(Path(config.file).parts)) - 1]
     return {
         "model_config": json.dumps(pbtxt.to_json(config)),
         "model_instance_kind": "CPU",
         "model_instance_name": f"{config.name}_0_0",
         "model_instance_device_id": "0",
-        "model_repository": str(version_folder.parent),
+        "model_repository": str(config.folder.parent),
         "model_version": config.version,
         "model_name": config.name,
     }
@@ -367,9 +364,8 @@ def _arguments(config: ModelConfig) -> dict[str, str]:
 
 def _answer(response: object) -> Outputs | Exception:
     if not isinstance(response, pb_utils.InferenceResponse):
-        return BackendFailed(
-            f"execute: expected an InferenceResponse, got {type(response).__name__}"
-        )
+        got = type(response).__name__
+        return BackendFailed(f"execute: expected an InferenceResponse, got {got}")
     error = response.error()
     if error is not None:
         return BackendFailed(error.message())

@@ -28,13 +28,7 @@ NAMES = ("infer", "predict")
 EXPECTED = f"class {TRITON}, class Model with a method infer, or function infer"
 # The output of a function that returns one value.
 OUTPUT = "output"
-SCALARS: Mapping[object, str] = {
-    str: "BYTES",
-    bytes: "BYTES",
-    bool: "BOOL",
-    int: "INT64",
-    float: "FP64",
-}
+SCALARS = {str: "BYTES", bytes: "BYTES", bool: "BOOL", int: "INT64", float: "FP64"}
 SEQUENCES = (list, tuple, collections.abc.Sequence)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 EXAMPLE = 'Annotated[np.ndarray, penstock.Tensor("FP32", [-1, 3])]'
@@ -170,10 +164,8 @@ class _Type:
         try:
             return found.astype(DATATYPES[self.datatype].numpy, casting="same_kind")
         except TypeError:
-            expected = f"values of {self.datatype}"
-            raise BackendFailed(
-                f"output '{name}': expected {expected}, got {found.dtype}"
-            ) from None
+            got = f"expected values of {self.datatype}, got {found.dtype}"
+            raise BackendFailed(f"output '{name}': {got}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +186,13 @@ class CallForm:
         # A row has no batch dimension of its own, unless a call is a whole request.
         prefix = () if self.is_batched or self.max_batch_size == 0 else (-1,)
         notes = () if self.is_batched else ("the function is called for one row at a time",)
+        inputs, outputs = (
+            [TensorSpec(name, each.datatype, (*prefix, *each.shape)) for name, each in some.items()]
+            for some in (self.inputs, self.outputs)
+        )
         return Signature(
-            tuple(
-                TensorSpec(
-                    name, each.datatype, (*prefix, *each.shape), is_optional=name in self.optional
-                )
-                for name, each in self.inputs.items()
-            ),
-            tuple(
-                TensorSpec(name, each.datatype, (*prefix, *each.shape))
-                for name, each in self.outputs.items()
-            ),
+            tuple(replace(spec, is_optional=spec.name in self.optional) for spec in inputs),
+            tuple(outputs),
             notes=notes if self.max_batch_size != 0 else (),
             chosen_batch=self.max_batch_size,
         )
@@ -326,7 +314,8 @@ def _type(name: str, hint: object, kind: str = "input") -> _Type:
         inner = _type(name, get_args(hint)[0], kind)
         if inner.form != "array":
             return replace(inner, shape=(-1, *inner.shape), form="list")
-    what = "no annotation" if hint is None else f"annotated as {_describe(hint)}"
+    text = hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
+    what = "no annotation" if hint is None else f"annotated as {text}"
     raise ConfigError(f"{kind} '{name}': {what}; expected {ACCEPTED}")
 
 
@@ -356,10 +345,6 @@ def _declared(name: str, declared: TensorType, form: str) -> _Type:
 
 def _is_mapping(hint: object) -> bool:
     return (get_origin(hint) or hint) in MAPPINGS
-
-
-def _describe(hint: object) -> str:
-    return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
 
 
 def _hints(function: Callable[..., object], must_work: bool = False) -> dict[str, object]:

@@ -1,21 +1,13 @@
 """PyTorch models: `module.py` with `model.safetensors` beside it, `model.pt2`, or config.json of a
-Hugging Face folder (`torch_transformers`).
+Hugging Face folder (`torch_weights`).
 
 `module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
 `model.pt2` is written by `torch.export.save`, or it is an AOTInductor package: machine code for
 machines like the one that compiled it. No pickles: TorchScript and torch.save's files are refused,
 whatever their names.
 
-Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_count` (one for all
-models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off by default;
-needs shapes that are fixed or padded to buckets), and for `module.py` also `penstock.factory` (its
-name, or `module.py:name`), `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to
-it, float outputs back to the configured datatype; tf32: see `set_precision`),
-`penstock.memory_format` (channels_last, for convolutions) and `penstock.fuse` (convolutions: fuses
-each with the layers after it, see `torch_fusion`). On a GPU `penstock.cuda_graphs` (on, off)
-captures every shape at warm-up (`torch_cuda`). `penstock.pack` (tokens) runs the layers of a
-BERT-like `module.py` without padding (`torch_packing`), and `penstock.fp8` runs them in FP8: it
-names a file of calibrated ranges, or is `rowwise`. The effective settings are read back.
+`docs/backends.md` explains the options; the effective settings are read back. `torch_fusion` fuses
+convolutions, `torch_packing` runs encoders without padding, `torch_cuda` captures CUDA graphs.
 """
 
 from __future__ import annotations
@@ -33,19 +25,19 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
+from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, PlainRunner, torch_packing
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.finished import Finished
 from penstock.backends.python import Code
-from penstock.backends.torch_cuda import Pipeline, alias, open_device
+from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
-from penstock.backends.torch_transformers import load_network
-from penstock.backends.torch_weights import load_weights
+from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import pt2_file
-from penstock.types import DATATYPES, Array, Signature, TensorSpec
+from penstock.types import DATATYPES, Signature, TensorSpec
 
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
@@ -127,13 +119,9 @@ class LoadedModule:
             self.code.close()
 
 
-class TorchRunner:
-    needs_requests = False
-    keeps_rows_apart = False
-
+class TorchRunner(PlainRunner):
     def __init__(self, config: ModelConfig, options: Options, loaded: LoadedModule) -> None:
-        self.inputs: Sequence[TensorSpec] = loaded.signature.inputs
-        self.outputs: Sequence[TensorSpec] = loaded.signature.outputs
+        self.inputs, self.outputs = loaded.signature.inputs, loaded.signature.outputs
         self._config = config
         self._options = options
         self._loaded = self._run = loaded
@@ -152,6 +140,7 @@ class TorchRunner:
         # Pipeline to a GPU; None on a CPU.
         self.pipeline: Pipeline | None = None
         device = open_device(config.device)
+        self.runs_ahead = device is not None
         if device is not None:
             self.pipeline = Pipeline(
                 device,
@@ -162,10 +151,6 @@ class TorchRunner:
             )
         if options.compile_mode:
             self._compile()
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.pipeline is not None
 
     def built(self) -> Mapping[str, str]:
         module = self._loaded.module
@@ -221,7 +206,7 @@ class TorchRunner:
             }
             self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._compute(inputs)
-            return Finished({name: _array(value) for name, value in values.items()})
+            return Finished({name: to_array(value) for name, value in values.items()})
 
     def pin(self, memory: memoryview) -> None:
         """Register memory that will hold batches, so that the GPU copies from it directly."""
@@ -356,10 +341,9 @@ class TorchRunner:
             )
             self._run = replace(self._loaded, module=compiled)
             rows = min(2, config.max_batch_size)
+            first = (rows,) if rows else ()
             zeros = {
-                spec.name: np.zeros(
-                    (rows, *shape) if rows else shape, DATATYPES[spec.datatype].numpy
-                )
+                spec.name: np.zeros((*first, *shape), DATATYPES[spec.datatype].numpy)
                 for spec, shape in zip(config.inputs, _first_shapes(config), strict=True)
             }
             self._num_graphs_before = _num_graphs()
@@ -370,12 +354,6 @@ class TorchRunner:
             ) from error
         if _num_graphs() == self._num_graphs_before:
             raise ConfigError("parameters.penstock.compile: torch compiled nothing of the model")
-
-
-def _array(value: torch.Tensor) -> Array:
-    bits = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-    array: Array = bits.numpy(force=True)
-    return array
 
 
 def _has_few_shapes(config: ModelConfig) -> bool:
@@ -472,36 +450,22 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     for key in ("factory", "dtype", "memory_format", "fuse"):
         may_cast = key == "dtype" and config.artifact.endswith(PRETRAINED)
         yield key, given[key] and not (is_code or may_cast), ONLY_CODE
-    yield (
-        "compile",
-        mode and not _has_few_shapes(config),
-        (
-            "needs inputs of fixed shapes or buckets (penstock.pad), "
-            "or requests would wait for the compiler"
-        ),
-    )
+    why = "or requests would wait for the compiler"
+    problem = f"needs inputs of fixed shapes or buckets (penstock.pad), {why}"
+    yield "compile", mode and not _has_few_shapes(config), problem
     yield "dtype", given["dtype"] == TF32 and on_cpu, "tf32 is of GPUs; the model runs on the CPU"
-    yield (
-        "fuse",
-        mode and given["fuse"],
-        ("not together with penstock.compile, which has kernels of its own for all layers"),
-    )
-    yield (
-        "cuda_graphs",
-        given["cuda_graphs"] == "on" and on_cpu,
-        ("needs a GPU; the model runs on the CPU (instance_group kind)"),
-    )
+    why = "not together with penstock.compile, which has kernels of its own for all layers"
+    yield "fuse", mode and given["fuse"], why
+    why = "needs a GPU; the model runs on the CPU (instance_group kind)"
+    yield "cuda_graphs", given["cuda_graphs"] == "on" and on_cpu, why
     yield "pack", pack and not is_code, "only for module.py"
     for key in ("compile", "fuse"):
         yield "pack", pack and given[key], f"not together with penstock.{key}"
     yield "fp8", fp8 and not pack, "only with penstock.pack"
     yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
     file, name = factory.rpartition(":")[0], Path(config.artifact).name
-    yield (
-        "factory",
-        file and file != name,
-        (f"'{factory}' is not in {name}; default_model_filename says which file is loaded"),
-    )
+    why = f"'{factory}' is not in {name}; default_model_filename says which file is loaded"
+    yield "factory", file and file != name, why
 
 
 def set_precision(dtype: str) -> None:
@@ -566,7 +530,11 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
             loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
         module = module if loaded.fusion is None else loaded.fusion.module
         module = module.to(config.device, options.dtype).eval()
-        _check_dtype(module, options)
+        # It may override `to`.
+        found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
+        if options.dtype is not None and found - {options.dtype}:
+            got = f"asked for {options.dtype}, the module has {_join(found)}"
+            raise ConfigError(f"parameters.penstock.dtype: {got}")
         if options.is_channels_last or options.is_fused:
             module = module.to(memory_format=torch.channels_last)
         if loaded.packing is not None:
@@ -632,15 +600,6 @@ def _make(code: Code, config: ModelConfig, options: Options) -> Module:
     return module
 
 
-def _check_dtype(module: Module, options: Options) -> None:
-    """Check that the module was cast; it may override `to`."""
-    found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
-    if options.dtype is not None and found - {options.dtype}:
-        raise ConfigError(
-            f"parameters.penstock.dtype: asked for {options.dtype}, the module has {_join(found)}"
-        )
-
-
 def _call_order(
     code: Code, module: Module, config: ModelConfig
 ) -> tuple[Sequence[str], Sequence[str]]:
@@ -665,10 +624,6 @@ def _call_order(
     return ((), names) if is_named else (names, ())
 
 
-def _label(config: ModelConfig) -> str:
-    return f"{config.version}/{config.file or Path(config.artifact).name}"
-
-
 @contextmanager
 def _labelled(label: str) -> Iterator[None]:
     """Name the file in errors of reading it."""
@@ -681,7 +636,7 @@ def _labelled(label: str) -> Iterator[None]:
 
 
 def _load_pt2(config: ModelConfig) -> LoadedModule:
-    path, label = Path(config.artifact), _label(config)
+    path, label = Path(config.artifact), config.label
     with _labelled(label):
         program = pt2_file.read_program(path)
     signature = _named(program, config.outputs)
@@ -703,7 +658,7 @@ def _load_pt2(config: ModelConfig) -> LoadedModule:
 def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     """Load an AOTInductor package. It does not check its inputs, so its call is compared with the
     configuration; datatypes and shapes are compared by running it."""
-    label = _label(config)
+    label = config.label
     if options.compile_mode:
         raise ConfigError(f"parameters.penstock.compile: {label} is compiled already")
     index = torch.device(config.device).index

@@ -285,7 +285,7 @@ class Pipeline:
                 answers[name].copy_(each, non_blocking=True)
         ended = device.mark("out")
         marks = began, copied, begun, computed, ended
-        return Running({name: _array(each) for name, each in answers.items()}, marks)
+        return Running({name: to_array(each) for name, each in answers.items()}, marks)
 
     def run(self, inputs: Tensors, variant: int = 0) -> Tensors:
         """Run inputs that are on the device, without waiting; the outputs are valid until the next
@@ -415,8 +415,8 @@ def _forms(tensors: Tensors) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
     return {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
 
 
-def _array(tensor: torch.Tensor) -> Array:
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: Array = tensor.numpy()
+def to_array(tensor: torch.Tensor) -> Array:
+    """Return a tensor as an array, on its memory if that is the host's; BF16 as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    array: Array = bits.numpy(force=True)
     return array

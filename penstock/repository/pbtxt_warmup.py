@@ -15,7 +15,7 @@ from penstock.types import TensorSpec
 FOLDER = "warmup"
 MAX_COUNT = 10_000
 # Sources of a tensor, by the field that is set.
-SOURCES: Mapping[str, Literal["random", "file"]]
+SOURCES: Mapping[str, Literal["zero", "random", "file"]]
 SOURCES = {"random_data": "random", "input_data_file": "file"}
 
 
