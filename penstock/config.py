@@ -294,7 +294,6 @@ class ModelConfig:
 
     @property
     def is_processed(self) -> bool:
-        """Whether the model has a preprocess or postprocess function."""
         return self.preprocess is not None or self.postprocess is not None
 
     @property
@@ -337,7 +336,6 @@ class ModelConfig:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """One device per instance."""
         return self.spread or (self.device,) * self.num_instances
 
     @property
@@ -382,8 +380,6 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits and time-outs of the HTTP server."""
-
     max_body_bytes: int = 64 * MIB
     # JSON is decoded on the event loop, so large bodies delay all requests.
     max_json_bytes: int = 8 * MIB
@@ -402,8 +398,6 @@ class HttpLimits:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """Settings of the gRPC front."""
-
     port: int = 8001
     # Size of one request; raise it for larger tensors.
     max_message_bytes: int = 64 * MIB

@@ -215,7 +215,6 @@ WITHOUT_OWN_TEST = {
     "processes/start.py": "tests/serving/test_supervisor.py starts processes by it",
     "processes/run_tool.py": "tests/processes/test_tool.py starts it",
     "repository/layout.py": "tests/repository/test_repository_layout.py, whose name was taken",
-    "kernels/paged.py": "values only; tests/kernels/test_paged_attention.py makes them",
     "llm/__init__.py": "empty",
     "llm/engine_supervisor.py": "tests/llm/test_open_generations.py",
     "llm/fused.py": "tests/llm/test_cuda_runner.py runs it",

@@ -212,8 +212,6 @@ class Headed(PlainRunner):
 
 @dataclass(slots=True)
 class HeadedExecution:
-    """An execution of the network, and then of the head."""
-
     inner: Execution
     head: Head
     inputs: Outputs

@@ -125,7 +125,6 @@ class Processed(PlainRunner):
         return [answer for row in rows for answer in self._run_apart([row])]
 
     def _run(self, inputs: Row, num_rows: int) -> list[dict[str, Array]]:
-        """Run the model and return its outputs by row."""
         (answer,) = self.inner.start(Batch(inputs, num_rows)).wait()
         # `load` refuses models that see requests.
         assert not isinstance(answer, PerRequest)
@@ -204,8 +203,6 @@ def _tried_good(
 
 
 class Functions:
-    """The functions that a configuration names."""
-
     def __init__(self, config: ModelConfig) -> None:
         self.before: Function | BatchedStep | None = None
         self.after: Function | RowHead | None = None
@@ -327,7 +324,6 @@ def stack(rows: Sequence[Row]) -> dict[str, Array]:
 
 
 def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
-    """Stack the rows of one request."""
     answers: list[Outputs] = []
     for row in rows:
         if isinstance(row, Exception):

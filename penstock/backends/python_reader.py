@@ -31,7 +31,6 @@ NOT_TOLD = (
 
 
 def read(path: Path) -> Signature:
-    """Run the file and return the signature of its model."""
     code = Code(ModelConfig("", VERSION, "python", str(path), (), (), 0, BatchPolicy(1)))
     try:
         module = code.load()

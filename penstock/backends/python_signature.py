@@ -203,7 +203,6 @@ class CallForm:
         return function(values) if self.takes_mapping else function(**values)
 
     def named(self, result: object) -> dict[str, Array]:
-        """Return a result as arrays by name."""
         if dataclasses.is_dataclass(result) and not isinstance(result, type):
             result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
         elif hasattr(result, "_asdict"):

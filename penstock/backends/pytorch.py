@@ -294,7 +294,6 @@ class TorchRunner(PlainRunner):
         return tensor.view(torch.bfloat16) if self._datatypes[name] == "BF16" else tensor
 
     def _compute(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute outputs from inputs, on the device."""
         given = {name: self._cast(tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
@@ -773,7 +772,6 @@ def _load_compiled(config: ModelConfig) -> str:
 
 
 def _num_graphs() -> int:
-    """Return how many graphs torch has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

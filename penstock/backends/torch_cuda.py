@@ -294,7 +294,6 @@ class Pipeline:
             return self._run(inputs, variant)
 
     def pin(self, memory: memoryview) -> None:
-        """Register memory that will hold batches."""
         self._is_pinned = self.device.pin(memory)
 
     def facts(self) -> dict[str, str]:

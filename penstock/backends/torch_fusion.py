@@ -89,7 +89,6 @@ class Fusion:
         return facts
 
     def files(self) -> dict[str, bytes]:
-        """Return the files for the version's folder."""
         if self.tuner is None or not self.tuner.used():
             return {}
         return convolution.to_remember(self.tuner)

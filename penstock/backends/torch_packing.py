@@ -116,12 +116,10 @@ class PackedModel:
             self.stack.multiplier.prepare(num_tokens, call)
 
     def settle(self) -> None:
-        """Stop timing: from now on clients wait for answers."""
         if self.stack.multiplier is not None:
             self.stack.multiplier.settle()
 
     def files(self) -> dict[str, bytes]:
-        """Return the files for the version's folder."""
         multiplier = self.stack.multiplier
         return {} if multiplier is None else multiplier.files()
 

@@ -103,7 +103,6 @@ def _read_shards(folder: Path, version: str) -> Weights:
 
 
 def _misfits(weights: Weights, expected: Weights) -> list[str]:
-    """Return the problems of weights whose names match but which do not fit."""
     names = sorted(weights.keys() & expected.keys())
     misfits = [(name, _misfit(weights[name], expected[name])) for name in names]
     problems = [f"'{name}' {misfit}" for name, misfit in misfits if misfit]

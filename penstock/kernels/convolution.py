@@ -81,13 +81,10 @@ class GpuTimer:
             times = [self._replayed(graph) for _ in range(self._num_runs)]
         del graph
         # Each graph had its own memory, which is returned only on request.
-        if self._spare_bytes() > SPARE_BYTES:
+        reserved = torch.cuda.memory_reserved(self._device)
+        if reserved - torch.cuda.memory_allocated(self._device) > SPARE_BYTES:
             torch.cuda.empty_cache()
         return statistics.median(times) / self._num_calls
-
-    def _spare_bytes(self) -> int:
-        reserved: int = torch.cuda.memory_reserved(self._device)
-        return reserved - int(torch.cuda.memory_allocated(self._device))
 
     def _replayed(self, graph: torch.cuda.CUDAGraph) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -162,7 +159,6 @@ class Tuner:
         return None
 
     def tune(self) -> None:
-        """Time all queued cases."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return
@@ -275,7 +271,6 @@ def load_kernels(content: bytes) -> None:
 
 
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
-    """Return the files for the version's folder."""
     files = choices_file(tuner.used(), tuner.device)
     if has_triton() and tuner.device.type == "cuda":
         from penstock.kernels import conv, stored
@@ -308,7 +303,6 @@ class Chosen:
         return run(x, residual)
 
     def names(self) -> list[tuple[int, str]]:
-        """Return (batch, implementation) of each case."""
         return [(batch, name) for name, batch, _ in self._runs.values()]
 
     @property
@@ -351,12 +345,12 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return "cudnn" if is_fused else REFERENCE
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
-        out, _, high, wide = self.weight.shape
-        size, geometry = "x".join(map(str, x.shape)), self.geometry
+        out, _, *window = self.weight.shape
+        geometry = self.geometry
         is_last = x.is_contiguous(memory_format=torch.channels_last)
         parts = [
-            f"conv {size} {'nhwc' if is_last else 'nchw'} {_name(x.dtype)}",
-            f"to {out} window {high}x{wide} stride {_x(geometry.stride)}",
+            f"conv {_x(x.shape)} {'nhwc' if is_last else 'nchw'} {_name(x.dtype)}",
+            f"to {out} window {_x(window)} stride {_x(geometry.stride)}",
             f"padding {_x(geometry.padding)} dilation {_x(geometry.dilation)}",
             f"groups {geometry.groups}",
             *["bias"] * (self.bias is not None),
@@ -464,9 +458,8 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         return self.chosen.run(x, None, self._plain)
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
-        size = "x".join(map(str, x.shape))
         window = f"{_x(self.size)} stride {_x(self.stride)} padding {_x(self.padding)}"
-        return f"max_pool {size} {_name(x.dtype)} window {window}"
+        return f"max_pool {_x(x.shape)} {_name(x.dtype)} window {window}"
 
     def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
         found: dict[str, Run] = {REFERENCE: self._plain}
@@ -495,8 +488,8 @@ def _last(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 
-def _x(pair: Pair) -> str:
-    return f"{pair[0]}x{pair[1]}"
+def _x(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _name(dtype: torch.dtype) -> str:

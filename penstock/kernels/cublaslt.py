@@ -150,7 +150,7 @@ class Products:
             ctypes.byref(zero), added, added_layout, _address(out), out_layout,
             ctypes.byref(plan.algorithms[number].algorithm),
             _address(self._workspace), ctypes.c_size_t(WORKSPACE_BYTES),
-            ctypes.c_void_p(_stream(x)),
+            ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0),
         )  # fmt: skip
         _check("cublasLtMatmul", status)
         return out
@@ -268,7 +268,3 @@ def _check(name: str, status: int) -> None:
 
 def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _stream(x: torch.Tensor) -> int:
-    return int(torch.cuda.current_stream(x.device).cuda_stream) if x.is_cuda else 0

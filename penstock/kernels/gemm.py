@@ -107,7 +107,6 @@ class Multiplier:
         self._waiting.clear()
 
     def tune(self) -> None:
-        """Time all queued forms."""
         if not self._waiting:
             return
         self._warm_up()

@@ -444,19 +444,15 @@ class PackedStack(nn.Module):
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
         scalings = [layer.qkv.scaling for layer in self.layers] + [None]
-        tokens, given = self._tokens(x, layout, scalings[0])
+        if self.embeddings:
+            tokens, given = self.embeddings[0].of_tokens(layout, scalings[0])
+        else:
+            tokens = packed(x, layout)
+            given = quantise_input(tokens, scalings[0])
         for layer, next_scaling in zip(self.layers, scalings[1:], strict=True):
             tokens, given = layer(tokens, given, layout, next_scaling)
         found = padded(tokens, layout)
         return (found,) if self.gives_tuple else found
-
-    def _tokens(
-        self, x: Tensor, layout: PackedLayout, scaling: Scaling | None
-    ) -> tuple[Tensor, LinearInput]:
-        if self.embeddings:
-            return self.embeddings[0].of_tokens(layout, scaling)
-        tokens = packed(x, layout)
-        return tokens, quantise_input(tokens, scaling)
 
     def products(self) -> dict[str, PackedLinear | PackedFp8Linear]:
         """Return linear layers by name, in order: `3.inner` is in the fourth layer."""
@@ -467,7 +463,6 @@ class PackedStack(nn.Module):
         }
 
     def multiply_by(self, multiplier: Multiplier) -> None:
-        """Let `multiplier` choose the GEMM implementations from now on."""
         self.multiplier = multiplier
         for product in self.products().values():
             product.multiplier = multiplier

@@ -103,7 +103,6 @@ class ModelSource:
 
     @property
     def path(self) -> Path:
-        """The location of a file or folder."""
         if isinstance(self.location, str):
             raise ConfigError(f"{self.location}: is {self.kind.value}; expected a file or folder")
         return self.location
@@ -251,7 +250,6 @@ def _describe_missing(path: Path, text: str) -> str:
 
 
 def _describe_folder(folder: Path) -> str:
-    """Say why a folder is not a model."""
     names = _names(folder)
     if not names:
         return f"is an empty folder; expected {FORMS}"

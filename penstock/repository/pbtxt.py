@@ -584,7 +584,6 @@ class _Resolver:
         return (base, *each)
 
     def _instances(self, backend: str) -> list[str]:
-        """Return the device of each instance."""
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
         for index, group in enumerate(groups):
             for name, problem in _group_problems(group, backend):
@@ -617,7 +616,6 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
 
 
 def _is_set(message: Proto, path: str) -> bool:
-    """Whether a field is set."""
     head, _, rest = path.partition(".")
     if all(descriptor.name != head for descriptor, _ in message.ListFields()):
         return False
@@ -648,7 +646,6 @@ def _devices(group: Proto, backend: str) -> list[str]:
 
 
 def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:
-    """Return invalid fields, each with its problem."""
     found: list[tuple[str, str]] = []
     if group.count < 0:
         found.append(("count", f"{group.count} is negative"))

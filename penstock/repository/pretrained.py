@@ -99,7 +99,6 @@ def is_model(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> Mapping[str, object]:
-    """Return the folder's config.json."""
     return _read_json(folder / CONFIG)
 
 

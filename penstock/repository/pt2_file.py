@@ -50,8 +50,6 @@ MAX_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """An exported program as its callers see it."""
-
     signature: Signature
     # The first inputs are positional, the others are named.
     num_positional: int
