@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.backends import Batch, Execution, Outputs, PerRequest, PlainRunner, Runner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.config import (
     CLASSIFIER,
     EMBEDDING,
@@ -183,7 +183,7 @@ def pool(vectors: Array, mask: Array, pooling: pretrained.Pooling) -> Array:
     return np.asarray((vectors * kept).sum(axis=1) / divisor, np.float32)
 
 
-class Headed(PlainRunner):
+class Headed(Runner):
     """A Runner whose answers go through a head. Warm-up and trials at load run the network."""
 
     def __init__(self, config: ModelConfig, inner: Runner) -> None:

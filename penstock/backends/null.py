@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.backends import GPU_MEMORY, Batch, Execution, Outputs, PlainRunner
+from penstock.backends import GPU_MEMORY, Batch, Execution, Outputs, Runner
 from penstock.backends.finished import Finished
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
@@ -42,7 +42,7 @@ class Ahead:
         return (self.outputs,)
 
 
-class NullRunner(PlainRunner):
+class NullRunner(Runner):
     keeps_rows_apart = True
 
     def __init__(self, config: ModelConfig) -> None:
@@ -80,9 +80,6 @@ class NullRunner(PlainRunner):
         if left_s > 0:
             time.sleep(left_s)
         return Finished(outputs)
-
-    def close(self) -> None:
-        pass
 
     def _outputs(self, batch: Batch) -> Outputs:
         outputs: dict[str, Array] = {}

@@ -18,7 +18,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import Batch, Execution, PlainRunner
+from penstock.backends import Batch, Execution, Runner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
@@ -64,7 +64,7 @@ _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 CPU = "CPUExecutionProvider"
 
 
-class OnnxRunner(PlainRunner):
+class OnnxRunner(Runner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         problems: list[str] = []

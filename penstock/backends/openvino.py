@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, PlainRunner
+from penstock.backends import Batch, Execution, Runner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
@@ -45,7 +45,7 @@ INT32 = np.iinfo(np.int32)
 DEVICE = "CPU"
 
 
-class OpenVinoRunner(PlainRunner):
+class OpenVinoRunner(Runner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         properties = properties_of(config)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Outputs, PerRequest, PlainRunner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.backends.finished import Finished
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
@@ -47,7 +47,7 @@ def open_step(config: ModelConfig, name: str, specs: Sequence[TensorSpec]) -> Ba
     return step
 
 
-class StepRunner(PlainRunner):
+class StepRunner(Runner):
     """A Runner of a step; each request gets its own answer or error."""
 
     needs_requests = True

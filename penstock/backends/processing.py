@@ -25,7 +25,6 @@ from penstock.backends import (
     LoadRunner,
     Outputs,
     PerRequest,
-    PlainRunner,
     Runner,
     split_rows,
 )
@@ -42,7 +41,7 @@ Row = Mapping[str, Array]
 Crop = tuple[str, int]
 
 
-class Processed(PlainRunner):
+class Processed(Runner):
     """A Runner with a function before it, after it, or both. The functions see real requests only;
     warm-up and tests at load run the model between them."""
 

@@ -35,7 +35,7 @@ from penstock.backends import (
     Execution,
     Outputs,
     PerRequest,
-    PlainRunner,
+    Runner,
 )
 from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.backends.finished import Finished
@@ -146,7 +146,7 @@ class _Loader(SourceFileLoader):
         return code
 
 
-class FunctionRunner(PlainRunner):
+class FunctionRunner(Runner):
     """`class Model` or a function: called with the arrays of the whole batch, or, by its form, for
     one row at a time. Then it sees only rows of clients, and a row that fails fails only its
     request."""
@@ -209,7 +209,7 @@ class TritonModel(Protocol):
     def execute(self, requests: list[pb_utils.InferenceRequest], /) -> object: ...
 
 
-class TritonRunner(PlainRunner):
+class TritonRunner(Runner):
     """A `TritonPythonModel`, called as Triton calls it."""
 
     needs_requests = True

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, PlainRunner, torch_packing
+from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Runner, torch_packing
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
@@ -119,7 +119,7 @@ class LoadedModule:
             self.code.close()
 
 
-class TorchRunner(PlainRunner):
+class TorchRunner(Runner):
     def __init__(self, config: ModelConfig, options: Options, loaded: LoadedModule) -> None:
         self.inputs, self.outputs = loaded.signature.inputs, loaded.signature.outputs
         self._config = config
@@ -209,7 +209,6 @@ class TorchRunner(PlainRunner):
             return Finished({name: to_array(value) for name, value in values.items()})
 
     def pin(self, memory: memoryview) -> None:
-        """Register memory that will hold batches, so that the GPU copies from it directly."""
         if self.pipeline is not None:
             self.pipeline.pin(memory)
 

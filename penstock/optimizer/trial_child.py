@@ -24,7 +24,6 @@ from penstock.backends import (
     GPU_MEMORY,
     Batch,
     Execution,
-    KeepsCompiled,
     Outputs,
     PerRequest,
     Runner,
@@ -230,10 +229,7 @@ class Trial:
     def keep(self, folder: str) -> int:
         """Write compiled files and return their size, which is 0 without any."""
         warm_up_all(self._config, self._runner, self.proof)
-        runner: object = model_in(self._runner)
-        if not isinstance(runner, KeepsCompiled):
-            return 0
-        files = runner.compiled()
+        files = model_in(self._runner).compiled()
         for name, content in files.items():
             path = Path(folder) / name
             # It may be a hard link to another build's file.
