@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
-from penstock.types import TensorSpec
+from penstock.types import TensorSpec, shape_fits
 
 MAX_THREADS = 1024
 log = logging.getLogger("penstock.backend")
@@ -90,9 +90,7 @@ def _mismatch(
 
 def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
     """Return whether the shapes fit: an input may be narrower than the model's, never wider."""
-    if len(configured) != len(actual):
-        return False
-    pairs = list(zip(configured, actual, strict=True))
-    if kind == "input":
-        return all(theirs in (-1, ours) for ours, theirs in pairs)
+    if kind == "input" or len(configured) != len(actual):
+        return shape_fits(configured, actual)
+    pairs = zip(configured, actual, strict=True)
     return all(-1 in (ours, theirs) or ours == theirs for ours, theirs in pairs)

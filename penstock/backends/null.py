@@ -1,11 +1,8 @@
 """A backend that computes nothing and takes a given time: for tests and server overhead.
 
-Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ). A batch of
-b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
-`.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
-longer. `null.copy_ms` simulates a GPU: each batch has a copy of this length, which overlaps with
-the computation of others, and `start` waits for neither. On a GPU it uses no memory, but reports
-`null.gpu_memory_bytes`.
+Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ).
+`docs/backends.md` explains the options. With `null.copy_ms`, which simulates a GPU, each batch has
+a copy that overlaps with the computation of others, and `start` waits for neither.
 """
 
 from __future__ import annotations

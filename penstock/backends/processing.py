@@ -1,13 +1,9 @@
 """Pre- and postprocessing: Python functions around any Runner.
 
-config.pbtxt sets `penstock.preprocess = "FILE.py:FUNCTION"`, a file of the version folder, and
-`penstock.model_inputs`, the model's inputs; `input` is then what clients send. The function gets
-one row, arrays by name without the batch dimension, and returns the model's inputs the same way.
-Rows of different lengths are padded (`penstock.pad`) and computed by bucket, and their answers are
-cropped; that is enabled once `serving.proof` has found it harmless.
-
-`penstock.postprocess` and `penstock.model_outputs` are the same for answers: the function gets the
-model's outputs for one row, without padding, and returns what clients get.
+`penstock.preprocess` names a function in a file of the version folder. It gets one row, arrays by
+name without the batch dimension, and returns the model's inputs the same way. Rows of different
+lengths are padded (`penstock.pad`) and computed by bucket, and their answers are cropped, once
+`serving.proof` has found that harmless. `penstock.postprocess` is the same for the model's outputs.
 """
 
 from __future__ import annotations
@@ -19,22 +15,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.backends import (
-    Batch,
-    Execution,
-    LoadRunner,
-    Outputs,
-    PerRequest,
-    Runner,
-    split_rows,
-)
-from penstock.backends.finished import Finished
+from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner, split_rows
+from penstock.backends.finished import finish
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
 from penstock.config import ModelConfig, Padding
 from penstock.errors import BackendFailed, ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 
 Row = Mapping[str, Array]
 # Output name, and an axis (without batch) that is as long as the padded axes.
@@ -80,12 +68,7 @@ class Processed(Runner):
         parts = batch.by_request(answers) if self._has_batch else [answers]
         outputs = [_stacked(each, self._has_batch) for each in parts]
         times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
-        if batch.requests:
-            return Finished(PerRequest(outputs), *times)
-        (answer,) = outputs
-        if isinstance(answer, Exception):
-            raise answer
-        return Finished(answer, *times)
+        return finish(batch, outputs, *times)
 
     def close(self) -> None:
         self.inner.close()
@@ -280,9 +263,7 @@ def checked(name: str, made: object, specs: Sequence[TensorSpec]) -> dict[str, A
         dtype = DATATYPES[spec.datatype].numpy
         if values.dtype != dtype and not (spec.datatype == "BYTES" and values.dtype.kind in "SU"):
             raise BackendFailed(f"{name}: '{spec.name}' is {values.dtype}, expected {dtype}")
-        if len(values.shape) != len(spec.shape) or any(
-            limit not in (-1, size) for size, limit in zip(values.shape, spec.shape, strict=True)
-        ):
+        if not shape_fits(values.shape, spec.shape):
             raise BackendFailed(
                 f"{name}: '{spec.name}' has shape {list(values.shape)}, expected {list(spec.shape)}"
             )

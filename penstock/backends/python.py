@@ -1,11 +1,9 @@
-"""Models written in Python: the file `model.py`, in one of three forms.
+"""Models written in Python: the file `model.py`, in one of three forms (docs/python-models.md).
 
-`class TritonPythonModel`, an unchanged Triton model, sees each request of a batch by itself and
-answers or fails each. Our own forms take the stacked batch as arrays by name and return such a
-mapping: `class Model` with `infer(self, inputs)`, optionally `__init__(self, config)`, `load` and
-`close`; or just `def infer(inputs)`. Both may take their inputs by name instead, and either the
-whole batch or one row (`python_signature`). All may be `async def`. Input arrays are read-only,
-because a batch may have to run again.
+An unchanged `TritonPythonModel` sees each request of a batch by itself and answers or fails each.
+`class Model` or a function takes the stacked batch as a mapping of arrays, or its inputs by name,
+then either the whole batch or one row (`python_signature`). All may be `async def`. Input arrays
+are read-only, because a batch may have to run again.
 """
 
 from __future__ import annotations
@@ -29,16 +27,9 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import (
-    Batch,
-    BatchRequest,
-    Execution,
-    Outputs,
-    PerRequest,
-    Runner,
-)
+from penstock.backends import Batch, BatchRequest, Execution, Outputs, Runner
 from penstock.backends import triton_python_backend_utils as pb_utils
-from penstock.backends.finished import Finished
+from penstock.backends.finished import Finished, finish
 from penstock.backends.python_signature import TRITON, CallForm, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
@@ -169,25 +160,17 @@ class FunctionRunner(Runner):
     def start(self, batch: Batch) -> Execution:
         if not self.needs_requests:
             return Finished(self._call(batch.inputs))
-        if not batch.requests:
-            return Finished(self._answer(batch.inputs, 0, batch.num_rows))
-        answers: list[Outputs | Exception] = []
-        row = 0
-        for part in batch.requests:
-            try:
-                answers.append(self._answer(batch.inputs, row, part.num_rows))
-            except Exception as error:  # A model's code may raise anything.
-                answers.append(error)
-            row += part.num_rows
-        return Finished(PerRequest(answers))
+        inputs = batch.inputs.items()
+        rows = [{name: array[row] for name, array in inputs} for row in range(batch.num_rows)]
+        return finish(batch, [self._answer(some) for some in batch.by_request(rows)])
 
-    def _answer(self, inputs: Mapping[str, Array], start: int, num_rows: int) -> Outputs:
-        """Call the function for some rows and stack the results."""
-        results = [
-            self._call({name: array[row] for name, array in inputs.items()})
-            for row in range(start, start + num_rows)
-        ]
-        return {name: _stacked(name, [each[name] for each in results]) for name in results[0]}
+    def _answer(self, rows: Sequence[Mapping[str, Array]]) -> Outputs | Exception:
+        """Call the function for the rows of one request and stack the results."""
+        try:
+            results = [self._call(row) for row in rows]
+            return {name: _stacked(name, [each[name] for each in results]) for name in results[0]}
+        except Exception as error:  # A model's code may raise anything.
+            return error
 
     def _call(self, inputs: Mapping[str, Array]) -> Outputs:
         if self._form is not None:
@@ -233,13 +216,7 @@ class TritonRunner(Runner):
             raise BackendFailed(
                 f"execute: expected {len(parts)} responses to {len(parts)} requests, got {got}"
             )
-        answers = [_answer(response) for response in responses]
-        if batch.requests:
-            return Finished(PerRequest(answers))
-        (answer,) = answers
-        if isinstance(answer, Exception):
-            raise answer
-        return Finished(answer)
+        return finish(batch, [_answer(response) for response in responses])
 
     def close(self) -> None:
         _end(self._code, getattr(self._model, "finalize", None))

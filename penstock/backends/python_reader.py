@@ -7,19 +7,16 @@ process.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
-
-import msgspec
 
 from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.backends.python import Code
 from penstock.backends.python_signature import TRITON, find_entry, read_form
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.repository.python_file import SignatureReport
+from penstock.repository.python_file import SignatureReport, report
 from penstock.types import Signature, TensorSpec
 
 # The version that errors name.
@@ -71,17 +68,12 @@ def _read_triton(code: Code, module: ModuleType) -> Signature:
 def main() -> None:
     fd, path = int(sys.argv[1]), Path(sys.argv[2])
     try:
-        report = SignatureReport(read(path))
+        found = SignatureReport(read(path))
     except ConfigError as error:
         label = f"{VERSION}/{path.name}: "
         problems = tuple(problem.removeprefix(label) for problem in error.problems)
-        report = SignatureReport(None, problems)
-    with os.fdopen(fd, "wb") as pipe:
-        pipe.write(msgspec.json.encode(report))
-    # Threads of the model's code must not keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        found = SignatureReport(None, problems)
+    report(fd, found)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """GPU pipeline of batches: H2D copies, computation and D2H copies overlap.
 
 A batch takes a *slot*: device memory for its inputs and outputs, and pinned host memory for the
-answers. H2D copies, computation and D2H copies each have a stream (a *lane*), so one slot's batch
-is copied while another's is computed. Several instances of a model on one GPU are slots of one
-worker, and share its weights. Recurring shapes are captured as CUDA graphs on buffers at fixed
-addresses; what cannot be captured runs without a graph, and is reported.
-
-`Cuda` is the only part that needs a device, so the rest is tested without one.
+answers. Copies and computation each have a stream (a *lane*), so one slot's batch is copied while
+another's is computed. Instances of a model on one GPU are slots of one worker, which share its
+weights. Recurring shapes are captured as CUDA graphs; what cannot be captured is reported. Only
+`Cuda` needs a device, so the rest is tested without one.
 """
 
 from __future__ import annotations

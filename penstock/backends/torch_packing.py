@@ -3,9 +3,8 @@
 
 Layers are recognised by the names of their parts; what names do not tell (heads, activation, order
 of norms) is found by computing: a layer whose outputs differ from the packed one's is refused.
-Embeddings are packed too where that changes nothing; pooling and task heads stay the model's own,
-and see batches as before. Masked positions are zeros after the layers, where they were arbitrary
-before.
+Embeddings are packed too where that changes nothing; pooling and task heads stay the model's own.
+Masked positions are zeros after the layers, where they were arbitrary before.
 """
 
 from __future__ import annotations

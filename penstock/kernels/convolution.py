@@ -1,10 +1,9 @@
 """Convolutions fused with what follows them, run by the fastest implementation for their sizes.
 
-A layer has several implementations: torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM
-for windows of one pixel, and our own kernels. On a GPU a `Tuner` times them once for each case
-(sizes and datatype) on the device itself, and drops those with wrong results. Choices are kept with
-the version, so a second start times nothing. On a CPU, and for shapes that are unknown at load, a
-layer uses torch's operators.
+Those are torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM for windows of one pixel,
+and our own kernels. On a GPU a `Tuner` times them once for each case (sizes and datatype) and drops
+those with wrong results. Choices are kept with the version, so a second start times nothing. On a
+CPU, and for shapes that are unknown at load, a layer uses torch's operators.
 """
 
 from __future__ import annotations

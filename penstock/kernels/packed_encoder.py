@@ -2,10 +2,8 @@
 
 `PackedLayout` says where each token is. It is made on the device from the mask alone; its shapes
 depend only on the batch's shape and on a number of tokens that the host knows, so a CUDA graph can
-hold all of it. The layers are those of BERT: attention, residual, LayerNorm, two linear layers with
-an activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run,
-elsewhere plain torch. Linear layers can run in FP8, with a calibrated scale for inputs or a scale
-per token. `torch_packing` converts models to this form.
+hold all of it. The layers are those of BERT. On GPUs our own kernels run, elsewhere plain torch.
+Linear layers can run in FP8. `torch_packing` converts models to this form.
 """
 
 from __future__ import annotations

@@ -20,15 +20,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from penstock.backends import (
-    GPU_MEMORY,
-    Batch,
-    Execution,
-    Outputs,
-    PerRequest,
-    Runner,
-    backend,
-)
+from penstock.backends import GPU_MEMORY, Batch, Execution, Outputs, PerRequest, Runner, backend
 from penstock.backends.processing import model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError

@@ -9,7 +9,7 @@ from typing import Literal
 
 from penstock.config import Warmup, WarmupInput
 from penstock.repository.pbtxt_fields import Proto, datatype_name
-from penstock.types import TensorSpec
+from penstock.types import TensorSpec, shape_fits
 
 # Next to the version folders, as in Triton.
 FOLDER = "warmup"
@@ -73,11 +73,7 @@ def _input_problems(tensor: WarmupInput, inputs: Sequence[TensorSpec], folder: P
     problems = []
     if tensor.datatype != spec.datatype:
         problems.append(f"{where}.data_type: {tensor.datatype}; expected {spec.datatype}")
-    is_fit = len(tensor.shape) == len(spec.shape) and all(
-        size > 0 and wanted in (-1, size)
-        for size, wanted in zip(tensor.shape, spec.shape, strict=True)
-    )
-    if not is_fit:
+    if min(tensor.shape, default=1) <= 0 or not shape_fits(tensor.shape, spec.shape):
         expected = f"expected a shape that fits {list(spec.shape)}"
         problems.append(f"{where}.dims: {list(tensor.shape)}; {expected}")
     if tensor.source == "file" and (problem := _file_problem(folder, tensor.file)):

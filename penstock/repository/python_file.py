@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -87,6 +88,15 @@ def run_code(module: str, *arguments: str) -> bytes:
     if not text:
         raise ConfigError(f"{what} failed: it {describe_status(code)}")
     return text
+
+
+def report(fd: int, findings: object) -> NoReturn:
+    """Answer `run_code` and end this process, even if the code has left threads running."""
+    with os.fdopen(fd, "wb") as pipe:
+        pipe.write(msgspec.json.encode(findings))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def local_imports(path: Path) -> list[Path]:

@@ -25,15 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import (
-    Batch,
-    Execution,
-    LoadRunner,
-    Outputs,
-    PerRequest,
-    Runner,
-    backend,
-)
+from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner, backend
 from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
