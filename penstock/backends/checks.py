@@ -20,10 +20,8 @@ def check_signature(
     """Check the configured tensors against the file's; a mismatch would fail every request."""
     problems: list[str] = []
     has_batch = config.max_batch_size > 0
-    for kind, wanted, actual in (
-        ("input", config.inputs, inputs),
-        ("output", config.outputs, outputs),
-    ):
+    both = ("input", config.inputs, inputs), ("output", config.outputs, outputs)
+    for kind, wanted, actual in both:
         by_name = {spec.name: spec for spec in actual}
         for spec in wanted:
             problems += _mismatch(kind, spec, by_name, has_batch)

@@ -32,18 +32,11 @@ GRAPH_LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-OPTIONS = (
-    "intra_op_thread_count",
-    "inter_op_thread_count",
-    "execution_mode",
-    "graph_level",
-    "enable_mem_arena",
-    "enable_mem_pattern",
-    "providers",
-    "provider_options.",
-    "session.",
-    "optimization.",
+_OPTIONS = (
+    "intra_op_thread_count inter_op_thread_count execution_mode graph_level enable_mem_arena "
+    "enable_mem_pattern providers provider_options. session. optimization."
 )
+OPTIONS = tuple(_OPTIONS.split())
 EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
 # The library's names of element types, where they are not numpy's.
 OTHER_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}

@@ -133,10 +133,8 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
     settings = {lower.get(key, key): text for key, text in config.options.items()}
     hint = settings.get("performance_hint", "LATENCY").upper()
     precision = settings.get("inference_precision", "f32").lower()
-    for key, text, known in (
-        ("performance_hint", hint, HINTS),
-        ("inference_precision", precision, PRECISIONS),
-    ):
+    chosen = ("performance_hint", hint, HINTS), ("inference_precision", precision, PRECISIONS)
+    for key, text, known in chosen:
         if text not in known:
             problems.append(f"parameters.{key}: '{text}' is not one of {', '.join(known)}")
     threads = num_threads(settings, "inference_num_threads", share_of_cores(config), problems)

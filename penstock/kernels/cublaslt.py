@@ -187,23 +187,15 @@ class Products:
                     self._set(description, attribute, _address(each))
 
     def _layouts(self, form: GemmForm) -> tuple[ctypes.c_void_p, ...]:
+        def create(dtype: torch.dtype, high: int, wide: int) -> ctypes.c_void_p:
+            sizes = ctypes.c_uint64(high), ctypes.c_uint64(wide), ctypes.c_int64(high)
+            return self._create("cublasLtMatrixLayoutCreate", TYPES[dtype], *sizes)
+
+        weight = create(form.dtype, form.depth, form.width)
+        x = create(form.dtype, form.depth, form.num_rows)
         added = torch.bfloat16 if form.out == E4M3 else form.out
-        sizes = (
-            (form.dtype, form.depth, form.width),
-            (form.dtype, form.depth, form.num_rows),
-            (added, form.width, form.num_rows),
-            (form.out, form.width, form.num_rows),
-        )
-        return tuple(
-            self._create(
-                "cublasLtMatrixLayoutCreate",
-                TYPES[dtype],
-                ctypes.c_uint64(high),
-                ctypes.c_uint64(wide),
-                ctypes.c_int64(high),
-            )  # fmt: skip
-            for dtype, high, wide in sizes
-        )
+        outs = [create(dtype, form.width, form.num_rows) for dtype in (added, form.out)]
+        return (weight, x, *outs)
 
     def _proposed(
         self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]

@@ -97,10 +97,8 @@ NOT_IN_SLO_MODE = (
     "dynamic_batching.default_queue_policy.default_timeout_microseconds",
 )
 # Labels that metrics already have, and the syntax of a label's name.
-LABELS = frozenset(
-    ("model", "version", "reason", "cause", "le", "instance", "device", "model_name", "quantile")
-    + ("finished_reason",)
-)
+_LABELS = "model version reason cause le instance device model_name quantile finished_reason"
+LABELS = frozenset(_LABELS.split())
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 

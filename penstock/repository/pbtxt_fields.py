@@ -40,22 +40,12 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-REFUSED = frozenset(
-    (
-        "sequence_batching",
-        "ensemble_scheduling",
-        "batch_input",
-        "batch_output",
-        "model_operations",
-        "model_transaction_policy.decoupled",
-        "response_cache.enable",
-        "optimization.execution_accelerators",
-        "model_repository_agents",
-        "input.reshape",
-        "input.allow_ragged_batch",
-        "output.reshape",
-    )
+_REFUSED = (
+    "sequence_batching ensemble_scheduling batch_input batch_output model_operations "
+    "model_transaction_policy.decoupled response_cache.enable optimization.execution_accelerators "
+    "model_repository_agents input.reshape input.allow_ragged_batch output.reshape"
 )
+REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {
     "runtime": "the backend chooses its library",

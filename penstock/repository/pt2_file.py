@@ -310,12 +310,8 @@ def _meta(arg: _Argument, values: dict[str, _Meta]) -> _Meta:
 
 def _max_batch(metas: Sequence[_Meta], ranges: dict[str, dict[str, int | None]]) -> int | None:
     """Return the largest batch; None if unbounded, 0 unless all tensors start with one symbol."""
-    firsts = {_first(meta) for meta in metas}
+    expressions = [meta.sizes[0].as_expr if meta.sizes else None for meta in metas]
+    # The first dimensions; empty if fixed or missing.
+    firsts = {str(each.get("expr_str", "")) if each else "" for each in expressions}
     symbol = re.match(r"Symbol\('(\w+)'[^()]*\)$", firsts.pop()) if len(firsts) == 1 else None
     return 0 if symbol is None else ranges.get(symbol[1], {}).get("max_val")
-
-
-def _first(meta: _Meta) -> str:
-    """Return the first dimension as an expression; empty if it is fixed or missing."""
-    expression = meta.sizes[0].as_expr if meta.sizes else None
-    return str(expression.get("expr_str", "")) if expression else ""
