@@ -508,12 +508,10 @@ class _Trial:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = copy.deepcopy(layer).float().eval()
-        self._width = _parts(layer)[0].weight.shape[1]
-        generator = torch.Generator().manual_seed(SEED)
-        self._x = torch.randn(1, NUM_TOKENS, self._width, generator=generator)
-        device = next(layer.parameters()).device
-        self._x = self._x.to(device)
-        mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool, device=device)
+        weight = _parts(self._layer)[0].weight
+        self._width = weight.shape[1]
+        self._x = _random_tokens(weight, NUM_TOKENS)[None]
+        mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool, device=weight.device)
         answer = self._layer(self._x, mask)
         self.gives_tuple = isinstance(answer, tuple | list)
         self._wanted = answer[0] if self.gives_tuple else answer

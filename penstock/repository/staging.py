@@ -14,9 +14,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from penstock.errors import StorageFull
 from penstock.repository.manifest import FileEntry
@@ -100,25 +99,25 @@ def _is_abandoned(path: Path, lock: int) -> bool:
 
 def copy(source: Path, target: Path) -> FileEntry:
     """Copy a file and return the entry of the copy, even if the source changes meanwhile."""
-    digest = hashlib.sha256()
-    size = 0
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as original, open(target, "xb") as file:
-        while chunk := original.read(CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-            file.write(chunk)
-        _sync(file)
-    return FileEntry(size, digest.hexdigest())
+    with open(source, "rb") as original:
+        return _write(target, iter(lambda: original.read(CHUNK_BYTES), b""))
 
 
 def write(path: Path, data: bytes) -> FileEntry:
     """Write a new file and return its entry; it must not exist yet."""
+    return _write(path, (data,))
+
+
+def _write(path: Path, chunks: Iterable[bytes]) -> FileEntry:
     path.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
-        file.write(data)
-        _sync(file)
-    return FileEntry(len(data), hashlib.sha256(data).hexdigest())
+        for chunk in chunks:
+            digest.update(chunk)
+            size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(size, digest.hexdigest())
 
 
 def append(path: Path, line: bytes) -> None:
@@ -138,11 +137,6 @@ def append(path: Path, line: bytes) -> None:
             file.truncate(size)
             raise
     sync_folder(path.parent)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
