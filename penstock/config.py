@@ -256,10 +256,8 @@ class ModelConfig:
         """Note for the log at load and `penstock inspect` about an SLO that was not kept."""
         if not self.unkept_slo:
             return ""
-        return (
-            f"the evidence says that the SLO was not kept: {self.unkept_slo}; serving without it, "
-            "set penstock.slo to enforce it"
-        )
+        how = "serving without it, set penstock.slo to enforce it"
+        return f"the evidence says that the SLO was not kept: {self.unkept_slo}; {how}"
 
     @property
     def model(self) -> ModelConfig:

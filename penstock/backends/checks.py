@@ -26,11 +26,8 @@ def check_signature(
         for spec in wanted:
             problems += _mismatch(kind, spec, by_name, has_batch)
     configured = {spec.name for spec in config.inputs}
-    problems += [
-        f"input: the model needs '{spec.name}', which is not configured"
-        for spec in inputs
-        if spec.name not in configured
-    ]
+    needed = [spec.name for spec in inputs if spec.name not in configured]
+    problems += [f"input: the model needs '{name}', which is not configured" for name in needed]
     if problems:
         raise ConfigError(problems)
 
@@ -41,12 +38,8 @@ def warn_unknown(config: ModelConfig, known: Sequence[str]) -> None:
     prefixes = tuple(name for name in known if name.endswith("."))
     for key in config.options:
         if key not in known and not key.startswith((*prefixes, "penstock.")):
-            log.warning(
-                "parameters.%s: backend '%s' does not know it, so it has no effect; it knows %s",
-                key,
-                config.backend,
-                ", ".join(known),
-            )
+            text = "parameters.%s: backend '%s' does not know it, so it has no effect; it knows %s"
+            log.warning(text, key, config.backend, ", ".join(known))
 
 
 def num_threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:
@@ -77,10 +70,8 @@ def _mismatch(
     if kind == "output" and not found.shape:
         return problems
     if has_batch and found.shape and found.shape[0] != -1:
-        problems.append(
-            f"{where}: the model's first dimension is fixed at {found.shape[0]}, "
-            "so max_batch_size must be 0"
-        )
+        fixed = f"the model's first dimension is fixed at {found.shape[0]}"
+        problems.append(f"{where}: {fixed}, so max_batch_size must be 0")
     elif not _fits(kind, shape, found.shape):
         problems.append(f"{where}: configured as {list(shape)}, the model has {list(found.shape)}")
     return problems

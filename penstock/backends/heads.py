@@ -215,17 +215,13 @@ class HeadedExecution:
     inner: Execution
     head: Head
     inputs: Outputs
-
-    @property
-    def prepare_s(self) -> float:
-        return self.inner.prepare_s
-
-    @property
-    def finish_s(self) -> float:
-        return self.inner.finish_s
+    # Known once `wait` is exhausted.
+    prepare_s: float = 0.0
+    finish_s: float = 0.0
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
         for answer in self.inner.wait():
             # `processing.load` refuses models that see requests.
             assert not isinstance(answer, PerRequest)
             yield self.head(answer, self.inputs)
+        self.prepare_s, self.finish_s = self.inner.prepare_s, self.inner.finish_s

@@ -56,10 +56,8 @@ class NullRunner(Runner):
         if self._config.device == CPU:
             return options
         # The values it would have if it computed anything.
-        return options | {
-            "device": self._config.device,
-            GPU_MEMORY: str(int(self._options.get(GPU_MEMORY, 0))),
-        }
+        memory = str(int(self._options.get(GPU_MEMORY, 0)))
+        return options | {"device": self._config.device, GPU_MEMORY: memory}
 
     def start(self, batch: Batch) -> Execution:
         began = time.perf_counter()

@@ -1,7 +1,6 @@
 """ONNX files on ONNX Runtime, the default backend; threads and graph level are set explicitly.
 
-`docs/backends.md` explains the options, which have Triton's names. The effective settings are read
-back and compared.
+docs/backends.md explains the options. The effective settings are read back and compared.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 # Before the import: the only switch that disables the library's telemetry.
@@ -71,8 +70,8 @@ class OnnxRunner(Runner):
         except Exception as error:  # The library raises its own types and plain Exception.
             reason = shown_error(error, config)
             raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
-        self.inputs = _specs(self._session.get_inputs())
-        self.outputs = _specs(self._session.get_outputs())
+        self.inputs = tuple(map(_spec, self._session.get_inputs()))
+        self.outputs = tuple(map(_spec, self._session.get_outputs()))
         check_signature(config, self.inputs, self.outputs)
         got = self._session.get_providers()
         # ONNX Runtime falls back to the CPU silently.
@@ -197,10 +196,8 @@ def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, di
     available = ort.get_available_providers()
     unknown = [name for name in names if name not in available]
     if unknown:
-        problems.append(
-            f"parameters.providers: {', '.join(unknown)} not in this build of ONNX Runtime, "
-            f"which has {', '.join(available)}"
-        )
+        build = f"this build of ONNX Runtime, which has {', '.join(available)}"
+        problems.append(f"parameters.providers: {', '.join(unknown)} not in {build}")
     providers = []
     for name in names:
         prefix = f"provider_options.{name}."
@@ -209,15 +206,9 @@ def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, di
     return providers
 
 
-def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(
-            node.name,
-            ELEMENT_TYPES.get(node.type, node.type),
-            tuple(size if isinstance(size, int) else -1 for size in node.shape),
-        )
-        for node in nodes
-    )
+def _spec(node: ort.NodeArg) -> TensorSpec:
+    shape = tuple(size if isinstance(size, int) else -1 for size in node.shape)
+    return TensorSpec(node.name, ELEMENT_TYPES.get(node.type, node.type), shape)
 
 
 def _bits(value: ort.OrtValue) -> Array:

@@ -1,8 +1,7 @@
 """OpenVINO on CPUs: `model.xml` with `model.bin` beside it, or `model.onnx`.
 
-`docs/backends.md` explains the options. The effective settings are read back and compared. The
-library computes INT64, UINT64 and UINT32 as INT32: numbers that do not fit are refused. FP64 is
-computed as FP32.
+docs/backends.md explains the options; the effective settings are read back and compared. FP64 is
+computed as FP32; INT64, UINT64 and UINT32 as INT32, and numbers that do not fit are refused.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class OpenVinoRunner(Runner):
         self._answers = [(spec, output_names.index(spec.name)) for spec in config.outputs]
 
     def built(self) -> Mapping[str, str]:
-        built = {
-            "openvino": ov.__version__,
-            "devices": ",".join(self._compiled.get_property("EXECUTION_DEVICES")),
-        }
+        devices = ",".join(self._compiled.get_property("EXECUTION_DEVICES"))
+        built = {"openvino": ov.__version__, "devices": devices}
         return built | {name.lower(): text for name, text in self._actual.items()}
 
     def start(self, batch: Batch) -> Execution:
@@ -117,18 +114,13 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
     problems: list[str] = []
     if config.device != "cpu":
         problems.append(f"device: '{config.device}' is not supported; expected 'cpu'")
+    # OpenVINO's Python API frees string memory twice, which crashes the process.
+    why = "BYTES is not supported; use backend 'onnxruntime' or 'python'"
     for kind, specs in (("input", config.inputs), ("output", config.outputs)):
-        # OpenVINO's Python API frees string memory twice, which crashes the process.
-        problems += [
-            f"{kind} '{spec.name}': BYTES is not supported; use backend 'onnxruntime' or 'python'"
-            for spec in specs
-            if spec.datatype == "BYTES"
-        ]
-    problems += [
-        f"input '{spec.name}': OpenVINO needs all inputs; it cannot be optional"
-        for spec in config.inputs
-        if spec.is_optional
-    ]
+        texts = [spec.name for spec in specs if spec.datatype == "BYTES"]
+        problems += [f"{kind} '{name}': {why}" for name in texts]
+    why = "OpenVINO needs all inputs; it cannot be optional"
+    problems += [f"input '{spec.name}': {why}" for spec in config.inputs if spec.is_optional]
     lower = {key: key.lower() for key in config.options if key.lower() in PROPERTIES}
     settings = {lower.get(key, key): text for key, text in config.options.items()}
     hint = settings.get("performance_hint", "LATENCY").upper()
@@ -194,10 +186,8 @@ def _feed(spec: TensorSpec, array: Array) -> Array | ov.Tensor:
     if spec.datatype in NARROWED and array.size:
         for number in (int(array.min()), int(array.max())):
             if not INT32.min <= number <= INT32.max:
-                raise BackendFailed(
-                    f"input '{spec.name}': {number} does not fit INT32, and OpenVINO computes "
-                    f"{spec.datatype} as INT32"
-                )
+                why = f"does not fit INT32, and OpenVINO computes {spec.datatype} as INT32"
+                raise BackendFailed(f"input '{spec.name}': {number} {why}")
     return array
 
 

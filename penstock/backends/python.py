@@ -117,11 +117,8 @@ class Code:
             file = Path(error.filename or self._path)
             where = "" if file == self._path else f"{file.name} "
             return f"{where}line {error.lineno}: {error.msg}"
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(self._path)
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
         where = f"line {lines[-1]}: " if lines else ""
         if isinstance(error, ModuleNotFoundError) and error.name:
             name = error.name.removeprefix(f"{self._package}.")
@@ -139,8 +136,7 @@ class _Loader(SourceFileLoader):
 
 class FunctionRunner(Runner):
     """`class Model` or a function: called with the arrays of the whole batch, or, by its form, for
-    one row at a time. Then it sees only rows of clients, and a row that fails fails only its
-    request."""
+    one row at a time. Then it sees only clients' rows, and an error fails only its request."""
 
     def __init__(
         self, code: Code, infer: Callable[..., object], model: object, form: CallForm | None
@@ -230,15 +226,12 @@ class TritonRunner(Runner):
         row = 0
         for part in parts:
             end = row + part.num_rows
+            own = {name: a[row:end] if is_batched else a for name, a in inputs.items()}
+            tensors = [pb_utils.Tensor(name, a, self._datatypes[name]) for name, a in own.items()]
             requests.append(
                 pb_utils.InferenceRequest(
                     request_id=part.id,
-                    inputs=[
-                        pb_utils.Tensor(
-                            name, array[row:end] if is_batched else array, self._datatypes[name]
-                        )
-                        for name, array in inputs.items()
-                    ],
+                    inputs=tensors,
                     requested_output_names=part.outputs or self._output_names,
                     model_name=self._config.name,
                     model_version=int(self._config.version),
@@ -262,10 +255,8 @@ class _Anonymous:
 
 def load(config: ModelConfig) -> TritonRunner | FunctionRunner:
     if "EXECUTION_ENV_PATH" in config.options:
-        raise ConfigError(
-            "parameters.EXECUTION_ENV_PATH: not supported; "
-            f"models run in the server's own Python ({sys.executable})"
-        )
+        own = f"models run in the server's own Python ({sys.executable})"
+        raise ConfigError(f"parameters.EXECUTION_ENV_PATH: not supported; {own}")
     code = Code(config)
     try:
         module = code.load()

@@ -1,8 +1,7 @@
 """A process that runs a Python model's file to learn its tensors: `python -m
 penstock.backends.python_reader FD FILE`.
 
-The answer goes to a file descriptor, because the code may print anything. `python_file` starts this
-process.
+The answer goes to a file descriptor, as the code may print anything. `python_file` starts it.
 """
 
 from __future__ import annotations
@@ -48,21 +47,16 @@ def _read_triton(code: Code, module: ModuleType) -> Signature:
     values = config.as_dict()
     max_batch = int(values["max_batch_size"])
     prefix = (-1,) if max_batch else ()
-    tensors = {
-        kind: tuple(
-            TensorSpec(
-                str(item["name"]),
-                pb_utils.v2_datatype(item["data_type"]),
-                (*prefix, *map(int, item["dims"])),
-                is_optional=bool(item.get("optional")),
-            )
-            for item in values[kind]
-        )
-        for kind in ("input", "output")
-    }
-    if not tensors["output"]:
+
+    def spec(item: pb_utils.ParsedConfig) -> TensorSpec:
+        datatype = pb_utils.v2_datatype(item["data_type"])
+        shape = (*prefix, *map(int, item["dims"]))
+        return TensorSpec(str(item["name"]), datatype, shape, bool(item.get("optional")))
+
+    inputs, outputs = (tuple(map(spec, values[kind])) for kind in ("input", "output"))
+    if not outputs:
         raise ConfigError(NOT_TOLD)
-    return Signature(tensors["input"], tensors["output"], chosen_batch=max_batch)
+    return Signature(inputs, outputs, chosen_batch=max_batch)
 
 
 def main() -> None:

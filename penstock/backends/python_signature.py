@@ -85,8 +85,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def find_entry(module: types.ModuleType) -> EntryPoint:
-    """Find the model of a file that has no TritonPythonModel; ConfigError if the file has none or
-    several."""
+    """Find the model of a file without TritonPythonModel; ConfigError if it has none or several."""
     own = {
         name: value
         for name, value in vars(module).items()
@@ -107,11 +106,8 @@ def find_entry(module: types.ModuleType) -> EntryPoint:
         return EntryPoint(own["infer"])
     if has_model:
         return _entry(own["Model"])
-    functions = [
-        value
-        for name, value in own.items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    ]
+    public = [value for name, value in own.items() if not name.startswith("_")]
+    functions = [value for value in public if inspect.isfunction(value)]
     named = [each for each in functions if each.__name__ in NAMES]
     if len(named or functions) == 1:
         return EntryPoint((named or functions)[0])

@@ -270,20 +270,16 @@ class TorchRunner(Runner):
         return self.pipeline is not None and self.pipeline.device.is_lost()
 
     def _num_rows(self, batch: Batch) -> int:
-        """Return the rows to run: padded to the next rung of the ladder. Libraries choose and build
-        kernels for each new shape, which takes many times as long as a batch; rungs are warmed
-        up."""
+        """Return the rows to run: padded to the next rung of the ladder, which is warmed up. For
+        each new shape libraries build kernels, which takes many times as long as a batch."""
         index = bisect_left(self._rungs, batch.num_rows)
         rung = self._rungs[index] if index < len(self._rungs) else batch.num_rows
         padding = self._config.padding
         if padding is None or self._config.batching.max_tokens is None:
             return rung
         # An optional input may be missing.
-        lengths = [
-            batch.inputs[each.input].shape[1 + each.axis]
-            for each in padding.axes
-            if each.input in batch.inputs
-        ]
+        axes = [each for each in padding.axes if each.input in batch.inputs]
+        lengths = [batch.inputs[each.input].shape[1 + each.axis] for each in axes]
         # At most the token budget, which is warmed up as well.
         most = self._config.max_rows(max(lengths, default=1))
         return max(batch.num_rows, min(rung, most))
@@ -418,11 +414,8 @@ def _options(config: ModelConfig) -> Options:
         for key, known in VALUES.items()
         if settings.get(key, "") not in known
     ]
-    problems += [
-        f"parameters.penstock.{key}: {problem}"
-        for key, is_wrong, problem in _conflicts(config, given)
-        if is_wrong
-    ]
+    wrong = [(key, why) for key, is_wrong, why in _conflicts(config, given) if is_wrong]
+    problems += [f"parameters.penstock.{key}: {why}" for key, why in wrong]
     has_graphs = config.device != CPU and given["compile"] in WITH_GRAPHS
     options = Options(
         num_threads(settings, "intra_op_thread_count", share_of_cores(config), problems),
@@ -479,10 +472,8 @@ def set_precision(dtype: str) -> None:
 def rounded() -> str:
     """Return what uses TF32: `matrices`, `convolutions`, both, or `off`. A model's own code may
     have changed it."""
-    settings = {
-        "matrices": torch.backends.cuda.matmul.fp32_precision,
-        "convolutions": torch.backends.cudnn.conv.fp32_precision,
-    }
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    settings = {"matrices": matmul.fp32_precision, "convolutions": conv.fp32_precision}
     return ",".join(name for name, found in settings.items() if found == "tf32") or "off"
 
 
@@ -493,11 +484,9 @@ def _check_device(config: ModelConfig) -> None:
             # A plain "cuda" in a model's own code then means its own GPU too.
             torch.cuda.set_device(config.device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others.
-        problem = (
-            f"device: '{config.device}' cannot be used: {first_line(error)}; "
-            "KIND_CPU in instance_group runs the model on the CPU"
-        )
-        raise ConfigError(problem) from None
+        problem = f"device: '{config.device}' cannot be used: {first_line(error)}"
+        advice = "KIND_CPU in instance_group runs the model on the CPU"
+        raise ConfigError(f"{problem}; {advice}") from None
 
 
 def _set_threads(options: Options) -> None:
@@ -601,15 +590,11 @@ def _make(code: Code, config: ModelConfig, options: Options) -> Module:
 def _call_order(
     code: Code, module: Module, config: ModelConfig
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Return inputs by position and by keyword: keywords if `forward` has all names as
-    parameters."""
+    """Return inputs by position and by keyword: the latter if `forward` has all these names."""
     names = [spec.name for spec in config.inputs]
     signature = inspect.signature(module.forward)
-    named = {
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = {name for name, each in signature.parameters.items() if each.kind in kinds}
     is_named = named.issuperset(names)
     try:
         if is_named:
@@ -677,10 +662,8 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     num_positional = args.num_children
     positional = [name for name in names if name not in keywords][:num_positional]
     if len(names) != num_positional + len(keywords) or not set(keywords) <= set(names):
-        raise ConfigError(
-            f"{label}: it takes {num_positional} inputs by position and "
-            f"{keywords or 'none'} by name; configured are {names}"
-        )
+        takes = f"it takes {num_positional} inputs by position and {keywords or 'none'} by name"
+        raise ConfigError(f"{label}: {takes}; configured are {names}")
     return LoadedModule(package, positional, keywords, is_compiled=True)
 
 
@@ -703,16 +686,11 @@ def _named(program: pt2_file.Program, configured: Sequence[TensorSpec]) -> Signa
 
 
 def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
-    problems = [
-        f"input '{spec.name}': a .pt2 needs all its inputs; it cannot be optional"
-        for spec in config.inputs
-        if spec.is_optional
-    ]
+    why = "a .pt2 needs all its inputs; it cannot be optional"
+    problems = [f"input '{spec.name}': {why}" for spec in config.inputs if spec.is_optional]
     if max_batch and config.max_batch_size > max_batch:
-        problems.append(
-            f"max_batch_size: {config.max_batch_size}, but the model was exported for at most "
-            f"{max_batch} rows"
-        )
+        most = f"the model was exported for at most {max_batch} rows"
+        problems.append(f"max_batch_size: {config.max_batch_size}, but {most}")
     if problems:
         raise ConfigError(problems)
 
@@ -727,10 +705,8 @@ def _check_pickles(path: Path, label: str) -> None:
     try:
         torch.load(io.BytesIO(samples), map_location="cpu", weights_only=True)
     except Exception as error:  # Unpickling may raise anything.
-        raise ConfigError(
-            f"{label}: its sample inputs are not plain tensors, and pickles are not read: "
-            f"{first_line(error)}"
-        ) from None
+        problem = "its sample inputs are not plain tensors, and pickles are not read"
+        raise ConfigError(f"{label}: {problem}: {first_line(error)}") from None
 
 
 def by_name(answer: object, names: Sequence[str]) -> Mapping[str, torch.Tensor]:

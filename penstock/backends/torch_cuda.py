@@ -214,8 +214,7 @@ class Pipeline:
     ) -> Running:
         """Launch a batch of `num_rows` rows from host memory, padded to `num_run` (None: no batch
         dimension, no padding). Computations that differ for the same shapes are variants, each with
-        its own graphs. A batch that runs out of memory is retried once, after unused memory is
-        freed."""
+        its own graphs. Out of memory, a batch is retried once, after unused memory is freed."""
         slot = self._next_slot()
         try:
             try:
@@ -286,8 +285,7 @@ class Pipeline:
         return Running({name: to_array(each) for name, each in answers.items()}, marks)
 
     def run(self, inputs: Tensors, variant: int = 0) -> Tensors:
-        """Run inputs that are on the device, without waiting; the outputs are valid until the next
-        batch."""
+        """Run inputs on the device, without waiting; outputs are valid until the next batch."""
         with self.device.lane("compute"):
             return self._run(inputs, variant)
 
@@ -310,10 +308,8 @@ class Pipeline:
 
     def _next_slot(self) -> Slot:
         if not self._slots:
-            device = self.device
-            for _ in range(self.num_slots):
-                arenas = Arena(device.empty), Arena(device.pinned)
-                self._slots.append(Slot(*arenas, Arena(device.empty), Arena(device.pinned)))
+            places = self.device.empty, self.device.pinned
+            self._slots = [Slot(*map(Arena, places * 2)) for _ in range(self.num_slots)]
         self._turn += 1
         return self._slots[self._turn % self.num_slots]
 
@@ -369,8 +365,7 @@ class Pipeline:
         return values
 
     def _captured(self, inputs: Tensors) -> Graph:
-        """Capture a graph. Cached memory cannot be used during capture, so on failure free it and
-        retry."""
+        """Capture a graph. That cannot use cached memory, so on failure free it and retry."""
         fixed = {name: each.clone() for name, each in inputs.items()}
         try:
             replayable, outputs = self.device.capture(lambda: self.compute(fixed))

@@ -65,16 +65,11 @@ class Fusion:
     @property
     def layers(self) -> list[Convolution]:
         """The convolution of every call; a module may be called several times."""
-        found = (
-            self.module.get_submodule(node.target)
-            for node in self.module.graph.nodes
-            if node.op == "call_module"
-        )
+        found = (_module(self.module, node) for node in self.module.graph.nodes)
         return [each for each in found if isinstance(each, Convolution)]
 
     def facts(self) -> dict[str, str]:
-        """Report the number of layers and their implementations, for the smallest and largest
-        batch."""
+        """Report the layers and their implementations, for the smallest and largest batch."""
         layers = self.layers
         text = f"{len(layers)} convolutions"
         if self.tuner is None:

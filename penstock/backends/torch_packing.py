@@ -165,9 +165,8 @@ def budget(
 
 
 def full_batch(num_processors: int) -> int:
-    """Return the tokens of a batch whose GEMMs leave no multiprocessor idle at the end: on an H200
-    (132 of them) 33,792 take less time than 32,768, which leave some without a tile in the last
-    wave."""
+    """Return the tokens of a batch whose GEMMs leave no multiprocessor idle in the last wave: on an
+    H200 (132 of them) 33,792 take less time than 32,768."""
     return num_processors * TILE_ROWS or FULL
 
 
@@ -206,11 +205,8 @@ def rehearsals(
 
 def mask_of(config: ModelConfig) -> str:
     """Return the mask input; raise ConfigError unless there is exactly one."""
-    found = [
-        spec
-        for spec in config.inputs
-        if "mask" in spec.name.lower() and DATATYPES[spec.datatype].numpy.kind in "iub"
-    ]
+    named = [spec for spec in config.inputs if "mask" in spec.name.lower()]
+    found = [spec for spec in named if DATATYPES[spec.datatype].numpy.kind in "iub"]
     problem = ""
     if config.max_batch_size == 0:
         problem = "the model has no batch dimension (max_batch_size)"
@@ -335,8 +331,7 @@ def check_kernels(packing: PackedModel) -> None:
 
 
 def quantise(packing: PackedModel, config: ModelConfig) -> None:
-    """Convert to FP8, with calibrated ranges from the configured file, or with a scale per
-    token."""
+    """Convert to FP8, with the calibrated ranges of the configured file or a scale per token."""
     asked = config.options[FP8_OPTION]
     products = packing.stack.products()
     ranges: Mapping[str, float | None] = dict.fromkeys(products)

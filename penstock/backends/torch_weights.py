@@ -175,10 +175,8 @@ def _transformers() -> ModuleType:
     try:
         library = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"backend: the folder needs the package '{error.name}', which is not installed; "
-            'pip install "penstock[hf]" brings it; a folder with onnx/model.onnx does not '
-            "need it"
-        ) from error
+        what = f"the folder needs the package '{error.name}', which is not installed"
+        how = 'pip install "penstock[hf]" brings it; a folder with onnx/model.onnx does not need it'
+        raise ConfigError(f"backend: {what}; {how}") from error
     library.utils.logging.disable_progress_bar()
     return library

@@ -115,12 +115,8 @@ class Case:
         return [None if each is None else each.normal_() for each in self.empty()]
 
     def empty(self) -> list[torch.Tensor | None]:
-        return [
-            None
-            if form is None
-            else torch.empty_strided(*form, dtype=self.dtype, device=self.device)
-            for form in self.forms
-        ]
+        empty = partial(torch.empty_strided, dtype=self.dtype, device=self.device)
+        return [None if form is None else empty(*form) for form in self.forms]
 
 
 class Remembered(msgspec.Struct):
@@ -180,8 +176,7 @@ class Tuner:
         return self._workspace
 
     def _compile(self, cases: Iterable[Case]) -> None:
-        """Compile the kernels of all cases at once in several threads: the slowest part of
-        tuning."""
+        """Compile the kernels of all cases in several threads: the slowest part of tuning."""
         if not has_triton() or self.device.type != "cuda":
             return
         from penstock.kernels import conv

@@ -114,8 +114,7 @@ class _Plan:
 
 
 class Products:
-    """GEMMs of one device. Only for one stream at a time, as they share a workspace. `calls` is the
-    library."""
+    """GEMMs of one device, by the library `calls`. For one stream, as they share a workspace."""
 
     def __init__(self, calls: ctypes.CDLL, device: torch.device | str) -> None:
         self._calls = calls

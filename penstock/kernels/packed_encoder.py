@@ -53,8 +53,7 @@ class PackedLayout:
 
 
 def lay_out(mask: Tensor, num_tokens: int) -> PackedLayout:
-    """Return the layout for a mask [rows, length] with at most `num_tokens` tokens. Does not
-    wait."""
+    """Return the layout for a mask [rows, length] of up to `num_tokens` tokens, without waiting."""
     if mask.is_cuda and has_triton():
         from penstock.kernels import layout
 
@@ -120,8 +119,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Quantisation of a linear layer's input to e4m3: by a calibrated factor, or per token
-    (None)."""
+    """Quantisation of a linear layer's input to e4m3: by a calibrated factor; None: per token."""
 
     inverse: Tensor | None
 
@@ -397,8 +395,7 @@ class PackedEmbeddings(nn.Module):
     def of_tokens(
         self, layout: PackedLayout, scaling: Scaling | None
     ) -> tuple[Tensor, LinearInput]:
-        """Return the embeddings of packed tokens, and the same as input of the first linear
-        layer."""
+        """Return the embeddings of packed tokens, also as input of the first linear layer."""
         assert self._given is not None
         ids, kinds = self._given
         positions = self.positions.weight

@@ -185,11 +185,8 @@ def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
     files = [place / name for place in (folder, version) for name in names]
     files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
     files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
-    return [
-        _hard_link(os.path.relpath(file, folder))
-        for file in dict.fromkeys(files)
-        if links.is_shared(file)
-    ]
+    shared = [file for file in dict.fromkeys(files) if links.is_shared(file)]
+    return [_hard_link(os.path.relpath(file, folder)) for file in shared]
 
 
 def _hard_link(name: str) -> str:
@@ -336,11 +333,8 @@ def listed(names: Sequence[str], most: int = 10) -> str:
 def _folders(root: Path) -> list[Path]:
     """List what may be a model: folders, and GGUF files."""
     try:
-        return sorted(
-            entry
-            for entry in root.iterdir()
-            if (entry.is_dir() or _is_gguf(entry)) and not entry.name.startswith(".")
-        )
+        entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+        return sorted(entry for entry in entries if entry.is_dir() or _is_gguf(entry))
     except OSError as error:
         raise ConfigError(f"{root}: cannot be read: {error.strerror}") from None
 
@@ -466,11 +460,8 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
         return [f"configuration: {CONFIG if is_folder else 'worked out from the file'}", *notes]
     version = config.version
     where = f"{version}/{CONFIG}" if has_own_config(folder, version) else CONFIG
-    has_config = (folder / where).is_file()
-    lines = [
-        f"versions: {', '.join(version_folders(folder))}",
-        f"configuration: {where if has_config else 'worked out from the file'}",
-    ]
+    source = where if (folder / where).is_file() else "worked out from the file"
+    lines = [f"versions: {', '.join(version_folders(folder))}", f"configuration: {source}"]
     manifest = manifests.read(folder / version)
     if manifest is None:
         lines.append("manifest: none, the files are taken as they are")
@@ -529,10 +520,9 @@ def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:
             wanted = {str(number) for number in policy.specific.versions}
             missing = sorted(wanted - set(available))
             if missing or not wanted:
-                problems.append(
-                    f"version_policy.specific: no version {', '.join(missing) or 'named'}; "
-                    f"there are {', '.join(available)}"
-                )
+                problem = f"no version {', '.join(missing) or 'named'}"
+                there = ", ".join(available)
+                problems.append(f"version_policy.specific: {problem}; there are {there}")
             return [version for version in available if version in wanted] or available[-1:]
         case _:
             return available[-max(1, policy.latest.num_versions) :]

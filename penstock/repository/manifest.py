@@ -68,14 +68,9 @@ _manifests = msgspec.json.Decoder(Manifest)
 
 def is_plain(name: str) -> bool:
     """Whether a file name stays inside its folder and is normalised."""
-    parts = PurePosixPath(name).parts
-    return (
-        bool(parts)
-        and str(PurePosixPath(name)) == name
-        and not name.startswith("/")
-        and ".." not in parts
-        and name.isprintable()
-    )
+    path = PurePosixPath(name)
+    is_inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return is_inside and str(path) == name and name.isprintable()
 
 
 def read(folder: Path) -> Manifest | None:
@@ -102,19 +97,17 @@ def read(folder: Path) -> Manifest | None:
 
 def check_files(manifest: Manifest, folder: Path) -> list[str]:
     """List files that are missing, have another size or were added, without reading any file."""
-    problems = [
-        f"{folder.name}/{name}: is not in {NAME}; remove it, or commit it as a new version"
-        for name in names_below(folder)
-        if name != NAME and name not in manifest.files
-    ]
+    known = {NAME, *manifest.files}
+    added = [f"{folder.name}/{name}" for name in names_below(folder) if name not in known]
+    hint = "remove it, or commit it as a new version"
+    problems = [f"{path}: is not in {NAME}; {hint}" for path in added]
+    unloaded = "it is not loaded until it is committed again"
     for name, entry in sorted(manifest.files.items()):
         size = _size(folder / name)
         if size != entry.size:
             there = "missing" if size is None else f"{size} bytes, {NAME} says {entry.size}"
-            problems.append(
-                f"{folder.name}/{name}: {there}; version {folder.name} is incomplete: "
-                "it is not loaded until it is committed again"
-            )
+            why = f"version {folder.name} is incomplete: {unloaded}"
+            problems.append(f"{folder.name}/{name}: {there}; {why}")
     return problems
 
 
@@ -153,10 +146,8 @@ def check_digests(folder: Path) -> None:
             problems.append(f"{folder.name}/{name}: cannot be read: {error.strerror}")
             continue
         if found != entry.sha256:
-            problems.append(
-                f"{folder.name}/{name}: differs from what was committed: sha256 {found}, "
-                f"{NAME} says {entry.sha256}; commit changes as a new version"
-            )
+            digests = f"sha256 {found}, {NAME} says {entry.sha256}; commit changes as a new version"
+            problems.append(f"{folder.name}/{name}: differs from what was committed: {digests}")
     if problems:
         raise ConfigError(problems)
 

@@ -92,11 +92,8 @@ def _read_graph(path: Path) -> GraphProto:
 def _zip_maps(graph: GraphProto) -> dict[str, NodeProto]:
     """Return the ZipMap nodes that make outputs of the model, by the outputs' names."""
     outputs = {value.name for value in graph.output}
-    return {
-        node.output[0]: node
-        for node in graph.node
-        if node.op_type == "ZipMap" and node.output[0] in outputs
-    }
+    maps = [node for node in graph.node if node.op_type == "ZipMap"]
+    return {node.output[0]: node for node in maps if node.output[0] in outputs}
 
 
 def _classes(node: NodeProto) -> list[str]:
@@ -146,8 +143,7 @@ def _datatype(value: ValueInfoProto) -> str:
 
 
 def _spec(value: ValueInfoProto) -> TensorSpec:
-    shape = tuple(
-        dim.dim_value if dim.HasField("dim_value") and dim.dim_value > 0 else -1
-        for dim in value.type.tensor_type.shape.dim
-    )
+    # Sizes without a value read as 0.
+    dims = value.type.tensor_type.shape.dim
+    shape = tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in dims)
     return TensorSpec(value.name, _datatype(value), shape)

@@ -21,11 +21,8 @@ def read_signature(path: Path) -> Signature:
     root = _root(path)
     layers = root.findall("layers/layer")
     # Tensor names of output ports, by layer and port.
-    names = {
-        (layer.get("id", ""), port.get("id", "")): port.get("names", "")
-        for layer in layers
-        for port in layer.findall("output/port")
-    }
+    ports = [(each.get("id", ""), port) for each in layers for port in each.findall("output/port")]
+    names = {(layer, port.get("id", "")): port.get("names", "") for layer, port in ports}
     sources = {
         edge.get("to-layer", ""): (edge.get("from-layer", ""), edge.get("from-port", ""))
         for edge in root.findall("edges/edge")

@@ -122,8 +122,7 @@ def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = Non
 
 
 def describe(config: ModelConfig) -> str:
-    """Format the resolved configuration as config.pbtxt; parsing it gives the same
-    configuration."""
+    """Format the resolved configuration as config.pbtxt, which parses to the same one."""
     return to_text(to_message(config))
 
 
@@ -377,10 +376,8 @@ class _Resolver:
         except ConfigError as error:
             self._problems += error.problems
             return config
-        outputs = [
-            replace(spec, labels=labels) if spec.shape == (len(labels),) else spec
-            for spec in config.outputs
-        ]
+        scores = (len(labels),)
+        outputs = [replace(s, labels=labels) if s.shape == scores else s for s in config.outputs]
         return replace(config, outputs=tuple(outputs))
 
     def _check_tags(self) -> None:

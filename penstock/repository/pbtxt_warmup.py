@@ -1,9 +1,8 @@
-"""Converts `model_warmup` of config.pbtxt to `Warmup` values. `pbtxt` calls it; `serving.warmups`
-makes the tensors."""
+"""Converts `model_warmup` of config.pbtxt to `Warmup` values; `serving.warmups` makes tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,11 +29,8 @@ def read(
     for index, message in enumerate(messages):
         path = f"model_warmup[{index}]"
         tensors = tuple(_input(name, message.inputs[name]) for name in sorted(message.inputs))
-        problems = [
-            *_count_problems(message, max_batch),
-            *_missing(tensors, inputs),
-            *(text for each in tensors for text in _input_problems(each, inputs, folder)),
-        ]
+        problems = [*_problems(message, max_batch, tensors, inputs)]
+        problems += [text for each in tensors for text in _input_problems(each, inputs, folder)]
         skipped += [f"{path}.{problem}; this warm-up is skipped" for problem in problems]
         if not problems:
             num_rows, count = max(1, message.batch_size), max(1, message.count)
@@ -42,20 +38,16 @@ def read(
     return tuple(warmups), skipped
 
 
-def _missing(tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]) -> list[str]:
-    given = {tensor.name for tensor in tensors}
-    missing = [spec.name for spec in inputs if spec.name not in given and not spec.is_optional]
-    return [f"inputs: expected every input, {', '.join(missing)} too"] if missing else []
-
-
-def _count_problems(message: Proto, max_batch: int) -> list[str]:
-    problems = []
+def _problems(
+    message: Proto, max_batch: int, tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]
+) -> Iterator[str]:
     if message.batch_size > max(1, max_batch):
-        most = f"at most max_batch_size {max_batch}"
-        problems.append(f"batch_size: {message.batch_size}; expected {most}")
+        yield f"batch_size: {message.batch_size}; expected at most max_batch_size {max_batch}"
     if message.count > MAX_COUNT:
-        problems.append(f"count: {message.count}; expected at most {MAX_COUNT}")
-    return problems
+        yield f"count: {message.count}; expected at most {MAX_COUNT}"
+    given = {tensor.name for tensor in tensors}
+    if missing := [s.name for s in inputs if s.name not in given and not s.is_optional]:
+        yield f"inputs: expected every input, {', '.join(missing)} too"
 
 
 def _input(name: str, message: Proto) -> WarmupInput:
@@ -64,21 +56,22 @@ def _input(name: str, message: Proto) -> WarmupInput:
     return WarmupInput(name, datatype, tuple(message.dims), source, message.input_data_file)
 
 
-def _input_problems(tensor: WarmupInput, inputs: Sequence[TensorSpec], folder: Path) -> list[str]:
+def _input_problems(
+    tensor: WarmupInput, inputs: Sequence[TensorSpec], folder: Path
+) -> Iterator[str]:
     where = f"inputs.{tensor.name}"
     specs = {spec.name: spec for spec in inputs}
     spec = specs.get(tensor.name)
     if spec is None:
-        return [f"{where}: no such input; expected one of {', '.join(specs)}"]
-    problems = []
+        yield f"{where}: no such input; expected one of {', '.join(specs)}"
+        return
     if tensor.datatype != spec.datatype:
-        problems.append(f"{where}.data_type: {tensor.datatype}; expected {spec.datatype}")
+        yield f"{where}.data_type: {tensor.datatype}; expected {spec.datatype}"
     if min(tensor.shape, default=1) <= 0 or not shape_fits(tensor.shape, spec.shape):
         expected = f"expected a shape that fits {list(spec.shape)}"
-        problems.append(f"{where}.dims: {list(tensor.shape)}; {expected}")
+        yield f"{where}.dims: {list(tensor.shape)}; {expected}"
     if tensor.source == "file" and (problem := _file_problem(folder, tensor.file)):
-        problems.append(f"{where}.input_data_file: {problem}")
-    return problems
+        yield f"{where}.input_data_file: {problem}"
 
 
 def _file_problem(folder: Path, file: str) -> str:

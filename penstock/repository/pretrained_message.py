@@ -44,8 +44,7 @@ ANSWERS = (*ONNX_LOGITS, *ONNX_VECTORS)
 
 
 def complete(message: Proto, found: Pretrained) -> Path:
-    """Fill in the message; return the file that the backend loads. ConfigError says what is
-    missing."""
+    """Fill in the message; return the file that is loaded. ConfigError says what is missing."""
     if message.input or message.output:
         raise ConfigError(
             "input, output: a Hugging Face folder has its own; leave them out of config.pbtxt"

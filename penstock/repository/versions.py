@@ -131,9 +131,8 @@ def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> di
     """Return the source files by their names below the version folder."""
     if isinstance(source, Mapping):
         files = {name: Path(path) for name, path in source.items()}
-        problems += [
-            f"{name}: is written by the commit itself" for name in OWN_FILES if name in files
-        ]
+        own = [name for name in OWN_FILES if name in files]
+        problems += [f"{name}: is written by the commit itself" for name in own]
     else:
         files = _files_below(Path(source), problems)
     for name, path in files.items():
@@ -145,8 +144,7 @@ def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> di
 
 
 def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
-    """Return a folder's files, without OWN_FILES, Python's caches, and names that start with a
-    dot."""
+    """Return a folder's files, without OWN_FILES, Python's caches and names with a leading dot."""
     if not folder.is_dir():
         problems.append(f"{folder}: no such folder")
     names = [name for name in manifests.names_below(folder) if name not in OWN_FILES]
@@ -253,8 +251,7 @@ def _label_files(message: Proto) -> list[str]:
 
 
 def _keep_configs(stage: Path, folder: Path, old: Proto) -> None:
-    """Copy the model's config.pbtxt and labels to the versions that rely on them, before they
-    change."""
+    """Copy the model's config.pbtxt and labels, before they change, to versions that need them."""
     root = folder.parent.resolve()
     for version in layout.version_folders(folder):
         path = folder / version
