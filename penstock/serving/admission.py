@@ -63,6 +63,7 @@ class Admission:
     ) -> None:
         self._policy = context.config.batching
         self._planner = context.planner
+        self._known_fits = context.planner.known
         self._memory = memory
         self._queue = queue
         self._guard = guard
@@ -78,7 +79,7 @@ class Admission:
 
     def admit(self, request: Request) -> None:
         """Queue the request, or raise why it is refused."""
-        fit = self._planner.fit(request)
+        fit = self._known_fits.get(request.form) or self._planner.fit(request)
         request.ticket = Ticket(fit)
         plan = fit.plan
         request.num_rows = plan.num_rows

@@ -3,8 +3,7 @@ Pure: time is an argument.
 
 A mean for each rung (size) of the batch ladder, with linear interpolation between them. Estimates
 for rungs that never ran are on the slow side. Detects when the whole table has drifted. `Spread`
-says how much longer than predicted the slowest batches take, `HangLimits` when a worker counts as
-hung.
+says how much longer than predicted the slowest batches take.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ MAX_INFLATION = 2.5
 DRIFT_WINDOW = 20
 DRIFT = 0.10
 STALE_AFTER_S = 30.0
-HANG_FACTOR = 20
-NUM_REMEMBERED = 128
 
 
 class BatchTimes:
@@ -236,32 +233,6 @@ class Spread:
         ordered = sorted(self._ratios)
         slow = ordered[math.ceil(QUANTILE * len(ordered)) - 1]
         return min(MAX_INFLATION, max(1.0, slow))
-
-
-class HangLimits:
-    """How long a batch may take: HANG_FACTOR times the 99th percentile of earlier ones of about the
-    same size, at least `min_s`."""
-
-    def __init__(self, min_s: float) -> None:
-        self._min_s = min_s
-        self._recent: dict[int, deque[float]] = {}
-
-    def seed(self, timings: Mapping[int, float]) -> None:
-        """Note the durations of warm-up batches, by rows."""
-        for num_rows, duration_s in timings.items():
-            self.note(num_rows, duration_s)
-
-    def note(self, num_rows: int, duration_s: float) -> None:
-        # Sizes with the same number of bits count together.
-        recent = self._recent.get(num_rows.bit_length())
-        if recent is None:
-            recent = self._recent[num_rows.bit_length()] = deque(maxlen=NUM_REMEMBERED)
-        recent.append(duration_s)
-
-    def limit_s(self, num_rows: int) -> float:
-        recent = sorted(self._recent.get(num_rows.bit_length(), ()))
-        p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
-        return max(self._min_s, HANG_FACTOR * p99)
 
 
 def _on_lines(sizes: list[int], means: list[float], size: float) -> float:

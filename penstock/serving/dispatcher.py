@@ -12,8 +12,7 @@ import itertools
 import logging
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
-from penstock.serving.batch_times import HangLimits
-from penstock.serving.batches import RunningBatch
+from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.instance import Instance
 from penstock.serving.poison import PoisonGuard
@@ -242,7 +241,8 @@ class Dispatcher:
         self._is_answering = True
         try:
             batch = _take(instance, frame)
-            self._guard.quarantine.answered()
+            if self._guard.quarantine.awaits_answer:
+                self._guard.quarantine.answered()
             if batch is not None:
                 now = instance.answered_at = self._clock()
                 self._saturation.note(False, now)

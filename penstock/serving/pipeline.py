@@ -323,8 +323,8 @@ class StagePipeline:
     def _admit(self, request: Request) -> None:
         if self._is_closing:
             raise NotReady(f"model '{self.config.name}' is being unloaded")
-        plan = self._planner.fit(request).plan
-        request.num_rows = plan.num_rows
+        fit = self._planner.known.get(request.form) or self._planner.fit(request)
+        request.num_rows = fit.plan.num_rows
         if self._quotas.is_active:
             self._shares.check(request.caller, self.clock(), self._level(request))
 

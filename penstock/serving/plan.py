@@ -111,7 +111,8 @@ class Planner:
         self._num_required = sum(not spec.is_optional for spec in config.inputs)
         self._plans: dict[object, RequestPlan] = {}
         self._geometries: dict[object, Geometry] = {}
-        self._fits: dict[object, Fit] = {}
+        # By the form of a request (`Request.form`); ask it before `fit`.
+        self.known: dict[object, Fit] = {}
         self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._all_outputs = tuple(range(len(config.outputs)))
         # Set once padding has been proven harmless.
@@ -121,18 +122,14 @@ class Planner:
 
     def fit(self, request: Request) -> Fit:
         """Return how to run the request; InvalidRequest if it does not fit the model."""
-        form = request.form
-        known = self._fits.get(form)
-        if known is not None:
-            return known
         plan = self.plan(request)
         selection = self.select_outputs(request)
         specs = self._config.outputs
         is_fixed = plan.geometry.layout is not None and all(specs[i].is_fixed for i in selection)
         fit = Fit(plan, selection, is_fixed)
         # The contents of BYTES tensors must be checked each time.
-        if form is not None and None not in plan.sizes:
-            _remember(self._fits, form, fit)
+        if request.form is not None and None not in plan.sizes:
+            _remember(self.known, request.form, fit)
         return fit
 
     def plan(self, request: Request) -> RequestPlan:
@@ -312,7 +309,7 @@ class Planner:
             if len(self._geometries) >= MAX_PLANS:
                 self._geometries.clear()
                 self._plans.clear()
-                self._fits.clear()
+                self.known.clear()
             geometry = self._geometries[key] = Geometry(row_shapes, layout)
         return geometry
 

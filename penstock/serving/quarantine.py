@@ -129,6 +129,10 @@ class Quarantine:
         # Bodies, and number of multi-request batches, that killed a worker since the last answer.
         self._suspects: set[bytes] = set()
         self._num_batches = 0
+        # Attributes, since every request and every answer asks: whether a body or a key is
+        # quarantined, and whether a worker died since the last answer.
+        self.is_active = False
+        self.awaits_answer = False
 
     @property
     def has_bodies(self) -> bool:
@@ -138,31 +142,30 @@ class Quarantine:
         """Whether a body of this size is quarantined; if not, no fingerprint is needed."""
         return self._bodies.has_like(_size(num_bytes))
 
-    @property
-    def is_active(self) -> bool:
-        """Whether a body or a key is quarantined."""
-        return self._bodies.num_quarantined > 0 or self._keys.num_quarantined > 0
-
     def answered(self) -> None:
         """Note that a worker answered a batch: the model can run requests."""
-        if self._suspects or self._num_batches:
-            self._suspects.clear()
-            self._num_batches = 0
+        self.awaits_answer = False
+        self._suspects.clear()
+        self._num_batches = 0
 
     def died(self, body: bytes, key: bytes, now: float) -> DeathVerdict:
         """Pin a death on this request; no key is counted if `key` is empty."""
+        self.awaits_answer = True
         self._suspects.add(body)
         is_key = bool(key) and self._keys.died(key, now)
-        if self._is_model_at_fault:
+        is_excused, is_body = not self._is_model_at_fault, False
+        if is_excused:
+            is_body = self._bodies.died(body, now)
+        else:
             for suspect in self._suspects:
                 self._bodies.forget(suspect)
-            return DeathVerdict(is_excused=False, quarantines_key=is_key)
-        is_body = self._bodies.died(body, now)
-        return DeathVerdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
+        self._note_active()
+        return DeathVerdict(is_excused, is_body, is_key)
 
     def died_in_company(self) -> bool:
         """Note that a worker died while it ran several requests. True if one of them is probably at
         fault: while bodies are quarantined, similar ones may follow."""
+        self.awaits_answer = True
         self._num_batches += 1
         return self.has_bodies and not self._is_model_at_fault
 
@@ -179,6 +182,10 @@ class Quarantine:
     def expire(self, now: float) -> None:
         self._bodies.expire(now)
         self._keys.expire(now)
+        self._note_active()
+
+    def _note_active(self) -> None:
+        self.is_active = self.has_bodies or self._keys.num_quarantined > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,12 +89,10 @@ class Quotas:
 
     def __init__(self, quotas: Mapping[bytes, Quota] | None = None) -> None:
         self._quotas: Mapping[bytes, Quota] = quotas or {}
+        # An attribute: every request asks.
+        self.is_active = bool(quotas)
         self._requests: dict[bytes, Bucket] = {}
         self._tokens: dict[bytes, Bucket] = {}
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._quotas)
 
     def replace(self, quotas: Mapping[bytes, Quota]) -> None:
         """Use new quotas. Keys whose quota is unchanged keep their token buckets."""
@@ -102,6 +100,7 @@ class Quotas:
         self._requests = {key: each for key, each in self._requests.items() if key in same}
         self._tokens = {key: each for key, each in self._tokens.items() if key in same}
         self._quotas = quotas
+        self.is_active = bool(quotas)
 
     def check_rate(self, caller: bytes, now: float) -> None:
         """Count a request. QuotaExceeded if the key exceeds its rate."""
