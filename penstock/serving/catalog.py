@@ -22,9 +22,9 @@ from penstock.repository.layout import RepositoryScan, listed
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
-from penstock.serving.metrics import Pending
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
+from penstock.serving.scrape import Pending
 from penstock.serving.served import ModelProcess, Served
 from penstock.serving.supervisor import load_timeout_text
 

@@ -46,6 +46,11 @@ class Instance:
     # Why the current worker could not load.
     load_error: str = ""
 
+    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send now, or when the socket has room. Frames to a dead worker are dropped."""
+        if self.child is not None:
+            self.child.send(data, fds)
+
     @property
     def pid(self) -> int:
         return self.child.life.pid if self.child is not None else 0

@@ -22,9 +22,10 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
-from penstock.serving.metrics import FrontUse, Labels, expose
+from penstock.serving.metrics import Labels
+from penstock.serving.scrape import expose
 from penstock.serving.served import Served
-from penstock.serving.usage import ProcessUsage, cpu_s
+from penstock.serving.usage import FrontUse, ProcessUsage, cpu_s
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 

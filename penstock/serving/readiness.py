@@ -47,7 +47,7 @@ class Readiness:
         self._supervisor = supervisor
         self._dispatcher = dispatcher
         # Events that only the dispatcher handles.
-        self.instance_answered, self.tick = dispatcher.answered, dispatcher.tick
+        self.receive, self.tick = dispatcher.receive, dispatcher.tick
         self._queue = queue
         self._memory = memory
         self._planner = context.planner

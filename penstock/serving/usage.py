@@ -4,12 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import psutil
 
-from penstock.serving.metrics import HostUse, Labels, ProcessUse
-from penstock.system.devices import Watch
+from penstock.serving.metrics import Labels
+from penstock.system.devices import GpuUse, Watch
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """Resource use of one process of the server. Its `process` label is core, worker, grpc_front or
+    http_front."""
+
+    labels: Labels
+    resident_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Use of the machine and of our processes. `cpu_utilization` is a share of all cores since the
+    last scrape."""
+
+    cpu_utilization: float
+    memory_total_bytes: int
+    memory_used_bytes: int
+    processes: Sequence[ProcessUse] = ()
+    gpus: Sequence[GpuUse] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontUse:
+    """A front process. `front` numbers it if there are several; `num_connections` None: unknown."""
+
+    protocol: str
+    num_restarts: int
+    front: str = ""
+    num_connections: int | None = None
+    # In the log.
+    name: str = ""
+    # 0 while no process runs.
+    pid: int = 0
+
+    @property
+    def labels(self) -> Labels:
+        return {"protocol": self.protocol, **({"front": self.front} if self.front else {})}
 
 
 class ProcessUsage:

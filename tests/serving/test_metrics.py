@@ -22,22 +22,18 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.serving.metrics import (
-    BATCH_BUCKETS,
     BUCKETS,
     PHASES,
     REASONS,
     REFUSED_AT_ARRIVAL,
     REFUSED_LATER,
     WAITS,
-    FrontUse,
     Histogram,
-    HostUse,
     ModelMetrics,
-    Pending,
-    ProcessUse,
-    expose,
 )
+from penstock.serving.scrape import BATCH_BUCKETS, Pending, expose
 from penstock.serving.served import ModelProcess
+from penstock.serving.usage import FrontUse, HostUse, ProcessUse
 from penstock.system.devices import GpuUse
 from penstock.types import CallbackSink, Request
 
