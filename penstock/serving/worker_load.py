@@ -1,0 +1,78 @@
+"""Loads the Runner of a worker: files checked, batching and padding proved, every size warm.
+
+Also words the problems of a load that fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from penstock.backends import LoadRunner, Runner, WatchesMemory, backend
+from penstock.backends.processing import model_in
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.repository import manifest
+from penstock.serving.executor import MAX_ERROR_CHARS, explain_error
+from penstock.serving.memory_limit import OUT_OF_MEMORY
+from penstock.serving.proof import apply_proof, prove
+from penstock.serving.warmups import warm_up_all, warm_up_as_asked
+from penstock.wire import frames
+
+# Limits on the problems that a failed load reports, and on their total length, to fit a frame.
+MAX_PROBLEMS, MAX_PROBLEM_CHARS = 100, 65536
+
+
+def load_runner(
+    config: ModelConfig, proof: frames.Proof | None
+) -> tuple[Runner, frames.WorkerReady]:
+    """Load a runner and report on it; `proof` is that of an earlier worker. Errors of the model are
+    raised."""
+    began = time.perf_counter()
+    runner = _checked_backend(config)(config)
+    proof = proof or prove(config, runner)
+    apply_proof(runner, proof)
+    timings, of_buckets = warm_up_all(config, runner, proof)
+    warm_up_as_asked(config, runner)
+    inner: object = model_in(runner)
+    if isinstance(inner, WatchesMemory):
+        inner.settle()
+    load_s, needs_requests = time.perf_counter() - began, runner.needs_requests
+    built = dict(runner.built())
+    return runner, frames.WorkerReady(
+        frames.VERSION, load_s, built, timings, needs_requests, proof, of_buckets
+    )
+
+
+def _checked_backend(config: ModelConfig) -> LoadRunner:
+    """Import the backend while a thread checks the version's files against their digests; both take
+    seconds. No code of the version runs before the check passes."""
+    with ThreadPoolExecutor(1) as pool:
+        checked: Future[None] | None = None
+        if config.manifest:
+            checked = pool.submit(manifest.check_digests, Path(config.manifest).parent)
+        found = backend(config.backend)
+        if checked is not None:
+            checked.result()
+    return found
+
+
+def describe_load_error(error: BaseException, config: ModelConfig) -> tuple[str, ...]:
+    """Return the problems that a failed load reports."""
+    problems = error.problems if isinstance(error, ConfigError) else (explain_error(error),)
+    problems = _shorten(problems)
+    if config.memory_bytes is None or not OUT_OF_MEMORY.search("; ".join(problems)):
+        return problems
+    limit = f"parameters.penstock.memory_bytes limits it to {config.memory_bytes} bytes"
+    return (*problems, limit)
+
+
+def _shorten(problems: Sequence[str]) -> tuple[str, ...]:
+    """Keep what fits a frame, and say how many problems were left out."""
+    kept = [problem[:MAX_ERROR_CHARS] for problem in problems[:MAX_PROBLEMS]]
+    while sum(map(len, kept)) > MAX_PROBLEM_CHARS:
+        kept.pop()
+    num_left = len(problems) - len(kept)
+    return (*kept, *([f"{num_left} more problems"] if num_left else []))
