@@ -8,6 +8,7 @@ its weights at their loaded precision plus a fixed amount for the rest.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -111,6 +112,48 @@ class Fleet:
         return shortages(
             make_plan(shares, [gpu for gpu in gpus if gpu.device in wanted], self._reserve)
         )
+
+
+class GpuReservations:
+    """GPU memory reserved for each load in progress, which it may not have allocated yet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._promised: list[list[Share]] = []
+        self._arranging = asyncio.Lock()
+        # Set when reserved memory was allocated or given up.
+        self._settled = asyncio.Event()
+
+    async def arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
+        """Assign devices and reserve GPU memory; CPU-only models never wait. Memory of loads in
+        progress may count twice, as reserved and as already allocated. So if memory is short, try
+        again whenever one of them is done."""
+        if not any(config.uses_gpu for config in configs):
+            return Arrangement(list(configs))
+        async with self._arranging:
+            while True:
+                self._settled.clear()
+                promised = [share for each in self._promised for share in each]
+                arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
+                if not (arranged.is_short and promised):
+                    self._promised.append(arranged.shares)
+                    return arranged
+                await self._settled.wait()
+
+    def settle(self, shares: list[Share], name: str, version: str = "") -> None:
+        """Drop the reservation of a model or version that has allocated its memory or failed: from
+        now on the driver's figures are right."""
+        shares[:] = [
+            share
+            for share in shares
+            if share.model != name or (version and share.version != version)
+        ]
+        self._settled.set()
+
+    def release(self, shares: list[Share]) -> None:
+        """Drop what is left of the reservations of a load that has ended."""
+        self._promised = [each for each in self._promised if each is not shares]
+        self._settled.set()
 
 
 def shares_of(config: ModelConfig) -> list[Share]:

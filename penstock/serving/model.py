@@ -22,12 +22,12 @@ from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
-from penstock.serving.plan import Planner
+from penstock.serving.plan import Planner, slab_bytes
 from penstock.serving.poison import PoisonGuard
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
-from penstock.serving.request_memory import RequestMemory, slab_bytes
+from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
@@ -66,7 +66,7 @@ class Model:
         self.memory = memory = RequestMemory(context)
         self._replies = replies = Replies(context, memory)
         self.history = replies.history
-        guard = PoisonGuard(context, memory)
+        guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
         self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)

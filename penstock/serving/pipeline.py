@@ -18,12 +18,13 @@ from penstock.config import CPU, PREPROCESS_BACKEND, BatchPolicy, ModelConfig, Q
 from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
+from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
+from penstock.serving.replies import is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.config import ModelConfig
+from penstock.config import MIB, ModelConfig
 from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
@@ -21,6 +21,7 @@ from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_e
 
 MAX_PLANS = 1024
 MAX_RANK = 32
+VARIABLE_SLAB_BYTES = 4 * MIB
 _LENGTH = struct.Struct("<I")
 
 
@@ -93,6 +94,16 @@ def column_bytes(config: ModelConfig, row_shapes: Sequence[Sequence[int]]) -> tu
     """Return the bytes of one row for every column: all inputs, then the fixed outputs."""
     inputs = [spec.row_bytes(shape) for spec, shape in zip(config.inputs, row_shapes, strict=True)]
     return tuple(inputs + [spec.row_bytes(spec.shape) for spec in fixed_outputs(config)])
+
+
+def slab_bytes(config: ModelConfig) -> int:
+    """Return the size of the model's slabs: a full batch each, if its rows have a fixed size."""
+    if config.memory.slab_bytes is not None:
+        return config.memory.slab_bytes
+    if config.max_batch_size == 0 or not all(spec.is_fixed for spec in config.inputs):
+        return VARIABLE_SLAB_BYTES
+    row_bytes = column_bytes(config, [spec.shape for spec in config.inputs])
+    return max(4096, Layout.of(row_bytes, config.max_batch_size).nbytes)
 
 
 class Planner:

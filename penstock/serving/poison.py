@@ -6,9 +6,15 @@ import logging
 
 from penstock.errors import Quarantined
 from penstock.serving.context import ModelContext, log_about
-from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, DeathVerdict, Quarantine
-from penstock.serving.request_memory import RequestMemory
-from penstock.types import Request
+from penstock.serving.quarantine import (
+    MAX_BODY_DEATHS,
+    MAX_KEY_DEATHS,
+    DeathVerdict,
+    Part,
+    Quarantine,
+    fingerprint,
+)
+from penstock.types import Buffer, Request
 
 log = logging.getLogger("penstock.model")
 
@@ -16,9 +22,9 @@ log = logging.getLogger("penstock.model")
 class PoisonGuard:
     """The quarantine of one model, by the requests themselves."""
 
-    def __init__(self, context: ModelContext, memory: RequestMemory) -> None:
+    def __init__(self, context: ModelContext) -> None:
         self._config = context.config
-        self._memory = memory
+        self._planner = context.planner
         self._clock = context.clock
         self.quarantine = Quarantine()
 
@@ -33,9 +39,10 @@ class PoisonGuard:
                 f"requests with this API key killed workers of model '{name}' "
                 f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
             )
-        if not quarantine.has_body_of(self._memory.num_body_bytes(request)):
+        body = self._body(request)
+        if not quarantine.has_body_of(sum(len(part.data) for part in body)):
             return
-        left_s = quarantine.body_left_s(self._memory.fingerprint(request), now)
+        left_s = quarantine.body_left_s(fingerprint(body, request.parameters), now)
         if left_s > 0:
             raise Quarantined(
                 f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
@@ -47,7 +54,7 @@ class PoisonGuard:
         towards the quarantine of the request but not of its API key: an operator's kill hits
         whatever is running."""
         caller = b"" if was_killed_outside else request.caller
-        body = self._memory.fingerprint(request)
+        body = fingerprint(self._body(request), request.parameters)
         verdict = self.quarantine.died(body, caller, self._clock())
         if verdict.quarantines_key:
             self._warn("an API key is quarantined: its requests killed %d workers", MAX_KEY_DEATHS)
@@ -57,3 +64,22 @@ class PoisonGuard:
 
     def _warn(self, text: str, num_deaths: int) -> None:
         log_about(log, logging.WARNING, self._config, f": {text}", num_deaths)
+
+    def _body(self, request: Request) -> list[Part]:
+        """Return the inputs, whether or not they are in shared memory already."""
+        slab, plan = request.ticket.slab, request.ticket.fit.plan
+        if slab is None:
+            tensors = [request.inputs[index] for index in plan.order]
+            return [Part(tensor.name, tensor.shape, tensor.data) for tensor in tensors]
+        geometry, view, count = plan.geometry, slab.seg.view, plan.num_rows
+        parts: list[Part] = []
+        for index, (offset, row_bytes) in enumerate(geometry.input_columns):
+            start = offset + request.ticket.row * row_bytes
+            data: Buffer = view[start : start + count * row_bytes]
+            shape = geometry.row_shapes[index]
+            if plan.own_shapes is not None:
+                assert self._planner.pads is not None
+                full, shape = shape, plan.own_shapes[index]
+                data = self._planner.pads.read(index, data, shape, full)
+            parts.append(Part(self._config.inputs[index].name, (count, *shape), data))
+        return parts

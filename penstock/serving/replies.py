@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.errors import BackendFailed, InvalidRequest, Overloaded, PenstockError, QuotaExceeded
-from penstock.serving.batcher import Sequencer
+from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.batches import BatchRecord, History, RunningBatch
 from penstock.serving.context import ModelContext, log_about
 from penstock.serving.metrics import Waits
@@ -23,8 +23,6 @@ from penstock.wire import frames
 log = logging.getLogger("penstock.model")
 # Overload is over when no request has been refused for this long.
 QUIET_S = 5.0
-
-AnswerSequencer = Sequencer[tuple[Request, Response | PenstockError]]
 
 
 class Stretch(NamedTuple):
@@ -177,17 +175,6 @@ class Replies:
         if over is not None:
             text = " is no longer overloaded; %d requests were refused in %.1f s"
             log_about(log, logging.INFO, self._config, text, *over, num_refused=over.num_refused)
-
-
-def respond_in_turn(
-    sequencer: AnswerSequencer, request: Request, answer: Response | PenstockError
-) -> None:
-    """Answer the request once all earlier ones have been answered."""
-    if isinstance(answer, Response):
-        for output in answer.outputs:
-            output.data = bytes(output.data)  # The answer may outlive its slab row.
-    for earlier, its_answer in sequencer.finish(request.turn, (request, answer)):
-        earlier.respond(its_answer)
 
 
 def is_overload(error: PenstockError) -> bool:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.batcher import LOOKS, Batcher, Sequencer
+from penstock.serving.answer_order import Sequencer
+from penstock.serving.batcher import LOOKS, Batcher
 from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.types import Request
 

@@ -40,7 +40,14 @@ from penstock.errors import (
 )
 from penstock.processes import restarts
 from penstock.processes.channel import socket_pair
-from penstock.serving import quarantine, request_memory, supervisor, warmups, worker, worker_load
+from penstock.serving import (
+    poison,
+    quarantine,
+    supervisor,
+    warmups,
+    worker,
+    worker_load,
+)
 from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
@@ -1699,7 +1706,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
         hashed.append(args)
         return real(*args)
 
-    monkeypatch.setattr(request_memory, "fingerprint", count)
+    monkeypatch.setattr(poison, "fingerprint", count)
 
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:
