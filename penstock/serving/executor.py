@@ -16,13 +16,7 @@ import numpy as np
 
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.config import ModelConfig
-from penstock.errors import (
-    BackendFailed,
-    InvalidRequest,
-    PenstockError,
-    describe_error,
-    error_text,
-)
+from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
 from penstock.serving.plan import column_bytes, fixed_outputs, matches
 from penstock.serving.slab import Layout, Segment
 from penstock.serving.worker_spill import Values, WorkerSpill, split
