@@ -131,7 +131,7 @@ PURE = [
 # The parts of a model that could run in another process than its supervisor.
 KNOW_NO_PROCESS = [
     "serving/admission.py",
-    "serving/poison.py",
+    "serving/quarantine.py",
     "serving/replies.py",
     "serving/request_memory.py",
     "serving/request_queue.py",
@@ -275,7 +275,6 @@ WITHOUT_OWN_TEST = {
     "serving/admission.py": "tests/serving/test_model.py submits through it",
     "serving/context.py": "values only; penstock/serving/model.py makes them",
     "serving/dispatcher.py": "tests/serving/test_model.py runs batches through it",
-    "serving/poison.py": "tests/serving/test_model.py sends poison",
     "serving/readiness.py": "tests/serving/test_model.py loads, crashes and hangs workers",
     "serving/replies.py": "tests/serving/test_model.py reads the answers",
     "serving/request_memory.py": "tests/serving/test_model.py counts what is held",

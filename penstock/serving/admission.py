@@ -13,7 +13,7 @@ import os
 from penstock.errors import PenstockError
 from penstock.serving.context import ModelContext
 from penstock.serving.plan import Ticket
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, is_overload
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue

@@ -15,7 +15,7 @@ from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.instance import Instance
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue

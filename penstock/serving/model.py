@@ -23,7 +23,7 @@ from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.plan import Planner, slab_bytes
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended

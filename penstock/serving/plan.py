@@ -124,7 +124,6 @@ class Planner:
         self._geometries: dict[object, Geometry] = {}
         # By the form of a request (`Request.form`); ask it before `fit`.
         self.known: dict[object, Fit] = {}
-        self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._all_outputs = tuple(range(len(config.outputs)))
         # Set once padding has been proven harmless.
         self.pads: Pads | None = None
@@ -168,18 +167,13 @@ class Planner:
         """Return the indices of the requested outputs; all, if the request names none."""
         if not request.outputs:
             return self._all_outputs
-        names = tuple(output.name for output in request.outputs)
-        selection = self._selections.get(names)
-        if selection is None:
-            for name in names:
-                if name not in self._outputs:
-                    raise InvalidRequest(
-                        f"unexpected inference output '{name}' for model '{self._config.name}'; "
-                        f"it has {_quoted(self._outputs)}"
-                    )
-            selection = tuple(self._outputs[name] for name in names)
-            _remember(self._selections, names, selection)
-        return selection
+        for output in request.outputs:
+            if output.name not in self._outputs:
+                raise InvalidRequest(
+                    f"unexpected inference output '{output.name}' for model "
+                    f"'{self._config.name}'; it has {_quoted(self._outputs)}"
+                )
+        return tuple(self._outputs[output.name] for output in request.outputs)
 
     def _resolve(self, tensors: Sequence[Tensor]) -> RequestPlan:
         by_input = self._match(tensors)

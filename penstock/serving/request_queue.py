@@ -12,7 +12,7 @@ from dataclasses import replace
 from penstock.errors import Overloaded, PenstockError, Quarantined
 from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.types import Request

@@ -41,7 +41,6 @@ from penstock.errors import (
 from penstock.processes import restarts
 from penstock.processes.channel import socket_pair
 from penstock.serving import (
-    poison,
     quarantine,
     supervisor,
     warmups,
@@ -1706,7 +1705,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
         hashed.append(args)
         return real(*args)
 
-    monkeypatch.setattr(poison, "fingerprint", count)
+    monkeypatch.setattr(quarantine, "fingerprint", count)
 
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:
