@@ -182,10 +182,15 @@ class Batcher(Lanes):
 
     def _expect(self, request: Request, policy: QueuePolicy, now: float) -> None:
         """Schedule the request's queue time-out, if it has one."""
-        timeout_s = policy.default_timeout_s
-        asked = request.timeout_s
-        if policy.allow_timeout_override and asked and (timeout_s == 0 or asked < timeout_s):
-            timeout_s = asked
+        timeout_s = queue_timeout_s(policy, request.timeout_s)
         if timeout_s > 0:
             self._num_added += 1
             heapq.heappush(self._expiries, (now + timeout_s, self._num_added, request))
+
+
+def queue_timeout_s(policy: QueuePolicy, asked: float | None) -> float:
+    """Return how long a request that asks for this limit may be queued; 0: without limit."""
+    limit_s = policy.default_timeout_s
+    if policy.allow_timeout_override and asked and (limit_s == 0 or asked < limit_s):
+        return asked
+    return limit_s

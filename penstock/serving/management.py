@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -76,23 +76,12 @@ class ManagementApi:
         self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
         self._fronts = fronts
-        self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
-            "live": self.live,
-            "ready": self.ready,
-            "server_metadata": self.server_metadata,
-            "metadata": self.metadata,
-            "model_ready": self.model_ready,
-            "config": self.config,
-            "statistics": self.statistics,
-            "explain": self.explain,
-            "index": self.index,
-            "load": self.load,
-            "unload": self.unload,
-        }
-
-    @property
-    def actions(self) -> Sequence[str]:
-        return list(self._answers)
+        answers = (
+            *(self.live, self.ready, self.server_metadata, self.metadata, self.model_ready),
+            *(self.config, self.statistics, self.explain, self.index, self.load, self.unload),
+        )
+        self._answers = {each.__name__: each for each in answers}
+        self.actions: Sequence[str] = list(self._answers)
 
     async def answer(self, call: ManagementCall) -> bytes:
         return await self._answers[call.action](call)

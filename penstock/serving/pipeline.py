@@ -19,6 +19,7 @@ from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, Pen
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
+from penstock.serving.batcher import queue_timeout_s
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
@@ -47,8 +48,9 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
     """Return the stages of a model with a built-in preprocessing step: the step, and the rest."""
     step = config.preprocess
     assert step is not None
+    bare = replace(config, preprocess=None, warmups=(), warnings=(), notes=())
     before = replace(
-        config,
+        bare,
         backend=PREPROCESS_BACKEND,
         artifact=str(config.folder / "config.json"),
         file="",
@@ -57,23 +59,11 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         num_instances=1,
         device=CPU,
         spread=(),
-        preprocess=None,
         postprocess=None,
         options={STEP: step.function},
-        warmups=(),
-        warnings=(),
-        notes=(),
     )
-    network = replace(
-        config,
-        inputs=step.inputs,
-        padding=step.padding,
-        preprocess=None,
-        batching=_own_timeouts(config.batching),
-        warmups=(),
-        warnings=(),
-        notes=(),
-    )
+    policy = _own_timeouts(config.batching)
+    network = replace(bare, inputs=step.inputs, padding=step.padding, batching=policy)
     return Stage(step.function, before), Stage(NETWORK, network)
 
 
@@ -123,20 +113,14 @@ class Journey:
         inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
-        left_s = self._left_s(now)
-        if left_s is not None and left_s <= 0 and not owner.is_delayed(request):
-            owner.finish(self, QUEUE_TIMEOUT)
-            return
-        if left_s is not None:
+        if self.timeout_s is not None:
+            left_s = request.timings.queued + self.timeout_s - now
+            if left_s <= 0 and not owner.is_delayed(request):
+                owner.finish(self, QUEUE_TIMEOUT)
+                return
             inner.timeout_s = max(PASSED_S, left_s)
         self.inner = inner
         owner.models[self.at].submit(inner)
-
-    def _left_s(self, now: float) -> float | None:
-        """Return what is left of the request's time; None if it has no limit."""
-        if self.timeout_s is None:
-            return None
-        return self.request.timings.queued + self.timeout_s - now
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         self._add_times(request)
@@ -313,9 +297,8 @@ class StagePipeline:
     def cancel(self, request: Request) -> None:
         """Cancel a request in whatever stage it is; the stage answers at once."""
         journey = self._journeys.get(request)
-        if journey is None or journey.inner is None:
-            return
-        self.models[journey.at].cancel(journey.inner)
+        if journey is not None and journey.inner is not None:
+            self.models[journey.at].cancel(journey.inner)
 
     def refused(self, error: PenstockError, received: float) -> None:
         self._metrics.refused(error)
@@ -338,11 +321,7 @@ class StagePipeline:
         asked = request.timeout_s
         if policy.slo_latency_s is not None:
             return policy.slo_latency_s if asked is None else min(asked, policy.slo_latency_s)
-        queue = self._queue_policy(request)
-        limit = queue.default_timeout_s
-        if queue.allow_timeout_override and asked and (limit == 0 or asked < limit):
-            limit = asked
-        return limit or None
+        return queue_timeout_s(self._queue_policy(request), asked) or None
 
     def is_delayed(self, request: Request) -> bool:
         """Whether a request that waited too long runs behind the others instead of failing."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -99,8 +98,7 @@ class Supervisor:
         self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
         self._slabs: list[Slab] = []
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._timer_ids = itertools.count()
+        self._timers: set[asyncio.TimerHandle] = set()
         self._is_stopping = False
         self.last_reason = ""
         # Result of the first workers' batching and padding checks, which later workers skip.
@@ -122,7 +120,7 @@ class Supervisor:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stop all workers after their current batches; kill those that take too long."""
         self._is_stopping = True
-        for timer in self._timers.values():
+        for timer in self._timers:
             timer.cancel()
         self._timers.clear()
         children = [each.child for each in self._all if each.child is not None]
@@ -161,10 +159,10 @@ class Supervisor:
         instance.load_error = ""
         instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
-        instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
+        spill_bytes = self._config.memory.spill_bytes
+        instance.output_spill = spill = Segment(spill_bytes)
         received, died = partial(self._listener.receive, instance), partial(self._died, instance)
         instance.child = ChildProcess(self._loop, self._start_life, received, died)
-        spill_bytes = self._config.memory.spill_bytes
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
@@ -235,19 +233,15 @@ class Supervisor:
         if instance.is_spare:
             self.spares.lose(instance, reason)
             return
+        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
         if is_excused:
             self.spares.note_kill()
-        else:
-            self._count(instance, was_ready)
-        self._restart(instance, reason, is_excused)
-
-    def _count(self, instance: Instance, was_ready: bool) -> None:
-        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
         # A worker that asks to be replaced soon after its start counts as crashed.
-        if instance.is_leaving and well_s >= HEALTHY_S:
+        elif instance.is_leaving and well_s >= HEALTHY_S:
             instance.crashes.recovered()
         else:
             instance.crashes.died(well_s, instance.start_s if was_ready else math.inf)
+        self._restart(instance, reason, is_excused)
 
     def _close_spill(self, instance: Instance) -> None:
         if instance.output_spill is not None:
@@ -257,8 +251,7 @@ class Supervisor:
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
         if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times; see the log"
-            if self._config.memory_bytes is not None:
-                limit = self._config.memory_bytes
+            if (limit := self._config.memory_bytes) is not None:
                 text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"
             self._listener.load_failed((instance.load_error or text,))
             return
@@ -338,13 +331,12 @@ class Supervisor:
         log_about(log, level, self._config, text, *values, **more)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
-        number = next(self._timer_ids)
-
         def run() -> None:
-            del self._timers[number]
+            self._timers.discard(timer)
             call(*args)
 
-        self._timers[number] = self._loop.call_later(delay_s, run)
+        timer = self._loop.call_later(delay_s, run)
+        self._timers.add(timer)
 
 
 def _map_slab(slab: Slab) -> tuple[bytes, tuple[int, ...]]:
