@@ -90,8 +90,7 @@ class BatchTimes:
         return 1
 
     def stale_rung(self, max_size: int, now: float, min_size: int = 1) -> int | None:
-        """Return the rung from `min_size` to `max_size` that ran least recently; None if that was
-        within STALE_AFTER_S."""
+        """Return the least recent rung of these sizes; None if it ran within STALE_AFTER_S."""
         rungs = [i for i, size in enumerate(self._sizes) if min_size <= size <= max_size]
         if not rungs:
             return None
@@ -146,8 +145,7 @@ class BatchTimes:
         self._means[index] += max(SMOOTHING, 1 / (count + 1)) * (believed_s - mean)
 
     def _learn_between(self, high: int, size: int, duration_s: float, now: float) -> None:
-        """Move both neighbouring rungs, each by its share; the nearer one, if it never ran, takes
-        the new value at once."""
+        """Move both neighbouring rungs by their share; the nearer one, if new, all the way."""
         low = high - 1
         sizes, means = self._sizes, self._means
         share = (size - sizes[low]) / (sizes[high] - sizes[low])
@@ -204,8 +202,7 @@ class BatchTimes:
         self._ratios.append(duration_s / expected_s if expected_s > 0 else 1.0)
 
     def _has_drifted(self) -> bool:
-        """Check for drift. If so, scale the rungs that did not run in the window; those that ran
-        have followed already."""
+        """Check for drift, and then scale the rungs that did not run in the window."""
         if len(self._ratios) < DRIFT_WINDOW:
             return False
         factor = median(self._ratios)
@@ -311,8 +308,7 @@ class WaitLimit:
         return limit_s + self._delay_s + self.extra_s(now)
 
     def predicted_s(self, size_ahead: int, num_ahead: int) -> float:
-        """Return how long a new request waits for `num_ahead` requests of `size_ahead` rows or
-        tokens."""
+        """Return how long a new request waits for those ahead, of `size_ahead` together."""
         if not num_ahead:
             return 0.0
         size = max(self._batch_size, size_ahead / num_ahead)

@@ -139,8 +139,7 @@ class Dispatcher:
         return False
 
     def _takes_batch(self, instance: Instance) -> bool:
-        """Whether the instance may take another batch. A rerun gets the worker for itself, so that
-        a crash can be attributed."""
+        """Whether the instance may take another batch. A rerun is alone, to attribute a crash."""
         if not instance.is_idle:
             return False
         others = instance.batches
@@ -286,8 +285,7 @@ class Dispatcher:
         self._replies.count(batch, answered, now)
 
     def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
-        """Handle an exception of the model. In a batch the culprit is unknown, so each request runs
-        again alone."""
+        """Handle an exception of the model. To find the culprit, each request runs again alone."""
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
         if len(batch.requests) > 1:

@@ -44,8 +44,7 @@ class WorkerMemory:
         return segment.view
 
     def columns(self, slab: int, frame: frames.Dispatch) -> list[Array]:
-        """Return each column of a slab as an array of all its rows; inputs first, then fixed
-        outputs."""
+        """Return each column as an array of all its rows; inputs first, then fixed outputs."""
         key = (slab, frame.row_shapes, frame.capacity)
         views = self._views.get(key)
         if views is None:
@@ -218,8 +217,7 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
 
 
 def _rows(frame: frames.Dispatch) -> Iterator[Sequence[frames.RowRange]]:
-    """Yield the slab rows of each request, which are always in one run; none if the batch is not in
-    slabs."""
+    """Yield the rows of each request, always in one run; none if the batch is not in slabs."""
     runs = iter(frame.runs)
     slab = row = left = 0
     for part in frame.requests:

@@ -171,13 +171,11 @@ class Model:
         self._dispatcher.wake()
 
     def refused(self, error: PenstockError, received: float) -> None:
-        """Count a request that was not admitted, by this model or by a protocol that could not
-        read it."""
+        """Count a request that was not admitted, or that a protocol could not read."""
         self._replies.refused(error, received)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request. In flight, it is still computed and its answer is dropped; queued, it
-        never runs."""
+        """Cancel a request. Queued, it never runs; in flight, its answer is dropped."""
         if hasattr(request, "ticket") and not has_ended(request):
             self._withdraw(request, CANCELLED, "CANCELED")
             self._dispatcher.check_idle()

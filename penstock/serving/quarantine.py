@@ -61,8 +61,7 @@ class Offender:
 
 
 class Offenders:
-    """Bodies or keys that killed workers, in order of the last death; quarantined when they reach
-    `max_deaths`."""
+    """Bodies or keys that killed workers, by last death; quarantined at `max_deaths`."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths

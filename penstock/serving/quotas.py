@@ -151,8 +151,7 @@ class Quotas:
         return share is not None and share < 1
 
     def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
-        """Raise QuotaExceeded if `num_held` requests of this key fill its share of a queue of
-        `queue_size`."""
+        """Raise QuotaExceeded if this key's requests fill its share of a queue of this size."""
         share = self._quotas.get(caller, UNLIMITED).queue_share
         if share is not None and num_held >= (most := max(1, int(share * queue_size))):
             text = f"the API key has {num_held} requests in this model's queue"

@@ -152,8 +152,7 @@ class Readiness:
     # Proofs.
 
     def _apply_proofs(self, ready: Sequence[frames.WorkerReady]) -> None:
-        """Batch and pad only as far as every instance has proved harmless. No request is queued
-        yet."""
+        """Batch and pad as far as every instance proved harmless. No request is queued yet."""
         config = self._config
         proof = self._supervisor.proof = agreed([each.proof for each in ready])
         notes = list(proof.notes)

@@ -21,8 +21,7 @@ MAX_PARTS = 256
 
 
 class RequestMemory:
-    """Owns the slabs and the input spill. `needs_parts`: workers need to know the requests of a
-    batch, not only its rows."""
+    """Owns slabs and input spill. `needs_parts`: workers need the requests of a batch."""
 
     def __init__(self, context: ModelContext) -> None:
         self._config = config = context.config

@@ -52,8 +52,7 @@ class ScrapeLines:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A model's metrics together with state of the live model. `processes` are those whose GPU
-    memory is shown."""
+    """Metrics and live state of a model, and the processes whose GPU memory is shown."""
 
     metrics: ModelMetrics
     num_pending: int

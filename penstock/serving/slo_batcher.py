@@ -28,8 +28,7 @@ EXPLORE_BELOW = 0.5
 
 
 class Deadlines:
-    """When queued requests must be answered: by the SLO, in the order of arrival, or sooner if they
-    say so."""
+    """When queued requests must be answered: by the SLO, or sooner if they say so."""
 
     def __init__(self, slo_s: float) -> None:
         self._slo_s = slo_s

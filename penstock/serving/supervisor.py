@@ -142,8 +142,7 @@ class Supervisor:
         self.spares.note_kill()
 
     def _start(self, instance: Instance) -> None:
-        """Start a worker. A failed start counts as a death and is retried: its cause may be
-        temporary."""
+        """Start a worker. A failed start counts as a death: its cause may be temporary."""
         try:
             self._launch(instance)
         except OSError as error:
@@ -172,8 +171,7 @@ class Supervisor:
             instance.send(*_map_slab(slab))
 
     def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
-        """Send the Load frame, in shared memory if it is large: a configuration may take
-        megabytes."""
+        """Send the Load frame; in shared memory if it is large, as a configuration may be."""
         if len(data) <= frames.MAX_LOAD_BYTES:
             instance.send(data, fds)
             return

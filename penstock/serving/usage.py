@@ -15,8 +15,7 @@ from penstock.system.devices import GpuUse, Watch
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Resource use of one process of the server. Its `process` label is core, worker, grpc_front or
-    http_front."""
+    """Use of one process. Its `process` label: core, worker, grpc_front or http_front."""
 
     labels: Labels
     resident_bytes: int
@@ -25,8 +24,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """Use of the machine and of our processes. `cpu_utilization` is a share of all cores since the
-    last scrape."""
+    """Use of machine and processes; `cpu_utilization` of all cores since the last scrape."""
 
     cpu_utilization: float
     memory_total_bytes: int
@@ -65,8 +63,7 @@ class ProcessUsage:
         self._gpus.uses()
 
     def read(self, members: Iterable[tuple[int, Labels]] = ()) -> HostUse:
-        """Read the use of this process and of `members`, processes with their labels; one that has
-        just exited is left out."""
+        """Read the use of this process and of `members`; one that has just exited is left out."""
         processes = []
         for pid, labels in ((os.getpid(), {"process": "core"}), *members):
             with contextlib.suppress(psutil.Error):

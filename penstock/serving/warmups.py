@@ -69,8 +69,7 @@ def _random(datatype: str, shape: tuple[int, ...], chance: np.random.Generator) 
 
 
 def _from_file(path: Path, tensor: WarmupInput, shape: tuple[int, ...]) -> Array:
-    """Read a tensor from a file with its bytes as in a request: all rows, or one that is
-    repeated."""
+    """Read a tensor from a file with its bytes as in a request: all rows, or one to repeat."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -205,8 +205,7 @@ class Worker:
         self._send(failed)
 
     def _leave_if_asked(self) -> None:
-        """Ask once to be replaced, if the runner wants it: the core then sends no more batches and
-        stops this worker."""
+        """Ask once to be replaced, if the runner wants it; the core then stops this worker."""
         reason = "" if self._watched is None else self._watched.restart_reason
         if reason:
             self._watched = None

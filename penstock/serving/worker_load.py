@@ -28,8 +28,7 @@ MAX_PROBLEMS, MAX_PROBLEM_CHARS = 100, 65536
 def load_runner(
     config: ModelConfig, proof: frames.Proof | None
 ) -> tuple[Runner, frames.WorkerReady]:
-    """Load a runner and report on it; `proof` is that of an earlier worker. Errors of the model are
-    raised."""
+    """Load a runner and report on it; with an earlier worker's `proof`, if there is one."""
     began = time.perf_counter()
     runner = _checked_backend(config)(config)
     proof = proof or prove(config, runner)
