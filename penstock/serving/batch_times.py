@@ -55,10 +55,6 @@ class BatchTimes:
         self._before: list[float] = []
         self._window_began = -math.inf
 
-    def __repr__(self) -> str:
-        times = zip(self._sizes, self._means, strict=True)
-        return f"<BatchTimes {' '.join(f'{size}:{mean * 1e3:.2f}ms' for size, mean in times)}>"
-
     @property
     def is_known(self) -> bool:
         return any(self._num_seen)

@@ -95,8 +95,6 @@ class Dispatcher:
                     waiter.set_result(None)
             self._idle_waiters.clear()
 
-    # Sending.
-
     def wake(self) -> None:
         """Dispatch, now or at the end of this loop iteration."""
         is_alone = self._last_num_requests == 1 and self._queue.batcher.num_waiting == 1
@@ -230,8 +228,6 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    # Answers.
-
     def receive(self, instance: Instance, data: memoryview) -> bool:
         """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
         pending then; the next loop iteration reads what is."""
@@ -302,8 +298,6 @@ class Dispatcher:
                 continue
             self._queue.rerun(request)
             self._memory.requeued(request)
-
-    # Deaths.
 
     def died(self, instance: Instance, reason: str) -> bool:
         """Rerun each request of the instance's batches alone; one whose worker died before and that

@@ -81,7 +81,8 @@ class Fleet:
         for config in configs:
             by_name.setdefault(config.name, []).append(config)
         found = Arrangement()
-        gpus = self._gpus() if any(c.uses_gpu for each in by_name.values() for c in each) else ()
+        uses_gpu = any(config.uses_gpu for versions in by_name.values() for config in versions)
+        gpus = (self._read or devices.read_gpus)() if uses_gpu else ()
         wanted = list(loading)
         for name, versions in by_name.items():
             try:
@@ -91,8 +92,10 @@ class Fleet:
                 continue
             shares = [share for config in placed for share in shares_of(config)]
             wanted += shares
-            short = self._shortages([*loading, *found.shares, *shares], gpus, shares)
-            if short:
+            there = {share.device for share in shares}
+            asked = [gpu for gpu in gpus if gpu.device in there]
+            promised = [*loading, *found.shares, *shares]
+            if short := shortages(make_plan(promised, asked, self._reserve)):
                 found.problems[name] = short
                 found.is_short = True
                 continue
@@ -100,18 +103,6 @@ class Fleet:
             found.shares += shares
         found.plan = tuple(each for each in make_plan(wanted, gpus, self._reserve) if each.shares)
         return found
-
-    def _gpus(self) -> Sequence[Gpu]:
-        return (self._read or devices.read_gpus)()
-
-    def _shortages(
-        self, shares: Sequence[Share], gpus: Sequence[Gpu], asking: Sequence[Share]
-    ) -> list[str]:
-        """Return the shortages on the GPUs that `asking` wants."""
-        wanted = {share.device for share in asking}
-        return shortages(
-            make_plan(shares, [gpu for gpu in gpus if gpu.device in wanted], self._reserve)
-        )
 
 
 class GpuReservations:

@@ -19,19 +19,9 @@ from penstock.types import Request
 # or would have made a request late, the size was explored for its time, it must run alone (a rerun,
 # or a model that does not batch), or there was no memory for more.
 Closed = Literal[
-    "queue empty",
-    "other shape",
-    "full",
-    "token budget",
-    "preferred size",
-    "delay expired",
-    "SLO target",
-    "SLO deadline",
-    "trial",
-    "rerun",
-    "unbatched",
-    "no room",
-]
+    "queue empty", "other shape", "full", "token budget", "preferred size", "delay expired",
+    "SLO target", "SLO deadline", "trial", "rerun", "unbatched", "no room",
+]  # fmt: skip
 
 
 class Lane:
@@ -119,9 +109,6 @@ class Lanes:
         self._lanes: dict[object, Lane] = {}
         self._alone: deque[Request] = deque()
         self.num_queued = 0
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} waiting={self.num_waiting} shapes={len(self._lanes)}>"
 
     @property
     def num_waiting(self) -> int:

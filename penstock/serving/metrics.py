@@ -74,11 +74,11 @@ class BatchStatistics:
     infer_s: float = 0.0
     output_s: float = 0.0
 
-    def add(self, timings: Timings) -> None:
+    def add(self, input_s: float, infer_s: float, output_s: float) -> None:
         self.count += 1
-        self.input_s += timings.compute_input_s
-        self.infer_s += timings.compute_infer_s
-        self.output_s += timings.compute_output_s
+        self.input_s += input_s
+        self.infer_s += infer_s
+        self.output_s += output_s
 
 
 class ModelMetrics:
@@ -122,15 +122,13 @@ class ModelMetrics:
         statistics = self.batches.get(num_rows)
         if statistics is None:
             statistics = self.batches[num_rows] = BatchStatistics()
-        statistics.add(timings)
+        statistics.add(*timings.compute_s)
         count = len(answered)
         if count == 0:
             return 0.0, 0.0
         self.num_success += count
-        for_input, for_infer, for_output = self._computes
-        for_input.add(timings.compute_input_s, count)
-        for_infer.add(timings.compute_infer_s, count)
-        for_output.add(timings.compute_output_s, count)
+        for phase, span_s in zip(self._computes, timings.compute_s, strict=True):
+            phase.add(span_s, count)
         return self._fold_spans(answered)
 
     def _fold_spans(self, answered: Sequence[Request]) -> Waits:
@@ -186,9 +184,7 @@ class ModelMetrics:
         self.num_executions += 1
         self.phases["request"].add(total_s)
         self.phases["compute_infer"].add(infer_s)
-        batch = self.batches.setdefault(1, BatchStatistics())
-        batch.count += 1
-        batch.infer_s += infer_s
+        self.batches.setdefault(1, BatchStatistics()).add(0.0, infer_s, 0.0)
 
     def failed(self, reason: str, count: int = 1) -> None:
         self.num_failures[reason] += count

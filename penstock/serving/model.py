@@ -75,11 +75,6 @@ class Model:
         )
         self.readiness = Readiness(context, supervisor, dispatcher, queue, memory)
 
-    def __repr__(self) -> str:
-        return f"<Model {self.config.name}/{self.config.version} {self.state}>"
-
-    # State.
-
     @property
     def state(self) -> State:
         return self.readiness.state
@@ -125,8 +120,6 @@ class Model:
     def explain(self) -> Explanation:
         return explain(self, self._clock())
 
-    # Lifecycle.
-
     async def start(self) -> None:
         """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
         await self.readiness.load()
@@ -147,8 +140,6 @@ class Model:
         self._dispatcher.check_idle()
         self.memory.close()
         self._admission.close()
-
-    # Requests.
 
     def submit(self, request: Request) -> None:
         try:

@@ -196,12 +196,6 @@ class StagePipeline:
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
 
-    def __repr__(self) -> str:
-        names = ", ".join(stage.name for stage in self.stages)
-        return f"<StagePipeline {self.config.name}/{self.config.version} of {names}>"
-
-    # Lifecycle.
-
     async def start(self) -> None:
         """Start all stages at once. ConfigError, with the problems of all, if one cannot load."""
         began = time.monotonic()
@@ -220,8 +214,6 @@ class StagePipeline:
     async def close(self) -> None:
         self._is_closing = True
         await asyncio.gather(*(model.close() for model in self.models))
-
-    # State.
 
     @property
     def metrics(self) -> ModelMetrics:
@@ -275,8 +267,6 @@ class StagePipeline:
         for stage, model in zip(self.stages, self.models, strict=True):
             notes.append(_describe(stage.name, model))
         return replace(told, state=self.shown_state, refused=refused, notes=notes)
-
-    # Requests.
 
     def submit(self, request: Request) -> None:
         try:

@@ -86,8 +86,6 @@ class Readiness:
         if self._load_problems:
             raise ConfigError(self._load_problems)
 
-    # Events of the supervisor.
-
     def instance_ready(self, instance: Instance) -> None:
         assert instance.ready is not None
         self._metrics.load_s = instance.ready.load_s
@@ -148,8 +146,6 @@ class Readiness:
         instances = self._supervisor.instances
         num_ready = sum(each.num_slots for each in instances if each.is_ready)
         self._queue.batcher.count_executors(num_ready, self._clock())
-
-    # Proofs.
 
     def _apply_proofs(self, ready: Sequence[frames.WorkerReady]) -> None:
         """Batch and pad as far as every instance proved harmless. No request is queued yet."""

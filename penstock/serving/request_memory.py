@@ -50,8 +50,6 @@ class RequestMemory:
                 f"model '{self._config.name}' has for them (parameters.penstock.spill_bytes)"
             )
 
-    # Rows.
-
     def place(self, request: Request, *, is_needed: bool = False) -> bool:
         """Copy the tensors into rows of a slab and drop the request's own buffers. False if all
         slabs are taken, unless it `is_needed`. Requests without a row layout stay as they are."""
@@ -99,8 +97,6 @@ class RequestMemory:
         slab = request.ticket.slab
         if slab is not None:
             self.pool.requeued(slab, request.num_rows)
-
-    # Batches.
 
     def place_batch(self, batch: RunningBatch) -> int:
         """Give the requests of a batch the memory that they lack; return how many, from the first

@@ -194,8 +194,6 @@ class SloBatcher(Lanes):
         """Statistics of each geometry seen recently."""
         return self._paces.by_geometry
 
-    # Admission.
-
     def _check(self, request: Request, geometry: object, pace: GeometryPace, now: float) -> None:
         """Refuse a request that is predicted to be late."""
         paces = self._paces
@@ -232,8 +230,6 @@ class SloBatcher(Lanes):
             return now
         end = self._running[min(busy, len(self._running) - 1)][0]
         return end if end > now else now + (now - end)
-
-    # Batches.
 
     def _next_batch(self, now: float) -> list[Request] | None:
         again = self._take_alone()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -98,7 +99,8 @@ class Supervisor:
         self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
         self._slabs: list[Slab] = []
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timer_ids = itertools.count()
         self._is_stopping = False
         self.last_reason = ""
         # Result of the first workers' batching and padding checks, which later workers skip.
@@ -120,7 +122,7 @@ class Supervisor:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stop all workers after their current batches; kill those that take too long."""
         self._is_stopping = True
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         children = [each.child for each in self._all if each.child is not None]
@@ -329,12 +331,13 @@ class Supervisor:
         log_about(log, level, self._config, text, *values, **more)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
+        number = next(self._timer_ids)  # Not the timer itself: it refers to `run`, a cycle.
+
         def run() -> None:
-            self._timers.discard(timer)
+            del self._timers[number]
             call(*args)
 
-        timer = self._loop.call_later(delay_s, run)
-        self._timers.add(timer)
+        self._timers[number] = self._loop.call_later(delay_s, run)
 
 
 def _map_slab(slab: Slab) -> tuple[bytes, tuple[int, ...]]:
