@@ -18,8 +18,6 @@ from typing import Self
 from penstock.processes.endings import describe_status
 
 RUN = "penstock.processes.run_tool"
-
-
 # How much of the end of its output is quoted, in whole lines. Compilers print hundreds of warnings.
 TAIL_BYTES, TAIL_LINES = 2000, 8
 

@@ -118,8 +118,7 @@ class BatchTimes:
     def observe(self, size: int, duration_s: float, now: float) -> bool:
         """Learn from a batch. True if the table had drifted and was scaled."""
         size = min(size, self._max_size)
-        is_known = self.is_known
-        if is_known:
+        if self.is_known:
             self._note_ratio(size, duration_s, now)
         high = bisect_left(self._sizes, size)
         if self._sizes[high] == size:
@@ -248,8 +247,8 @@ class WaitLimit:
         # The configured batching delay does not count as overload.
         self._delay_s = policy.max_queue_delay_s if policy.is_dynamic else 0.0
         self._batch_size = batch_size
-        self._times = BatchTimes(policy.max_tokens or policy.max_batch_size)
         self._largest = policy.max_tokens or policy.max_batch_size
+        self._times = BatchTimes(self._largest)
         self._num_executors = 1
         self._learn_at = -math.inf
         # The extra time when the number of executors last became zero or more than zero.

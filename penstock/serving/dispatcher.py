@@ -245,10 +245,11 @@ class Dispatcher:
         # before the worker has its output spill back.
         self._is_answering = True
         try:
-            batch = _take(instance, frame.batch)
+            batch = next((each for each in instance.batches if each.id == frame.batch), None)
             if self._guard.quarantine.awaits_answer:
                 self._guard.quarantine.answered()
             if batch is not None:
+                instance.batches.remove(batch)
                 now = instance.answered_at = self._clock()
                 self._saturation.note(False, now)
                 if isinstance(frame, frames.Done):
@@ -339,12 +340,3 @@ class Dispatcher:
         for request in batch.requests:
             request.num_deaths += 1
         self._rerun(batch)
-
-
-def _take(instance: Instance, number: int) -> RunningBatch | None:
-    """Remove the batch with this id from the instance, and return it."""
-    for index, batch in enumerate(instance.batches):
-        if batch.id == number:
-            del instance.batches[index]
-            return batch
-    return None

@@ -139,8 +139,6 @@ class Lanes:
 
     def _ahead(self, level: int) -> tuple[int, int]:
         """Return the number of requests at this level and above, and their rows or tokens."""
-        if self._num_levels == 1:
-            return self._counts[0], self._sizes[0]
         return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
 
     def _append(self, request: Request, geometry: object) -> None:

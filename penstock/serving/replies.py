@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from penstock.errors import BackendFailed, InvalidRequest, Overloaded, PenstockError, QuotaExceeded
 from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
@@ -23,13 +22,6 @@ from penstock.wire import frames
 log = logging.getLogger("penstock.model")
 # Overload is over when no request has been refused for this long.
 QUIET_S = 5.0
-
-
-class Stretch(NamedTuple):
-    """A finished stretch of overload."""
-
-    num_refused: int
-    duration_s: float
 
 
 class Refusals:
@@ -51,11 +43,11 @@ class Refusals:
         self._num_refused += 1
         return begins
 
-    def ended(self, now: float) -> Stretch | None:
-        """Return the stretch that has ended by now, once; call it periodically."""
+    def ended(self, now: float) -> tuple[int, float] | None:
+        """Return the refusals and the seconds of a stretch that has ended, once; ask often."""
         if self._began is None or now - self._last < QUIET_S:
             return None
-        stretch = Stretch(self._num_refused, self._last - self._began)
+        stretch = self._num_refused, self._last - self._began
         self._began = None
         return stretch
 
@@ -174,7 +166,7 @@ class Replies:
         over = self._refusals.ended(self._clock())
         if over is not None:
             text = " is no longer overloaded; %d requests were refused in %.1f s"
-            log_about(log, logging.INFO, self._config, text, *over, num_refused=over.num_refused)
+            log_about(log, logging.INFO, self._config, text, *over, num_refused=over[0])
 
 
 def is_overload(error: PenstockError) -> bool:

@@ -25,9 +25,8 @@ from penstock.backends.processing import model_in
 from penstock.errors import describe_error
 from penstock.processes.start import begin_life, take_part
 from penstock.serving.executor import BatchExecutor, Begun, WorkerMemory, explain_error
-from penstock.serving.memory_limit import MemoryLimit
 from penstock.serving.slab import Segment
-from penstock.serving.worker_load import describe_load_error, load_runner
+from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
 from penstock.system import logs
 from penstock.wire import frames
 
@@ -58,7 +57,9 @@ class Channel:
                 fds.extend(received)
         frame = frames.decode_to_worker(self._view[:size])
         if isinstance(frame, frames.Enclosed):
-            frame = frames.decode_to_worker(_read_enclosed(frame, fds.pop()))
+            segment = Segment(frame.nbytes, fds.pop())
+            frame = frames.decode_to_worker(bytes(segment.view[: frame.nbytes]))
+            segment.close()
         return frame, fds
 
     def send(self, frame: frames.FromWorker) -> None:
@@ -70,13 +71,6 @@ class Channel:
 
     def close(self) -> None:
         self._sock.close()
-
-
-def _read_enclosed(frame: frames.Enclosed, fd: int) -> bytes:
-    segment = Segment(frame.nbytes, fd)
-    data = bytes(segment.view[: frame.nbytes])
-    segment.close()
-    return data
 
 
 class Worker:
