@@ -74,6 +74,7 @@ class Admission:
         self._saturation = context.saturation
         self._clock = context.clock
         self._processor_wait = ProcessorWait()
+        self.close = self._processor_wait.close
         self._looked_at = -math.inf
         self._waited_s = 0.0
 
@@ -114,9 +115,6 @@ class Admission:
     def note_full(self, request: Request, num_held: int) -> None:
         """Tell the queue shares that the queue was full with this many requests."""
         self._shares.refused(num_held, self._clock(), request.priority)
-
-    def close(self) -> None:
-        self._processor_wait.close()
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()

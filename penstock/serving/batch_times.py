@@ -277,6 +277,7 @@ class WaitLimit:
             self._times.observe(size, now - started, now)
 
     def count_executors(self, num_ready: int, now: float) -> None:
+        """Set how many batches can run at once from now on."""
         is_available = num_ready > 0
         if is_available is not self._is_available:
             self._extra_s, self._since = self.extra_s(now), now

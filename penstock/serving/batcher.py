@@ -38,6 +38,7 @@ class Batcher(Lanes):
         self._max_preferred = max(preferred) if preferred else self._max_rows
         self._is_eager = not preferred and policy.max_queue_delay_s == 0
         self._wait = WaitLimit(policy, policy.max_tokens or self._max_preferred)
+        self.count_executors = self._wait.count_executors
         self._is_limited = any(map(self._wait.applies, policy.policies))
         self._look_at = -math.inf
         self._expiries: list[tuple[float, int, Request]] = []
@@ -70,10 +71,6 @@ class Batcher(Lanes):
 
     def ended(self, started: float) -> None:
         """Record that a batch ended, successfully or not."""
-
-    def count_executors(self, num_ready: int, now: float) -> None:
-        """Set how many batches can run at once from now on."""
-        self._wait.count_executors(num_ready, now)
 
     def expire(self, now: float) -> list[Request]:
         """Apply queue time-outs; return requests to refuse. DELAY moves them behind their level."""

@@ -73,7 +73,10 @@ class Model:
         self._dispatcher = dispatcher = Dispatcher(
             context, supervisor, queue, memory, replies, guard
         )
-        self.readiness = Readiness(context, supervisor, dispatcher, queue, memory)
+        self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
+        self.instances: Sequence[Instance] = supervisor.instances
+        # What only one part does, as `Served` promises it.
+        self.start, self.drain, self.refused = readiness.load, dispatcher.drain, replies.refused
 
     @property
     def state(self) -> State:
@@ -92,10 +95,6 @@ class Model:
     @property
     def reason(self) -> str:
         return self.readiness.reason
-
-    @property
-    def instances(self) -> Sequence[Instance]:
-        return self.supervisor.instances
 
     @property
     def processes(self) -> Sequence[ModelProcess]:
@@ -119,14 +118,6 @@ class Model:
 
     def explain(self) -> Explanation:
         return explain(self, self._clock())
-
-    async def start(self) -> None:
-        """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
-        await self.readiness.load()
-
-    async def drain(self) -> None:
-        """Wait until everything admitted has been answered."""
-        await self._dispatcher.drain()
 
     async def close(self) -> None:
         """Stop the workers; requests still queued get an error."""
@@ -160,10 +151,6 @@ class Model:
             self._withdraw(request, failure, "OTHER")
             return
         self._dispatcher.wake()
-
-    def refused(self, error: PenstockError, received: float) -> None:
-        """Count a request that was not admitted, or that a protocol could not read."""
-        self._replies.refused(error, received)
 
     def cancel(self, request: Request) -> None:
         """Cancel a request. Queued, it never runs; in flight, its answer is dropped."""

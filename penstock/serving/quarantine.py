@@ -123,6 +123,7 @@ class Quarantine:
     def __init__(self) -> None:
         self._bodies = Offenders(MAX_BODY_DEATHS)
         self._keys = Offenders(MAX_KEY_DEATHS)
+        self.body_left_s, self.key_left_s = self._bodies.left_s, self._keys.left_s
         # Bodies, and number of multi-request batches, that killed a worker since the last answer.
         self._suspects: set[bytes] = set()
         self._num_batches = 0
@@ -169,12 +170,6 @@ class Quarantine:
     @property
     def _is_model_at_fault(self) -> bool:
         return len(self._suspects) + self._num_batches > MAX_SUSPECTS
-
-    def body_left_s(self, body: bytes, now: float) -> float:
-        return self._bodies.left_s(body, now)
-
-    def key_left_s(self, key: bytes, now: float) -> float:
-        return self._keys.left_s(key, now)
 
     def expire(self, now: float) -> None:
         self._bodies.expire(now)

@@ -93,7 +93,7 @@ class Replies:
         self.finish(request, error)
 
     def refused(self, error: PenstockError, received: float) -> None:
-        """Count a request that was not admitted."""
+        """Count a request that was not admitted, or that a protocol could not read."""
         now = self._clock()
         self._metrics.refused(error)
         self._metrics.fail_s += now - received

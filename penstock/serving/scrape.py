@@ -31,8 +31,9 @@ class ScrapeLines:
 
     @classmethod
     def of(cls, name: str, text: str, kind: str, samples: Iterable[Sample]) -> ScrapeLines:
-        lines = [f"{name}{label_text(labels)} {value}" for labels, value in samples]
-        return cls(name, text, kind, lines)
+        """Unknown values, None, are left out."""
+        known = [(labels, value) for labels, value in samples if value is not None]
+        return cls(name, text, kind, [f"{name}{label_text(labels)} {v}" for labels, v in known])
 
     @classmethod
     def of_histograms(
@@ -97,10 +98,8 @@ def expose(
     items = [(model.metrics.labels, model) for model in models]
     optional = [*_optional(items), *_fronts(fronts), *([] if host is None else _host(host))]
     families = [*_of_every_model(items), *(family for family in optional if family.lines)]
-    version = [({"version": penstock.__version__}, 1)]
-    families.append(
-        ScrapeLines.of("penstock_build_info", "The version that runs; always 1", "gauge", version)
-    )
+    text, version = "The version that runs; always 1", {"version": penstock.__version__}
+    families.append(ScrapeLines.of("penstock_build_info", text, "gauge", [(version, 1)]))
     return "".join(
         f"{line}\n"
         for family in families
@@ -171,9 +170,8 @@ def _fronts(fronts: Sequence[FrontUse]) -> Iterator[ScrapeLines]:
     text = "Protocol processes started again after a death"
     yield ScrapeLines.of("penstock_front_restarts", text, "counter", restarts)
     counts = [(each.labels, each.num_connections) for each in fronts]
-    known = [sample for sample in counts if sample[1] is not None]
     text = "Clients connected to each protocol process"
-    yield ScrapeLines.of("penstock_front_connections", text, "gauge", known)
+    yield ScrapeLines.of("penstock_front_connections", text, "gauge", counts)
 
 
 def _host(host: HostUse) -> Iterator[ScrapeLines]:
@@ -191,8 +189,7 @@ def _host(host: HostUse) -> Iterator[ScrapeLines]:
     yield ScrapeLines.of("penstock_process_cpu_seconds", text, "counter", cpu)
     for name, text, kind, attribute in GPU_METRICS:
         values = [({"gpu_uuid": gpu.uuid}, getattr(gpu, attribute)) for gpu in host.gpus]
-        known = [sample for sample in values if sample[1] is not None]
-        yield ScrapeLines.of(name, text, kind, known)
+        yield ScrapeLines.of(name, text, kind, values)
 
 
 def label_text(labels: Labels) -> str:

@@ -86,7 +86,11 @@ class SloBatcher(Lanes):
         self._size: Callable[[Request], int] = attrgetter(
             "num_tokens" if self._has_budget else "num_rows"
         )
-        self._paces = Paces(policy, num_executors)
+        self._paces = paces = Paces(policy, num_executors)
+        # Statistics of each geometry seen recently.
+        self.paces: Mapping[object, GeometryPace] = paces.by_geometry
+        # Seeds batch times from warm-up; hears how long the event loop waited for a CPU.
+        self.seed, self.note_wait = paces.seed, paces.note_wait
         # Predicted end and start of the running batches; sorted.
         self._running: list[tuple[float, float]] = []
         self._deadlines = Deadlines(policy.slo_latency_s)
@@ -107,10 +111,6 @@ class SloBatcher(Lanes):
             return -math.inf
         first = self._deadlines.first
         return None if first == math.inf else first
-
-    def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
-        """Seed batch times from warm-up, in seconds by size; for one geometry, or for all."""
-        self._paces.seed(timings, geometry)
 
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
         """Record that a batch of this geometry is done."""
@@ -156,10 +156,6 @@ class SloBatcher(Lanes):
             return True
         return super().remove(request)
 
-    def note_wait(self, waited_s: float) -> None:
-        """Record that the event loop, and so its requests, waited this long for a CPU."""
-        self._paces.note_wait(waited_s)
-
     def take_dropped(self) -> list[Request]:
         """Return the requests that `next` dropped because they would be late, to be refused."""
         dropped, self._dropped = self._dropped, []
@@ -188,11 +184,6 @@ class SloBatcher(Lanes):
         self._work_s = sum(map(self._paces.waiting_s, self._lanes.values()))
         self.wake_at = self.next_expiry
         return batch
-
-    @property
-    def paces(self) -> Mapping[object, GeometryPace]:
-        """Statistics of each geometry seen recently."""
-        return self._paces.by_geometry
 
     def _check(self, request: Request, geometry: object, pace: GeometryPace, now: float) -> None:
         """Refuse a request that is predicted to be late."""
