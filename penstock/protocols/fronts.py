@@ -33,9 +33,9 @@ from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.serving.usage import FrontUse
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.frames import Forwarded, Frame

@@ -23,9 +23,8 @@ from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.metrics import Labels
-from penstock.serving.scrape import expose
+from penstock.serving.scrape import FrontUse, ProcessUsage, cpu_s, expose
 from penstock.serving.served import Served
-from penstock.serving.usage import FrontUse, ProcessUsage, cpu_s
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 

@@ -36,10 +36,14 @@ def make_batch(config: ModelConfig, warmup: Warmup) -> Batch:
         has_rows = config.max_batch_size > 0
         shape = (warmup.num_rows, *tensor.shape) if has_rows else tensor.shape
         values = _values(tensor, shape, Path(warmup.folder), chance)
-        values.flags.writeable = False  # As those of requests.
         inputs[tensor.name] = values
-    part = frames.RequestPart(warmup.name, warmup.num_rows)
-    return Batch(inputs, warmup.num_rows, [part])
+    return _batch(inputs, warmup.num_rows, warmup.name)
+
+
+def _batch(inputs: dict[str, Array], num_rows: int, name: str = "") -> Batch:
+    for values in inputs.values():
+        values.flags.writeable = False  # As those of requests.
+    return Batch(inputs, num_rows, [frames.RequestPart(name, num_rows)])
 
 
 def _values(
@@ -145,12 +149,9 @@ def _warm_up_rungs(
             )
             for spec, shape in zip(config.inputs, row_shapes, strict=True)
         }
-        for values in inputs.values():
-            values.flags.writeable = False  # As those of requests.
-        batch = Batch(inputs, rung, [frames.RequestPart("", rung)])
+        batch = _batch(inputs, rung)
         maker: object = runner
-        batches = maker.rehearsals(batch) if isinstance(maker, Rehearses) else [batch]
-        for each in batches:
+        for each in maker.rehearsals(batch) if isinstance(maker, Rehearses) else [batch]:
             timings[rung] = _warm_up_batch(config, runner, each)
     return timings
 

@@ -113,7 +113,7 @@ class Worker:
             self._run(frame)
         elif isinstance(frame, frames.Release):
             assert self._memory is not None
-            self._memory.spill.release_offsets(frame.offsets)
+            self._memory.spill.release(frame.offsets)
         elif isinstance(frame, frames.MapSlab):
             assert self._memory is not None
             self._pin(self._memory.map_slab(frame.slab, frame.nbytes, fds[0]))
@@ -248,7 +248,7 @@ class Worker:
             if not isinstance(answer, frames.Done):
                 raise
             assert self._memory is not None
-            self._memory.spill.release(answer.outputs)
+            self._memory.spill.release(each.offset for part in answer.outputs for each in part)
             text = f"the answer's description does not fit a frame: {error.strerror}"
             self._channel.send(frames.BatchFailed(answer.batch, text))
 

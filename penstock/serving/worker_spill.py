@@ -7,7 +7,7 @@ segments instead of slab rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class WorkerSpill:
                 for spec, each in values:
                     spilled[-1].append(self._write(spec.name, spec.datatype, each))
         except BaseException:
-            self.release(spilled)
+            self.release(extent.offset for extents in spilled for extent in extents)
             raise
         return tuple(map(tuple, spilled))
 
@@ -76,10 +76,7 @@ class WorkerSpill:
         self._output.view[offset : offset + nbytes] = tensor.data
         return frames.Extent(name, datatype, tuple(values.shape), offset, nbytes)
 
-    def release(self, outputs: Sequence[Sequence[frames.Extent]]) -> None:
-        self.release_offsets([extent.offset for extents in outputs for extent in extents])
-
-    def release_offsets(self, offsets: Sequence[int]) -> None:
+    def release(self, offsets: Iterable[int]) -> None:
         with self._lock:
             for offset in offsets:
                 self._extents.release(offset)

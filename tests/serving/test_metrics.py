@@ -31,9 +31,15 @@ from penstock.serving.metrics import (
     Histogram,
     ModelMetrics,
 )
-from penstock.serving.scrape import BATCH_BUCKETS, Pending, expose
+from penstock.serving.scrape import (
+    BATCH_BUCKETS,
+    FrontUse,
+    HostUse,
+    Pending,
+    ProcessUse,
+    expose,
+)
 from penstock.serving.served import ModelProcess
-from penstock.serving.usage import FrontUse, HostUse, ProcessUse
 from penstock.system.devices import GpuUse
 from penstock.types import CallbackSink, Request
 
