@@ -13,10 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.errors import Quarantined
-from penstock.serving.context import ModelContext, log_about
 from penstock.types import Buffer, Parameter, Request, Tensor
+
+if TYPE_CHECKING:
+    from penstock.serving.context import ModelContext
 
 MAX_BODY_DEATHS = 2
 MAX_KEY_DEATHS = 5
@@ -233,7 +236,8 @@ class PoisonGuard:
         return verdict
 
     def _warn(self, text: str, num_deaths: int) -> None:
-        log_about(log, logging.WARNING, self._config, f": {text}", num_deaths)
+        named = self._config.name, self._config.version
+        log.warning(f"%s/%s: {text}", *named, num_deaths, extra=self._config.labels)
 
     def _body(self, request: Request) -> list[Tensor]:
         """Return the inputs, whether or not they are in shared memory already."""
