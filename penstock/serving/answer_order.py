@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
-
 from penstock.errors import PenstockError
 from penstock.types import Request, Response
 
-Answer = TypeVar("Answer")
+Answered = tuple[Request, Response | PenstockError]
 
 
-class Sequencer(Generic[Answer]):
+class AnswerSequencer:
     def __init__(self) -> None:
         self._next_turn = 0
         self._first_open = 0
-        self._finished: dict[int, Answer] = {}
+        self._finished: dict[int, Answered] = {}
 
     def enter(self) -> int:
         turn = self._next_turn
         self._next_turn += 1
         return turn
 
-    def finish(self, turn: int, answer: Answer) -> list[Answer]:
+    def finish(self, turn: int, answer: Answered) -> list[Answered]:
         """Record the answer of `turn`; return the answers that may leave now, in order."""
         if turn < self._first_open or turn in self._finished:
             return []  # It has already ended, for instance by a cancel; the first answer counts.
         self._finished[turn] = answer
-        ready: list[Answer] = []
+        ready: list[Answered] = []
         while self._first_open in self._finished:
             ready.append(self._finished.pop(self._first_open))
             self._first_open += 1
         return ready
-
-
-AnswerSequencer = Sequencer[tuple[Request, Response | PenstockError]]
 
 
 def respond_in_turn(

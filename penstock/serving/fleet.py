@@ -21,19 +21,16 @@ from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
-from penstock.serving.memory_plan import (
-    CONTEXT_BYTES,
-    WORKSPACE_BYTES,
-    GpuPlan,
-    Need,
-    Share,
-    make_plan,
-    shortages,
-)
+from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan, shortages
 from penstock.serving.placement import place
 from penstock.system import devices
 from penstock.system.devices import Gpu
 
+# GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
+# with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than
+# one that fails to load.
+CONTEXT_BYTES = 512 << 20
+WORKSPACE_BYTES = 256 << 20
 # Bytes of a float by `penstock.dtype`, and the safetensors datatypes that the setting converts.
 FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 FLOATS = ("F64", "F32", "F16", "BF16")
