@@ -29,8 +29,9 @@ from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
 from penstock.processes import framing
 from penstock.processes.start import begin_life
+from penstock.serving.executor import checked
 from penstock.serving.proof import prove
-from penstock.serving.worker import checked, warm_up_all
+from penstock.serving.warmups import warm_up_all
 from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire.frames import Proof, RequestPart
 

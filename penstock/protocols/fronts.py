@@ -33,7 +33,7 @@ from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
-from penstock.serving.metrics import FrontUse
+from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings

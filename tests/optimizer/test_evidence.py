@@ -15,8 +15,8 @@ from penstock.optimizer import evidence
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.results import Optimization
 from penstock.repository import layout, manifest, staging
-from penstock.serving.fleet import need_of
-from penstock.serving.memory_plan import CONTEXT_BYTES, Need
+from penstock.serving.fleet import CONTEXT_BYTES, need_of
+from penstock.serving.memory_plan import Need
 
 
 @pytest.fixture
