@@ -36,6 +36,14 @@ class Columns:
     notes: tuple[str, ...] = ()
     non_finite: tuple[NonFinite, ...] = ()
 
+    def row(self, index: int) -> dict[str, Array]:
+        """Return one example, without the batch dimension."""
+        return {
+            name: column[index, ...] if isinstance(column, np.ndarray) else row
+            for name, column in self.by_name.items()
+            if (row := column[index]) is not None
+        }
+
 
 def from_arrays(
     form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
@@ -43,6 +51,7 @@ def from_arrays(
     """Fit arrays to the inputs of their names; ConfigError lists everything that does not fit.
     `others` names arrays of the file with another purpose, such as labels."""
     required = [spec.name for spec in form.required]
+    arrays = {name: array for name, array in arrays.items() if name not in others}
     if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in form.names:
         arrays = {required[0]: arrays[UNNAMED]}
     names = _renamed(form, list(arrays))
@@ -54,7 +63,11 @@ def from_arrays(
         if spec.name not in arrays:
             continue
         try:
-            columns[spec.name] = examples(spec, arrays[spec.name])
+            array = arrays[spec.name]
+            if not form.has_batch and spec.shape[:1] == (1,) and array.shape[1:] == spec.shape[1:]:
+                # Users omit the leading 1 of models with a fixed batch of 1.
+                array = array[:, None]
+            columns[spec.name] = examples(spec, array)
         except DataMismatch as misfit:
             problems.append(f"{label}: {misfit}")
     return _columns(form, columns, problems, _ignored(form, arrays), label)
@@ -64,7 +77,7 @@ def from_rows(
     form: RequestForm, rows: FileRows, label: str, others: Collection[str] = ()
 ) -> Columns:
     """Fit rows to the inputs; problems name their place in the file."""
-    names = list(dict.fromkeys(name for row in rows.rows for name in row))
+    names = list(dict.fromkeys(name for row in rows.rows for name in row if name not in others))
     if given := _renamed(form, names):
         renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
         rows = FileRows(renamed, rows.numbers, rows.word)
@@ -117,7 +130,7 @@ class TensorExamples:
         self, columns: Columns, has_batch: bool, order: Iterator[list[int]], origin: Origin
     ) -> None:
         self.origin = origin
-        self._columns = columns.by_name
+        self._columns = columns
         self._has_batch = has_batch
         self._order = order
         self._samples: list[Sample | None] = [None] * columns.num_examples
@@ -126,21 +139,15 @@ class TensorExamples:
         indices = next(self._order)
         if len(indices) > 1:
             # `check_batches` ensured that these columns are arrays.
-            stacked = {n: c[indices] for n, c in self._columns.items() if isinstance(c, np.ndarray)}
-            return None, Sample(stacked)
+            columns = self._columns.by_name.items()
+            return None, Sample({n: c[indices] for n, c in columns if isinstance(c, np.ndarray)})
         index = indices[0]
         sample = self._samples[index]
         if sample is None:
-            sample = self._samples[index] = self._single(index)
+            row = self._columns.row(index)
+            batch = {name: array[None] for name, array in row.items()} if self._has_batch else row
+            sample = self._samples[index] = Sample(batch)
         return index, sample
-
-    def _single(self, index: int) -> Sample:
-        tensors: dict[str, Array] = {}
-        for name, column in self._columns.items():
-            row = column[index, ...] if isinstance(column, np.ndarray) else column[index]
-            if row is not None:
-                tensors[name] = row[None] if self._has_batch else row
-        return Sample(tensors)
 
 
 @dataclass(slots=True)
