@@ -19,15 +19,7 @@ from penstock.data.samples import InputSpec, Origin, RequestForm, Sample, Source
 from penstock.data.traces import Trace, read_trace
 from penstock.errors import ConfigError
 
-__all__ = [
-    "InputSpec",
-    "Lengths",
-    "Origin",
-    "RequestForm",
-    "Sample",
-    "Source",
-    "open_source",
-]
+__all__ = ["InputSpec", "Lengths", "Origin", "RequestForm", "Sample", "Source", "open_source"]
 
 KINDS = ("tensors", "prompt", "messages", "fields")
 

@@ -132,8 +132,7 @@ def existing(spec: InputSpec) -> Path:
 
 
 def _find_labels(form: RequestForm, names: Set[str], labels: str) -> tuple[str, str]:
-    """Return the array or field with the labels, or why there is none; both empty if that is
-    fine."""
+    """Return the array or field with the labels, and why it is missing; empty if it need not be."""
     wanted = [labels] if labels else LABEL_NAMES
     found = next((name for name in wanted if name in names and name not in form.names), "")
     listed = ", ".join(f"'{name}'" for name in sorted(names))

@@ -22,8 +22,7 @@ TEXT_NAMES = ("text", "sentence", "content", "review", "prompt", "image")
 # The name that numpy.savez gives an unnamed array.
 UNNAMED = "arr_0"
 
-# All examples of an input: one array if they share a shape, else one array each (None: this example
-# omits an optional input).
+# All examples of an input: one array if they share a shape, else one each (None: it is omitted).
 Column = Array | list[Array | None]
 
 

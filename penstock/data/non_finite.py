@@ -27,10 +27,7 @@ class NonFinite:
 
 
 def find_non_finite(
-    spec: TensorSpec,
-    column: Array | Sequence[Array | None],
-    file: str,
-    place: Callable[[int], str],
+    spec: TensorSpec, column: Array | Sequence[Array | None], file: str, place: Callable[[int], str]
 ) -> list[NonFinite]:
     """Return the rows of a column (one array, or one array per row) that are not finite."""
     if spec.datatype not in FLOATS:

@@ -74,8 +74,7 @@ class Judgement(msgspec.Struct):
     alpha: float
     is_passed: bool
     # If the bound is too wide to decide: about how many examples of this part would be enough.
-    # None: the loss itself exceeds the limit, the candidate passed, or more than MAX_NEEDED are
-    # needed.
+    # None: it passed, the loss itself exceeds the limit, or more than MAX_NEEDED are needed.
     num_needed: int | None = None
     # "choice" or "held out".
     part: str = "choice"
@@ -89,9 +88,8 @@ class Judgement(msgspec.Struct):
 
 def spent_alpha(attempt: int, alpha: float = ALPHA) -> float:
     """Return the alpha for candidate number `attempt`, from 0, on the held-out set: three quarters
-    of what earlier attempts left. Over any number of attempts, a candidate that loses too much
-    passes with a probability of at most `alpha`; the first attempt, usually the only one, gets most
-    of it."""
+    of what earlier attempts left, so that over any number of attempts a candidate that loses too
+    much passes with a probability of at most `alpha`. The first is usually the only one."""
     return float(alpha * SPENT_SHARE * (1 - SPENT_SHARE) ** attempt)
 
 
@@ -105,8 +103,7 @@ def judge(
     is_binary: bool | None = None,
 ) -> Judgement:
     """Judge a candidate by one score per example, in the same order. NaN or no scores: no pass.
-    `is_binary`: every score is 0 or 1 by definition; None: infer it from the scores, which says
-    little where all are 1."""
+    `is_binary`: scores are 0 or 1 by definition; None: inferred, in vain where all are 1."""
     if is_binary is None:
         is_binary = _are_binary(original, candidate)
     problem = _problem(original, candidate, budget, is_binary)

@@ -80,8 +80,7 @@ class AnswerSource:
         return self.answers(without_postprocess(self.run.original), self.compared)
 
     def survey(self, build: Build, part: str) -> list[tuple[Row, Row]]:
-        """Return answers of the original and the build to rows outside of the part, as many as
-        there is time for."""
+        """Return both models' answers to rows outside of the part, as far as time allows."""
         run = self.run
         left = tuple(influence.survey_order(len(run.rows), self.indices(part)))
         if not left:

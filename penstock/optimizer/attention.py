@@ -17,8 +17,7 @@ from penstock.optimizer import onnx_model
 from penstock.types import Array
 
 DOMAIN = "com.microsoft"
-# packed: the projections are part of the operator; heads: they stay a separate MatMul, which can be
-# quantised with Q/DQ nodes.
+# packed: with the projections in the operator; heads: with a MatMul that can be quantised.
 Form = Literal["packed", "heads"]
 FORMS: tuple[Form, ...] = ("packed", "heads")
 HEADS_TO_FRONT = [0, 2, 1, 3]
@@ -231,8 +230,7 @@ def _check_order(transpose: NodeProto, order: list[int]) -> None:
 def _replace(
     graph: GraphProto, softmax: NodeProto, found: AttentionMatch, form: Form, index: int
 ) -> None:
-    """Insert the operator before the Softmax, where all of its inputs are known; what it replaces
-    is left without consumers."""
+    """Insert the operator before the Softmax; what it replaces is left without consumers."""
     prefix = f"attention_{index}"
     parts = (found.query, found.key, found.value)
     weight = onnx_model.add_constant(
@@ -271,8 +269,7 @@ def _replace(
 
 
 def _mask(graph: GraphProto, found: AttentionMatch, prefix: str) -> tuple[str, list[NodeProto]]:
-    """Return the name of the mask with a row per query, finite if guarded, and the nodes that make
-    it."""
+    """Return the mask with a row per query, finite if guarded, and the nodes that make it."""
     if not found.mask:
         return "", []
     shape, length, full = (f"{prefix}_{part}" for part in ("shape", "length", "mask_shape"))

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Array]
 
-# A value that occurs in one row of twenty is missed by 10 rows with a probability of 60 %, by 100
-# rows with 0.6 %.
+# 10 rows miss a value of one row in twenty with a probability of 60 %, 100 rows with 0.6 %.
 MIN_ROWS = 10
 FEW_ROWS = 100
 # Duplicates add nothing to a range; real traffic has a few.
@@ -48,8 +47,7 @@ BRING = "bring 100 to 300 rows of what users send, prepared as they are when ser
 
 
 class Audit(msgspec.Struct):
-    """Result of an audit. Problems forbid the use of the data, warnings do not. Facts are for the
-    report."""
+    """Problems forbid the use of the data, warnings do not. Facts are for the report."""
 
     problems: list[str] = []
     warnings: list[str] = []
@@ -141,9 +139,8 @@ def audit_classes(calibration: Array, evaluation: Array) -> Audit:
 
 
 def audit_labels(predictions: Array, labels: Array) -> Audit:
-    """Check that the original beats chance on the labels. If not, the labels belong to other
-    examples or another class order, or inputs are prepared differently, and any candidate would do
-    as well."""
+    """Check that the original beats chance on the labels. If not, labels are of other examples or
+    another class order, or inputs are prepared differently: any candidate would do as well."""
     is_known = np.isfinite(predictions.astype(np.float64))
     predictions, labels = predictions[is_known], labels[is_known]
     if len(labels) == 0:
@@ -189,8 +186,7 @@ def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
 
 
 def _distance(one: Array, other: Array, tolerance: float = 0.0) -> float:
-    """Return the largest distance of two distributions when each may be shifted by the
-    tolerance."""
+    """Return the largest distance of distributions, each of which may shift by the tolerance."""
     leads = []
     for lower, upper in ((one, other), (other, one)):
         places = np.sort(lower)
@@ -233,8 +229,7 @@ def _share_of_copies(rows: Sequence[Row]) -> float:
 
 
 def _check_constant(rows: Sequence[Row], audit: Audit) -> None:
-    """Report inputs whose elements are all equal in most rows. Inputs with one number per row may
-    be settings and are left out."""
+    """Report inputs, except single numbers, whose elements are all equal in most rows."""
     names = [name for name in _names(rows, "f") if rows[0][name].size > 1]
     shares = {name: _share_constant(rows, name) for name in names}
     constant = {name: share for name, share in shares.items() if share > MAX_COPIES}

@@ -54,8 +54,7 @@ Range = tuple[float, float]
 
 @dataclass(slots=True)
 class ValueHistogram:
-    """Histogram around zero with bins of equal width; the width doubles when a value lies
-    outside."""
+    """Histogram around zero with bins of equal width, which doubles for values outside."""
 
     counts: Array = field(default_factory=lambda: np.zeros(2 * NUM_BINS, np.int64))
     width: float = 0.0
@@ -81,8 +80,7 @@ class ValueHistogram:
 
     def _widen(self, largest: float) -> None:
         if self.width == 0.0:
-            # The next larger number, so that the largest value lies inside. All earlier values were
-            # 0.
+            # All earlier values were 0. The next larger number puts the largest value inside.
             self.width = float(np.nextafter(largest / NUM_BINS, np.inf)) if largest > 0 else 0.0
         while self.width > 0 and largest > self.width * NUM_BINS:
             pairs = self.counts.reshape(-1, 2).sum(axis=1)

@@ -16,8 +16,7 @@ import numpy as np
 from penstock.types import Array
 
 # A column whose range is a smaller share than this of its own largest magnitude, or of the output's
-# median magnitude, is rounding noise around a constant; its differences are measured against this
-# share instead.
+# median magnitude, is rounding noise around a constant, and is measured against this share.
 FLOOR = 1e-3
 # The same of the output's largest magnitude: zeros among numbers are zeros up to rounding.
 TINY = 1e-6

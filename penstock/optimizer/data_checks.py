@@ -77,17 +77,14 @@ class DataChecks:
             self.run.unchecked.append(text)
 
     def _note_judged(self, names: Sequence[str]) -> None:
-        """Note what is not checked in outputs that an evaluator reads: only its score judges
-        them."""
         evaluator = self.run.plan.evaluator
         if evaluator and names:
             parts = f"parts of {_listed(names)} that {evaluator} does not use"
             self.run.unchecked.append(f"{parts} were not checked beyond their scale")
 
     def _check_finite(self, found: Sequence[NonFinite]) -> None:
-        """Check rows with NaN or infinity. They are an error if the original's answers are not
-        finite either, as nothing can be compared with those; otherwise they count as missing
-        values."""
+        """Check rows with NaN or infinity: an error if the original's answers, to compare with,
+        are not finite either; otherwise they count as missing values."""
         if not found:
             return
         run = self.run

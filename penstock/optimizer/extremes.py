@@ -21,13 +21,9 @@ LARGEST = 1e150
 
 
 def choose_rows(rows: Sequence[Row], num_rows: int) -> list[int]:
-    """Return the indices of at most `num_rows` rows. Extreme and ordinary ones alternate, the most
-    informative first, so that any prefix has both.
-
-    A row is extreme by its size, its largest absolute value, its norm (largest and smallest of
-    each), or by one feature that is far from its values in other rows. Ordinary rows are drawn at
-    random.
-    """
+    """Return the indices of at most `num_rows` rows: extreme ones and random ones alternate, the
+    most informative first. A row is extreme by its size, its largest absolute value or its norm
+    (largest and smallest), or by one feature that is far from its values in other rows."""
     if not rows:
         return []
     ordinary = np.random.default_rng(SEED).permutation(len(rows)).tolist()

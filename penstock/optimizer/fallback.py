@@ -77,8 +77,7 @@ def with_costs(
 
 
 def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
-    """Group layers by name, up to the first number in it (`encoder/layer.3/...`); if names do not
-    help, group neighbours."""
+    """Group layers by name up to its first number (`encoder/layer.3/...`), else neighbours."""
     named: dict[str, list[WeightedLayer]] = {}
     for layer in layers:
         named.setdefault(_block_name(layer.name), []).append(layer)
@@ -123,8 +122,7 @@ def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS)
 def effects(
     groups: Sequence[Group], layers: Sequence[WeightedLayer], evaluate: Evaluate, original: Answers
 ) -> list[Effect]:
-    """Measure each group quantised alone, so that each shows its error even if several are
-    destroyed."""
+    """Measure each group quantised alone: so each shows its error even if several are bad."""
     found = []
     for group in groups:
         members = set(group.names)
@@ -134,8 +132,7 @@ def effects(
 
 
 def rank(found: Sequence[Effect]) -> list[Effect]:
-    """Sort by error avoided for time lost, highest first; groups with next to no error come
-    last."""
+    """Sort by error avoided for time lost, highest first; groups of next to no error last."""
     worst = max((effect.error for effect in found), default=0.0)
     total = sum(effect.group.cost for effect in found) or 1.0
 
@@ -174,8 +171,7 @@ def _finite(error: float) -> float:
 def find_fallback(
     ranked: Sequence[Effect], passes: Passes, max_calls: int = DEFAULT_MAX_CALLS
 ) -> list[Effect] | None:
-    """Return the groups to keep in float; None if no allowed try passes. At most `max_calls`
-    choices are judged."""
+    """Return the groups to keep in float; None if none of `max_calls` choices passes."""
     known: dict[frozenset[str], bool] = {}
 
     def ask(kept: Sequence[Effect]) -> bool:

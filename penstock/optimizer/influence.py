@@ -205,8 +205,7 @@ class _Check:
         return range(len(self._rows))
 
     def _reduce(self, whole: ServedRows) -> None:
-        """Keep as many examples as there is time for. The first run may compile, so only the second
-        is timed."""
+        """Keep as many examples as there is time for, by the second run: the first may compile."""
         self._run(whole, [0])
         began = time.perf_counter()
         self._run(whole, [0])
@@ -267,8 +266,7 @@ class _Check:
         )
 
     def _next_to(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
-        """Describe the single neighbour, in the same order, that moves this row the most; empty if
-        it takes more than one."""
+        """Describe the neighbour that moves this row the most; empty if it takes several."""
         found: list[tuple[float, str]] = []
         for other in (each for each in batch if each != index):
             pair = [each for each in batch if each in (index, other)]
@@ -307,8 +305,7 @@ class RowComparison:
         granted = config.tolerance
         if is_rounded:
             granted = max(granted or 0.0, ROUNDED_TOLERANCE)
-        # TF32 kernels for other batch sizes round differently: 0.8 % of a value with ResNet-50
-        # (H200, 2026-11).
+        # TF32 kernels for other batch sizes round by up to 0.8 % (ResNet-50, H200, 2026-11).
         least = max(granted or 0.0, ROUNDED_TOLERANCE if self._is_on_gpu else 0.0)
         self._tolerances = {each: max(known, least) for each, known in by_datatype.items()}
         # If floats are rounded, integers computed from them may differ.

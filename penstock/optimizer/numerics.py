@@ -13,13 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.optimizer.columns import (
-    FLOOR,
-    are_same,
-    as_tables,
-    column_scales,
-    scaled_differences,
-)
+from penstock.optimizer.columns import FLOOR, are_same, as_tables, column_scales, scaled_differences
 from penstock.types import Array
 
 Answers = Sequence[Mapping[str, Array]]
@@ -33,8 +27,7 @@ NO_SCORES = ("embed", "hidden", "pool", "feature", "state")
 FAR = 1e300
 # Problems of one kind that are listed; the rest are counted.
 MAX_SHOWN = 3
-# Share of examples whose integers and strings may differ after a lossless step: rounding breaks
-# ties.
+# Share of examples whose integers and strings a lossless step may change: rounding breaks ties.
 MAX_UNEQUAL = 0.01
 # Allowed difference of floats that are whole numbers, such as ids: a lossless step must keep them.
 WHOLE = 0.5
@@ -118,8 +111,7 @@ def score_outputs(answers: Answers) -> list[str]:
 
 
 def agreements(original: Answers, candidate: Answers, names: Sequence[str]) -> Array:
-    """Return, for each example, 1 if the best class of all these outputs is the same in both, else
-    0."""
+    """Return, for each example, 1 if all these outputs have the same best class in both, else 0."""
     same = [
         all(np.argmax(one[name]) == np.argmax(other[name]) for name in names)
         for one, other in zip(original, candidate, strict=True)
@@ -181,11 +173,7 @@ def _free_outputs(original: Answers) -> set[str]:
 
 
 def _difference(
-    name: str,
-    original: Answers,
-    candidate: Answers,
-    own_floor: float,
-    tolerance: float | None,
+    name: str, original: Answers, candidate: Answers, own_floor: float, tolerance: float | None
 ) -> _Difference:
     pairs = [
         (one[name], other[name])
@@ -277,8 +265,7 @@ def _have_one_scale(rows: Array) -> bool:
 
 
 def cosine(before: Array, after: Array) -> float:
-    """Return the cosine over elements that are finite in `before`; NaN if `after` is not finite
-    there, 0 for other shapes."""
+    """Return the cosine where `before` is finite; NaN if `after` is not, 0 for other shapes."""
     if before.shape != after.shape:
         return 0.0
     is_known = np.isfinite(before)

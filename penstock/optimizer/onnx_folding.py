@@ -381,8 +381,7 @@ def _pad_sizes(node: NodeProto, constants: Mapping[str, TensorProto]) -> Array |
 def _padding(
     pad: NodeProto, constants: Mapping[str, TensorProto], producers: Mapping[str, NodeProto]
 ) -> _Padding | None:
-    """Return a Pad's padding; None if it is not constant, is negative, or pads batch or
-    channels."""
+    """Return a Pad's padding; None if it is computed, negative, or of batch or channels."""
     sizes = _pad_sizes(pad, constants)
     if sizes is None or sizes[:, :2].any() or (sizes < 0).any():
         return None
@@ -434,8 +433,7 @@ def _join_pool(node: NodeProto, padding: _Padding) -> None:
 
 
 def _is_plain_pool(node: NodeProto) -> bool:
-    """Return whether results do not depend on where the padding is: no ceil_mode, dilations or
-    indices."""
+    """Return whether the place of padding is irrelevant: no ceil_mode, dilations or indices."""
     return (
         len(node.output) == 1
         and not onnx_model.attribute(node, "ceil_mode", 0)

@@ -130,8 +130,7 @@ def attribute(node: NodeProto, name: str, default: T) -> T:
 
 
 def product_sides(node: NodeProto, dims: Sequence[int]) -> tuple[int, int]:
-    """Return K and N of the node's matmul: the length of each dot product, and the number of
-    columns."""
+    """Return K and N of the node's matmul: the length of a dot product, the number of columns."""
     if node.op_type == "Conv":
         return int(np.prod(dims[1:], dtype=np.int64)), dims[0]
     if node.op_type == "Gemm" and attribute(node, "transB", 0):
@@ -140,9 +139,8 @@ def product_sides(node: NodeProto, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def can_gain(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
-    """Return whether INT8 can make this node faster: its weights are constant and large enough.
-    Depthwise convolutions are small but lie between others, where converting datatypes costs
-    more."""
+    """Return whether INT8 can make this node faster: its weights are constant and large enough, or
+    it is a depthwise convolution, around which converting datatypes would cost more."""
     if node.op_type not in WEIGHTED or len(node.input) < 2:
         return False
     weight = weights.get(node.input[1])
@@ -195,8 +193,7 @@ def is_close(answer: Array, wanted: Array, tolerance: float) -> bool:
 
 
 def made_up(graph: GraphProto, num_rows: int, size: int, seed: int = 0) -> dict[str, Array]:
-    """Draw random inputs from the signature: `num_rows` for a variable first dimension, `size` for
-    any other."""
+    """Draw random inputs; variable dimensions: `num_rows` for the first, `size` for others."""
     import onnx
 
     random = np.random.default_rng(seed)
@@ -218,8 +215,7 @@ def made_up(graph: GraphProto, num_rows: int, size: int, seed: int = 0) -> dict[
 def optimised(
     model: ModelProto | Path, level: str = "basic", entries: Mapping[str, str] | None = None
 ) -> ModelProto:
-    """Return the model after ONNX Runtime's graph optimisation. Level "basic" is plain ONNX, for
-    any machine."""
+    """Return the model after ONNX Runtime's optimisation; "basic" gives plain ONNX."""
     from penstock.backends.onnxruntime import GRAPH_LEVELS
 
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
@@ -250,8 +246,7 @@ def prepared(model: ModelProto) -> ModelProto:
 
 
 def _tell_types(graph: GraphProto) -> None:
-    """Declare types around matmuls, from their weights: ONNX infers none after operators of other
-    domains."""
+    """Declare types around matmuls: ONNX infers none after operators of other domains."""
     import onnx
 
     known = {value.name for value in (*graph.value_info, *graph.input, *graph.output)}

@@ -73,8 +73,7 @@ class OutputCheck(msgspec.Struct):
 def check_outputs(
     original: Answers, candidate: Answers, names: Sequence[str], judged: Set[str] = frozenset()
 ) -> list[OutputCheck]:
-    """Check each of these outputs; `judged`: those that a score reads. Both answers are to the same
-    examples."""
+    """Check these outputs of answers to the same examples; `judged`: those that a score reads."""
     if not original:
         return []
     are_scores = set(score_outputs(original))
@@ -140,8 +139,7 @@ def _rows(name: str, before: Sequence[Array], after: Sequence[Array]) -> OutputC
 
 
 def _row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
-    """Return the cosine of each example; -1 if the candidate is not finite. A row that is near zero
-    in the original must stay so."""
+    """Return the cosine of each example; -1 if not finite. Rows near zero must stay so."""
     sizes = [float(np.linalg.norm(one[np.isfinite(one)].astype(np.float64))) for one in before]
     usual = float(np.median(sizes))
     found = []
@@ -182,8 +180,7 @@ def _table(arrays: Sequence[Array]) -> Array:
 
 
 def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
-    """Return the column with the largest error relative to its standard deviation, and that
-    error."""
+    """Return the column with the largest error, in its standard deviations, and that error."""
     if len(one) < MIN_COLUMN_VALUES:
         return None, None
     is_known = np.isfinite(one)
@@ -206,8 +203,7 @@ def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
 
 
 def _lost_column(one: Array, other: Array) -> tuple[int | None, float | None]:
-    """Return the column with the largest share of values that are off by more than the usual
-    spread, and that share."""
+    """Return the column with the largest share of values beyond its spread, and that share."""
     if len(one) < MIN_COLUMN_VALUES or not one.shape[1]:
         return None, None
     is_known = np.isfinite(one)

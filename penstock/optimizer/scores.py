@@ -174,8 +174,7 @@ def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
 
 
 def _is_among_best(scores: Array, right: Array, count: int) -> Array:
-    """Return 1 if fewer than `count` classes rank before the right one, else 0; ties rank by class
-    number."""
+    """Return 1 where fewer than `count` classes rank before the right one; ties by number."""
     own = scores[np.arange(len(right)), right][:, None]
     is_before = (scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < right[:, None]))
     found: Array = (is_before.sum(axis=1) < count).astype(np.float64)
@@ -184,8 +183,7 @@ def _is_among_best(scores: Array, right: Array, count: int) -> Array:
 
 
 def _classes_output(original: Answers) -> tuple[str, int]:
-    """Return the output that predicts the class, and the number of classes; 0: it is the class
-    number."""
+    """Return the output that predicts the class, and how many there are; 0: it is the number."""
     if names := score_outputs(original):
         name = _chosen(names)
         return name, original[0][name].size

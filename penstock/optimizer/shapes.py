@@ -81,9 +81,8 @@ def threads_of(config: ModelConfig, num_cores: int) -> int:
 
 
 def pairs(num_cores: int) -> list[Pair]:
-    """Return instances and threads to measure: those that use all cores (one instance, two, four,
-    ... and one for each core), and one instance with one thread, which leaves the rest to the
-    server and its clients."""
+    """Return instances and threads to measure: those that use all cores (1, 2, 4, ... instances),
+    and one instance with one thread, which leaves the rest to the server and its clients."""
     full = [(count, num_cores // count) for count in ladder(num_cores)]
     return sorted({*full, (1, 1)}, key=lambda pair: (pair[0], -pair[1]))
 
@@ -273,8 +272,7 @@ class Ranking:
 
     def batching(self, table: TimeTable) -> list[ServingShape]:
         """Return the shapes near the best, best first. Buckets are chosen first, with the largest
-        batch; then sizes with those buckets, in rows and in tokens; then slo mode with the best
-        sizes."""
+        batch; then sizes, in rows and in tokens; then slo mode with the best sizes."""
         off: Settings = {"mode": "off"}
         if not self.may_batch or table.max_rows == 1:
             return self._near_best(table, [off])
@@ -295,8 +293,7 @@ class Ranking:
         return self._near_best(table, slo, found)
 
     def _by_tokens(self, table: TimeTable, by_rows: list[Settings]) -> list[Settings]:
-        """Add token budgets if batch times depend on tokens; otherwise keep the configured budget,
-        which may have other reasons."""
+        """Add token budgets if batch times depend on tokens, else keep the configured one."""
         padding = self._config.padding
         budgets = token_budgets(table, padding.buckets[-1], self._slo) if padding else []
         if not budgets:

@@ -23,8 +23,7 @@ FREE_SIZE = 11
 
 
 class Plain(torch.nn.Module):  # type: ignore[misc]
-    """Takes inputs by position and returns outputs as a tuple, both in the order of the
-    configuration."""
+    """Takes inputs by position and returns a tuple, both in the order of the configuration."""
 
     def __init__(self, loaded: LoadedModule, config: ModelConfig) -> None:
         super().__init__()

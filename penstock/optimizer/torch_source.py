@@ -53,8 +53,7 @@ POOLER, BESIDE_THE_HEAD = "pooler", ("pooler", "position_ids")
 
 
 def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
-    """Take a model from `package.module:factory`; return the configuration, and a note on copied
-    files."""
+    """Take a model from `package.module:factory`; return its configuration and a note on files."""
     torch = _library("torch")
     found = user_code.find(text, "model")
     try:
@@ -73,8 +72,7 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
 
 
 def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
-    """Take a model from a `save_pretrained` folder; return the configuration, and the
-    architecture's name."""
+    """Take a model from a `save_pretrained` folder; return its configuration and a note."""
     _library("torch")
     name = _architecture(folder)
     library = _library("transformers", "hf")
@@ -115,8 +113,7 @@ def _library(name: str, extra: str = "torch") -> Any:
 
 
 def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
-    """Return rows of `example_inputs`, of the factory or its module: arrays by name, batch
-    first."""
+    """Return rows of the factory's or its module's `example_inputs`: arrays by name."""
     given = getattr(found.call, "example_inputs", None)
     given = given if given is not None else getattr(found.module, "example_inputs", None)
     given = given() if callable(given) else given
@@ -135,8 +132,7 @@ def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
 
 
 def _write_factory(found: user_code.UserFunction, version: Path) -> str:
-    """Write a `module.py` that calls the user's function, from a copy beside it if that is a single
-    file."""
+    """Write a `module.py` that calls the user's function, which is copied if it is one file."""
     if found.source is None:
         note = user_code.take_along(found, version, MODULE)
         source = found.module.__name__
@@ -296,8 +292,7 @@ def _check_names(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
 def _outputs(
     module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, has_batch: bool
 ) -> tuple[TensorSpec, ...]:
-    """Return the output specs: sizes that stay the same when variable input sizes change are
-    fixed."""
+    """Return the output specs; sizes that do not change with variable input sizes are fixed."""
     seen = [
         _answer(module, specs, read, (2 + turn, size), has_batch)
         for turn, size in enumerate(LENGTHS)

@@ -85,8 +85,7 @@ class BuildContext:
 class Pass(Protocol):
     name: str
     stage: Stage
-    # True: answers may change, so the accuracy gate must pass. False: only by rounding, which the
-    # numerics check covers.
+    # True: the accuracy gate must pass. False: answers change only by rounding.
     changes_answers: bool = False
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool = False

@@ -18,8 +18,7 @@ from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
 PACK = "penstock.pack"
-# Linear layers of each block. The last one's input comes from the activation function, whose
-# outliers cost most accuracy.
+# Linear layers of each block. The last one's input has outliers, which cost most accuracy.
 PRODUCTS = ("qkv", "out", "inner", "outer")
 SEPARATOR = ","
 # One scale per token: a little slower, but values outside the calibrated range are not clipped.

@@ -22,8 +22,7 @@ from penstock.types import Array, TensorSpec
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-# The first with everything that quantisation and fusion need; ONNX Runtime's own minimum for
-# per-channel scales is 13.
+# The first with all that quantisation and fusion need, and the least for per-channel scales.
 OPSET = 17
 MIN_OPSET = 13
 BATCH = "batch"
