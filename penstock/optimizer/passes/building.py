@@ -45,10 +45,9 @@ def has_images(config: ModelConfig) -> bool:
     return any(len(spec.shape) == rank for spec in config.model.inputs)
 
 
-def write_options(parent: Build, options: Mapping[str, str], target: Path) -> None:
-    """Write the parent with these options of its backend added."""
-    config = replace(parent.config, options={**parent.config.options, **options})
-    folders.write(parent, config, target)
+def with_options(config: ModelConfig, options: Mapping[str, str]) -> ModelConfig:
+    """Add these options of the backend."""
+    return replace(config, options={**config.options, **options})
 
 
 def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:
@@ -103,7 +102,7 @@ def with_floats_kept(config: ModelConfig) -> ModelConfig:
     if FLOATS_TO_BYTES in left_out:
         return config
     text = ";".join([*left_out, FLOATS_TO_BYTES])
-    return replace(config, options={**config.options, LEFT_OUT: text})
+    return with_options(config, {LEFT_OUT: text})
 
 
 def fold_shapes(model: ModelProto, config: ModelConfig) -> ModelProto:

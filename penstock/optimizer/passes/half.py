@@ -3,14 +3,19 @@ instructions for it; TF32 on GPUs too. Inputs and outputs keep their datatypes."
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import has_images, is_onnx, tolerating, write_onnx
+from penstock.optimizer.passes.building import (
+    has_images,
+    is_onnx,
+    tolerating,
+    with_options,
+    write_onnx,
+)
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -78,10 +83,9 @@ class Half(Pass):
         if config.backend not in OPTIONS:
             write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)
             return
-        options = {**config.options, OPTIONS[config.backend]: step.settings["datatype"]}
-        if "memory_format" in step.settings:
-            options["penstock.memory_format"] = step.settings["memory_format"]
-        folders.write(parent, tolerating(replace(config, options=options), TOLERANCE), target)
+        names = {"datatype": OPTIONS[config.backend], "memory_format": "penstock.memory_format"}
+        options = {names[key]: text for key, text in step.settings.items()}
+        folders.write(parent, tolerating(with_options(config, options), TOLERANCE), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend in READ_BACK:

@@ -15,7 +15,7 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed, first_line
 from penstock.optimizer import onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.optimizer.passes.building import is_onnx, with_options, write_onnx
 from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
 
@@ -72,7 +72,7 @@ class OnnxGraph(Pass):
             config = _batched(config)
             _check_rows(original, model)
         if step.settings.get("denormals") == "zero":
-            config = replace(config, options={**config.options, DENORMALS: "1"})
+            config = with_options(config, {DENORMALS: "1"})
         write_onnx(parent, onnx_model.optimised(model), target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:

@@ -11,7 +11,7 @@ from penstock import units
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import has_images, write_options
+from penstock.optimizer.passes.building import has_images, with_options
 from penstock.repository import pt2_file
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -81,7 +81,7 @@ class TorchCompile(Pass):
             return
         added = {"mode": "penstock.compile", "memory_format": "penstock.memory_format"}
         options = {added[key]: text for key, text in step.settings.items()}
-        write_options(parent, options, target)
+        folders.write(parent, with_options(config, options), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         mode = step.settings.get("mode")
