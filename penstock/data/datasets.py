@@ -125,9 +125,8 @@ def existing(spec: InputSpec) -> Path:
         raise ConfigError([f"{path}: there is no such file or folder"])
     known = files.ARRAY_SUFFIXES + files.ROW_SUFFIXES
     if not path.is_dir() and path.suffix not in known:
-        raise ConfigError(
-            [f"{path}: expected a file that ends in {', '.join(known)}, or a folder of images"]
-        )
+        expected = f"a file that ends in {', '.join(known)}, or a folder of images"
+        raise ConfigError([f"{path}: expected {expected}"])
     return path
 
 

@@ -114,10 +114,9 @@ def check_batches(columns: Columns, batch_size: int, label: str) -> None:
             continue
         shapes = sorted({"none" if a is None else str(list(a.shape)) for a in column})
         shown = ", ".join(shapes[:4]) + (", …" if len(shapes) > 4 else "")
-        problems.append(
-            f"{label}: input '{name}': examples of different shapes ({shown}) cannot share a "
-            f"request; expected one shape, or batch_size 1 instead of {batch_size}"
-        )
+        problem = f"examples of different shapes ({shown}) cannot share a request"
+        expected = f"expected one shape, or batch_size 1 instead of {batch_size}"
+        problems.append(f"{label}: input '{name}': {problem}; {expected}")
     if problems:
         raise ConfigError(problems)
 

@@ -32,18 +32,8 @@ ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_PROBLEMS = 10
 # Exceptions of numpy and zipfile for broken files.
 UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    OverflowError,
-    EOFError,
-    RuntimeError,
-    SyntaxError,
-    MemoryError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
+    *(OSError, ValueError, TypeError, OverflowError, EOFError, RuntimeError, SyntaxError),
+    *(MemoryError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
 
 Row = dict[str, Any]
@@ -140,9 +130,8 @@ def _csv(path: Path) -> FileRows:
         raise ConfigError([f"{path}: not a CSV file in UTF-8: {error}"]) from None
     ragged = [number for number, row in found if None in row or None in row.values()]
     if ragged:
-        raise ConfigError(
-            [f"{path}, line {ragged[0]}: more or fewer values than there are columns"]
-        )
+        problem = "more or fewer values than there are columns"
+        raise ConfigError([f"{path}, line {ragged[0]}: {problem}"])
     names = list(found[0][1]) if found else []
     columns = {name: _numeric([row[name] for _, row in found]) for name in names}
     rows = [{name: columns[name][n] for name in names} for n in range(len(found))]
@@ -228,9 +217,8 @@ def _parquet(path: Path, as_arrays: bool) -> FileRows:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(
-            [f"{path}: Parquet files need pyarrow: pip install 'penstock[data]'"]
-        ) from None
+        needed = "Parquet files need pyarrow: pip install 'penstock[data]'"
+        raise ConfigError([f"{path}: {needed}"]) from None
     try:
         with path.open("rb") as file:
             table = pyarrow.parquet.read_table(file)
@@ -254,16 +242,9 @@ def _values(column: pyarrow.Array) -> Sequence[object]:
 
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_list or column.null_count or not _is_number(kind.value_type):
-        return list(column.to_pylist())
-    flat = column.flatten()
-    if flat.null_count:
-        return list(column.to_pylist())
-    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
-    return np.split(flat.to_numpy(zero_copy_only=False), ends[:-1])
-
-
-def _is_number(kind: pyarrow.DataType) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+    if is_list and not column.null_count and not column.flatten().null_count:
+        kind = kind.value_type
+        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+            return np.split(column.flatten().to_numpy(zero_copy_only=False), ends[:-1])
+    return list(column.to_pylist())

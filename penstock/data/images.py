@@ -110,17 +110,12 @@ def _layout(spec: TensorSpec) -> ImageLayout:
         case (height, width, 1 | 3 as channels):
             layout = ImageLayout(_size(height), _size(width), channels, False)
         case _:
-            raise ConfigError(
-                [
-                    f"input '{spec.name}': images fit [3, H, W], [H, W, 3], [1, H, W] or "
-                    f"[H, W, 1], not {list(spec.shape)}"
-                ]
-            )
+            fitting = f"[3, H, W], [H, W, 3], [1, H, W] or [H, W, 1], not {list(spec.shape)}"
+            raise ConfigError([f"input '{spec.name}': images fit {fitting}"])
     kind = DATATYPES[spec.datatype].numpy.kind
     if spec.datatype not in ("UINT8", "BF16") and kind != "f":
-        raise ConfigError(
-            [f"input '{spec.name}': images become UINT8, floats or BYTES, not {spec.datatype}"]
-        )
+        possible = f"UINT8, floats or BYTES, not {spec.datatype}"
+        raise ConfigError([f"input '{spec.name}': images become {possible}"])
     return layout
 
 

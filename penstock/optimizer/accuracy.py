@@ -181,10 +181,8 @@ def _rejected(judgement: Judgement, problems: list[str]) -> Judgement:
 def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool) -> str:
     """Return why the scores cannot be judged; empty if they can."""
     if original.ndim != 1 or original.shape != candidate.shape:
-        return (
-            f"expected one score per example from both, got shapes {list(original.shape)} "
-            f"and {list(candidate.shape)}"
-        )
+        got = f"{list(original.shape)} and {list(candidate.shape)}"
+        return f"expected one score per example from both, got shapes {got}"
     if len(original) == 0:
         return "there are no examples in this part"
     for whose, scores in (("original", original), ("candidate", candidate)):

@@ -106,9 +106,8 @@ class AnswerSource:
             for answer in answers
         )
         if num_nan:
-            self.run.notes.append(
-                f"the original answers {num_nan:,} of {len(answers):,} examples with NaN"
-            )
+            count = f"{num_nan:,} of {len(answers):,} examples"
+            self.run.notes.append(f"the original answers {count} with NaN")
 
     def _tell_share(self, indices: tuple[int, ...]) -> Callable[[int], None] | None:
         if len(indices) <= NUM_COMPARED:

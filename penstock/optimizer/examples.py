@@ -100,10 +100,8 @@ def signature_examples(
         for _ in range(num)
     ]
     split = Split((), tuple(range(num)), ())
-    named = f"{inputs} {has_batch} {seed} {num}"
-    return Examples(
-        rows, None, split, hashlib.sha256(named.encode()).hexdigest(), source.origin.text
-    )
+    named = hashlib.sha256(f"{inputs} {has_batch} {seed} {num}".encode()).hexdigest()
+    return Examples(rows, None, split, named, source.origin.text)
 
 
 def split_examples(num_examples: int, seed: int) -> Split:
@@ -216,18 +214,13 @@ def _check_labels(opened: _Opened, plan: Plan) -> None:
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = opened.labels = labels[:, 0]
     if len(labels) != len(opened.rows):
-        raise ConfigError(
-            [f"{opened.name}: {len(labels):,} labels for {len(opened.rows):,} examples"]
-        )
+        count = f"{len(labels):,} labels for {len(opened.rows):,} examples"
+        raise ConfigError([f"{opened.name}: {count}"])
     if plan.evaluator:
         return
     if labels.ndim != 1 or labels.dtype.kind not in "biuf":
-        raise ConfigError(
-            [
-                f"{opened.name}: labels: expected a class number or a value per example, got "
-                f"{_form(labels)}; an evaluator may take others"
-            ]
-        )
+        got = f"expected a class number or a value per example, got {_form(labels)}"
+        raise ConfigError([f"{opened.name}: labels: {got}; an evaluator may take others"])
     if labels.dtype.kind == "f" and not np.isfinite(labels).all():
         raise ConfigError([f"{opened.name}: labels: some are not finite"])
     if labels.dtype.kind in "bu":
@@ -261,10 +254,7 @@ def _joined(main: _Opened, extra: _Opened) -> Array | None:
 def _text(opened: _Opened, split: Split) -> str:
     count = len(opened.rows)
     kind = "labelled" if opened.labels is not None else "without labels"
-    notes = list(opened.notes)
-    if count < MIN_EXAMPLES:
-        notes.append("too few to show anything about accuracy")
-    else:
-        notes.append(f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out")
+    parts = f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out"
+    last = parts if count >= MIN_EXAMPLES else "too few to show anything about accuracy"
     word = "example" if count == 1 else "examples"
-    return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *notes])
+    return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *opened.notes, last])

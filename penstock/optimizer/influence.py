@@ -234,10 +234,8 @@ class _Check:
         for index in self._indices:
             if served.lengths[index] and (text := self._moved(served, [index], index)):
                 full = max(max(np.shape(each), default=0) for each in served.rows[index].values())
-                return (
-                    f"padding changes answers: {text} with {served.lengths[index]} elements "
-                    f"filled up to {full}"
-                )
+                sizes = f"{served.lengths[index]} elements filled up to {full}"
+                return f"padding changes answers: {text} with {sizes}"
         return ""
 
     def _batching_problem(self, served: ServedRows) -> str:
@@ -261,9 +259,8 @@ class _Check:
         if not found:
             return ""
         worst = max(found, key=lambda index: found[index].share)
-        return self._next_to(served, batch, worst) or (
-            f"{found[worst].text(self._examples[worst])} in a batch of {len(batch)}"
-        )
+        text = f"{found[worst].text(self._examples[worst])} in a batch of {len(batch)}"
+        return self._next_to(served, batch, worst) or text
 
     def _next_to(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
         """Describe the neighbour that moves this row the most; empty if it takes several."""

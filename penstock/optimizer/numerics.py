@@ -188,10 +188,8 @@ def _difference(
     )
     # Values that are not finite in the original, such as a masked -inf, must stay the same.
     is_known = np.isfinite(before)
-    num_bad = int(
-        (is_known & ~np.isfinite(after)).sum() + (~is_known & ~are_same(before, after)).sum()
-    )
-    if num_bad:
+    is_bad = np.where(is_known, ~np.isfinite(after), ~are_same(before, after))
+    if num_bad := int(is_bad.sum()):
         problem = f"output '{name}': {num_bad:,} values are not finite where the original's are"
         return _Difference(FAR, FAR, problem=problem)
     if not before.size:
@@ -204,10 +202,8 @@ def _difference(
     shares = scaled_differences(before, after, scales)
     column = int(np.argmax(shares))
     absolute = float(np.abs(before[is_known] - after[is_known]).max(initial=0.0))
-    relative = float(shares[column])
-    return _Difference(
-        absolute, relative if np.isfinite(relative) else FAR, column, float(scales.spreads[column])
-    )
+    relative = float(shares[column]) if np.isfinite(shares[column]) else FAR
+    return _Difference(absolute, relative, column, float(scales.spreads[column]))
 
 
 def _whole_columns(table: Array, like: Array) -> Array:

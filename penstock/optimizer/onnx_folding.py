@@ -418,12 +418,10 @@ def _join_pool(node: NodeProto, padding: _Padding) -> None:
         return
     own = _own_sizes(node, padding)
     sizes = own + padding.sizes
-    is_lowest = padding.value <= np.finfo(np.float32).min or (
-        padding.value == 0 and padding.is_positive
-    )
+    lowest = 0 if padding.is_positive else np.finfo(np.float32).min
     # No window may lie entirely in the padding.
     has_room = (sizes < np.array(onnx_model.attribute(node, "kernel_shape", ()))).all()
-    if is_lowest and has_room:
+    if padding.value <= lowest and has_room:
         _set_attributes(node, pads=sizes.ravel().tolist())
         node.input[0] = padding.source
     elif not own.any():

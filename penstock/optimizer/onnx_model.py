@@ -85,9 +85,7 @@ def constants(graph: GraphProto) -> dict[str, TensorProto]:
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
-            for each in node.attribute:
-                if each.name == "value":
-                    found[node.output[0]] = each.t
+            found.update({node.output[0]: each.t for each in node.attribute if each.name == "value"})
     return found
 
 
@@ -220,12 +218,8 @@ def optimised(
 
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         target = Path(folder) / "optimised.onnx"
-        session(
-            model,
-            entries=entries,
-            graph_optimization_level=GRAPH_LEVELS[level],
-            optimized_model_filepath=str(target),
-        )
+        options = {"graph_optimization_level": GRAPH_LEVELS[level]}
+        session(model, entries=entries, optimized_model_filepath=str(target), **options)
         return read(target)
 
 

@@ -253,7 +253,5 @@ def _column_problems(check: OutputCheck) -> Iterator[str]:
             yield f"{name} {place} is off by {shown}"
             return
     if check.lost_column_share is not None and check.lost_column_share > MAX_COLUMN_LOST:
-        yield (
-            f"column {check.lost_column} is off by more than its usual spread in "
-            f"{check.lost_column_share:.1%} of its values, at most {MAX_COLUMN_LOST:.0%}"
-        )
+        share = f"{check.lost_column_share:.1%} of its values, at most {MAX_COLUMN_LOST:.0%}"
+        yield f"column {check.lost_column} is off by more than its usual spread in {share}"

@@ -58,17 +58,15 @@ def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
     if asked == "agreement" or (examples.labels is None and not asked):
         return _by_agreement(original)
     if examples.labels is None:
-        raise ConfigError(
-            [f"accuracy: '{asked}' needs labels or an evaluator; expected them, or 'agreement'"]
-        )
+        needed = "needs labels or an evaluator; expected them, or 'agreement'"
+        raise ConfigError([f"accuracy: '{asked}' {needed}"])
     metric = asked or ("mae" if examples.labels.dtype.kind == "f" else "top1")
     if metric == "mae":
         return _by_values(examples.labels, original)
     match = re.fullmatch(r"top([1-9][0-9]*)", metric)
     if match is None:
-        raise ConfigError(
-            [f"accuracy: '{metric}' is not known; expected top1, top5, mae, or an evaluator for it"]
-        )
+        expected = "expected top1, top5, mae, or an evaluator for it"
+        raise ConfigError([f"accuracy: '{metric}' is not known; {expected}"])
     return _by_classes(int(match[1]), examples, original)
 
 
@@ -198,11 +196,9 @@ def _classes_output(original: Answers) -> tuple[str, int]:
 def _chosen(names: list[str]) -> str:
     named = [name for name in names if name.lower() in SCORE_NAMES] if len(names) > 1 else names
     if len(named) != 1:
-        expected = (
-            "expected one of them to be called 'logits', 'scores' or 'probabilities', or an "
-            "evaluator that chooses"
-        )
-        raise ConfigError([f"labels: outputs {_listed(names)} could all be scores; {expected}"])
+        usual = "expected one of them to be called 'logits', 'scores' or 'probabilities'"
+        advice = f"{usual}, or an evaluator that chooses"
+        raise ConfigError([f"labels: outputs {_listed(names)} could all be scores; {advice}"])
     return named[0]
 
 

@@ -123,9 +123,8 @@ def _between(one: TimeTable, other: TimeTable, part: float, pair: Pair) -> TimeT
         for bucket, by_rows in one.seconds.items()
         if bucket in other.seconds
     }
-    return msgspec.structs.replace(
-        one, num_instances=pair[0], num_threads=pair[1], seconds=seconds, tokens={}
-    )
+    changed = {"num_instances": pair[0], "num_threads": pair[1], "seconds": seconds, "tokens": {}}
+    return msgspec.structs.replace(one, **changed)
 
 
 def arrangements(config: ModelConfig, num_cores: int) -> list[Pair]:

@@ -143,10 +143,8 @@ def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
     for spec, shape in zip(config.outputs, wanted, strict=True):
         array = found[spec.name]
         if array.shape != shape:
-            raise BackendFailed(
-                f"output '{spec.name}' has shape {list(array.shape)} where the module gives "
-                f"{list(shape)}: a size became a constant"
-            )
+            got = f"has shape {list(array.shape)} where the module gives {list(shape)}"
+            raise BackendFailed(f"output '{spec.name}' {got}: a size became a constant")
 
 
 def to_package(loaded: LoadedModule, config: ModelConfig, path: Path) -> None:

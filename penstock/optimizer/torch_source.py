@@ -118,12 +118,10 @@ def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
     given = given if given is not None else getattr(found.module, "example_inputs", None)
     given = given() if callable(given) else given
     if not isinstance(given, Mapping) or not given:
-        problem = (
-            f"model: {text} does not say what it takes; expected data whose arrays have the names "
-            "of forward's parameters, or example_inputs() beside the factory that gives a batch by "
-            "these names"
-        )
-        raise ConfigError([problem])
+        data = "data whose arrays have the names of forward's parameters"
+        beside = "example_inputs() beside the factory that gives a batch by these names"
+        expected = f"expected {data}, or {beside}"
+        raise ConfigError([f"model: {text} does not say what it takes; {expected}"])
     arrays = {name: np.asarray(value) for name, value in given.items()}
     num_rows = min(len(array) if array.ndim else 0 for array in arrays.values())
     if num_rows == 0:
@@ -133,16 +131,11 @@ def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
 
 def _write_factory(found: user_code.UserFunction, version: Path) -> str:
     """Write a `module.py` that calls the user's function, which is copied if it is one file."""
-    if found.source is None:
-        note = user_code.take_along(found, version, MODULE)
-        source = found.module.__name__
-    else:
-        note = user_code.take_along(found, version, found.source.name)
-        source = f".{found.source.stem}"
-    if found.source is not None and found.source.name == MODULE:
-        source = ""
-    if source:
-        text = f'from {source} import {found.name} as factory\n\n__all__ = ["factory"]\n'
+    source = found.source
+    note = user_code.take_along(found, version, source.name if source else MODULE)
+    if source is None or source.name != MODULE:
+        module = f".{source.stem}" if source else found.module.__name__
+        text = f'from {module} import {found.name} as factory\n\n__all__ = ["factory"]\n'
         (version / MODULE).write_text(text)
     elif found.name != "factory":
         with (version / MODULE).open("a") as file:
@@ -184,9 +177,8 @@ class _Loaded:
 
 def _from_pretrained(kind: Any, folder: Path, **options: bool) -> _Loaded:
     try:
-        module, info = kind.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True, use_safetensors=True, **options
-        )
+        given = {"output_loading_info": True, "local_files_only": True, "use_safetensors": True}
+        module, info = kind.from_pretrained(folder, **given, **options)
     except Exception as error:  # transformers raises many types for what it cannot read.
         raise ConfigError([f"{folder}: transformers cannot load it: {error}"]) from error
     missing = {str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])}
@@ -208,9 +200,8 @@ def _is_headless(loaded: _Loaded, folder: Path) -> bool:
     prefix = f"{loaded.module.base_model_prefix}."
     head = {name for name in loaded.module.state_dict() if not name.startswith(prefix)}
     others = [name for name in loaded.unexpected if not any(w in name for w in BESIDE_THE_HEAD)]
-    return (
-        bool(loaded.missing) and loaded.missing <= head and not others and not head & _names(folder)
-    )
+    has_encoder = loaded.missing <= head and not others
+    return bool(loaded.missing) and has_encoder and not head & _names(folder)
 
 
 def _names(folder: Path) -> set[str]:
@@ -337,10 +328,10 @@ def _answer(
 def _datatype(name: str, tensor: torch.Tensor) -> str:
     from penstock.backends.pytorch import TORCH_TYPES
 
-    for datatype, kind in TORCH_TYPES.items():
-        if kind == tensor.dtype:
-            return datatype
-    raise ConfigError([f"model: output '{name}' is {tensor.dtype}, which the protocol has not"])
+    names = {kind: datatype for datatype, kind in TORCH_TYPES.items()}
+    if tensor.dtype not in names:
+        raise ConfigError([f"model: output '{name}' is {tensor.dtype}, which the protocol has not"])
+    return names[tensor.dtype]
 
 
 def _tensors_by_name(answer: object) -> dict[str, torch.Tensor]:

@@ -133,10 +133,8 @@ def reason_not_to_quantise(context: PassContext) -> str:
         names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
         return f"the model is quantised already: {names}"
     if not facts.quantisable:
-        return (
-            "no Conv, Gemm or MatMul has constant weights of at least "
-            f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}: nothing to gain"
-        )
+        size = f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}"
+        return f"no Conv, Gemm or MatMul has constant weights of at least {size}: nothing to gain"
     return ""
 
 

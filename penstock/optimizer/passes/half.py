@@ -72,11 +72,8 @@ class Half(Pass):
         has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
         is_turned = has_images(config) and config.max_batch_size > 0
         last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
-        return [
-            Step(self.name, {"datatype": "fp16", **last}),
-            Step(self.name, {"datatype": "bf16", **last}),
-            Step(self.name, {"datatype": "tf32"}),
-        ]
+        halves = [Step(self.name, {"datatype": name, **last}) for name in ("fp16", "bf16")]
+        return [*halves, Step(self.name, {"datatype": "tf32"})]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config

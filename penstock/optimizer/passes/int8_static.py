@@ -179,10 +179,9 @@ def prepared(parent: Build) -> ModelProto:
     """Return the graph to quantise; layer names refer to this one."""
     model = onnx_model.read(parent.artifact)
     if onnx_model.opset(model) < MIN_OPSET:
-        raise BackendFailed(
-            f"operator set {onnx_model.opset(model)} has no scales by channel; expected at least "
-            f"{MIN_OPSET} (the pass onnx-graph converts it)"
-        )
+        expected = f"expected at least {MIN_OPSET} (the pass onnx-graph converts it)"
+        opset = onnx_model.opset(model)
+        raise BackendFailed(f"operator set {opset} has no scales by channel; {expected}")
     # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
     return onnx_model.prepared(fold_shapes(model, parent.config))
 
@@ -207,6 +206,7 @@ def layers(ready: ModelProto) -> list[NodeProto]:
 
 def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) -> ModelProto:
     """Return a copy of the graph with Q/DQ nodes, except around layers in `scheme.keep`."""
+    from onnx import TensorProto
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -218,6 +218,12 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
         name: TensorData(lowest=np.array(low, np.float32), highest=np.array(high, np.float32))
         for name, (low, high) in ranges.items()
     }
+    # ONNX cannot infer types behind a fused operator.
+    options: dict[str, object] = {"DefaultTensorType": TensorProto.FLOAT}
+    options |= {"MatMulConstBOnly": True, "WeightSymmetric": True}
+    if scheme.is_transformer:
+        # The next operator computes in float, so quantising the output would gain nothing.
+        options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
     quantizer = QDQQuantizer(
         copy.deepcopy(ready),
         per_channel=scheme.per_channel,
@@ -228,27 +234,12 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
         nodes_to_quantize=_to_quantise(ready, names - set(scheme.keep), scheme),
         nodes_to_exclude=[],
         op_types_to_quantize=list(scheme.operators),
-        extra_options=_library_options(scheme),
+        extra_options=options,
     )
     with quiet_log():
         quantizer.quantize_model()
     model: ModelProto = quantizer.model.model
     return model
-
-
-def _library_options(scheme: Scheme) -> dict[str, object]:
-    from onnx import TensorProto
-
-    options: dict[str, object] = {
-        "MatMulConstBOnly": True,
-        "WeightSymmetric": True,
-        # ONNX cannot infer types behind a fused operator.
-        "DefaultTensorType": TensorProto.FLOAT,
-    }
-    if scheme.is_transformer:
-        # The next operator computes in float, so quantising the output would gain nothing.
-        options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
-    return options
 
 
 def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:

@@ -103,10 +103,8 @@ def _converted(model: ModelProto, opset: int) -> ModelProto:
     try:
         return onnx.version_converter.convert_version(model, opset)
     except Exception as error:  # The converter raises RuntimeError and others.
-        raise BackendFailed(
-            f"operator set {onnx_model.opset(model)} cannot be converted to {opset}: "
-            f"{first_line(error)}"
-        ) from None
+        change = f"operator set {onnx_model.opset(model)} cannot be converted to {opset}"
+        raise BackendFailed(f"{change}: {first_line(error)}") from None
 
 
 def _is_fixed_at_one(model: ModelProto) -> bool:
@@ -176,15 +174,12 @@ def _check_rows(original: ModelProto, opened: ModelProto) -> None:
 
 def _compare(name: str, answer: Array, wanted: Array) -> None:
     if answer.shape != wanted.shape:
-        raise BackendFailed(
-            f"the model cannot be batched: output '{name}' of {len(wanted)} rows has the shape "
-            f"{list(answer.shape)}, expected {list(wanted.shape)}"
-        )
+        shapes = f"has the shape {list(answer.shape)}, expected {list(wanted.shape)}"
+        problem = f"output '{name}' of {len(wanted)} rows {shapes}"
+        raise BackendFailed(f"the model cannot be batched: {problem}")
     if not onnx_model.is_close(answer, wanted, TOLERANCE):
-        raise BackendFailed(
-            f"the model must not be batched: output '{name}' of a row changes when "
-            f"{len(wanted)} rows are computed together"
-        )
+        problem = f"of a row changes when {len(wanted)} rows are computed together"
+        raise BackendFailed(f"the model must not be batched: output '{name}' {problem}")
 
 
 def _denormal_share(model: ModelProto) -> float:
