@@ -106,48 +106,37 @@ def judge(
     `is_binary`: scores are 0 or 1 by definition; None: inferred, in vain where all are 1."""
     if is_binary is None:
         is_binary = _are_binary(original, candidate)
+    judgement = Judgement(
+        metric=budget.metric,
+        original=_mean(original),
+        candidate=_mean(candidate),
+        loss=ANY_LOSS,
+        loss_bound=ANY_LOSS,
+        limit=budget.limit,
+        num_examples=int(original.size),
+        num_better=0,
+        num_worse=0,
+        method=NOT_JUDGED,
+        alpha=alpha,
+        is_passed=False,
+        part=part,
+    )
     problem = _problem(original, candidate, budget, is_binary)
     if problem:
-        return Judgement(
-            metric=budget.metric,
-            original=_mean(original),
-            candidate=_mean(candidate),
-            loss=ANY_LOSS,
-            loss_bound=ANY_LOSS,
-            limit=budget.limit,
-            num_examples=int(original.size),
-            num_better=0,
-            num_worse=0,
-            method=NOT_JUDGED,
-            alpha=alpha,
-            is_passed=False,
-            part=part,
-            text=f"{budget.metric}: {NOT_JUDGED}: {problem}",
-        )
+        judgement.text = f"{budget.metric}: {NOT_JUDGED}: {problem}"
+        return judgement
     before, after = (np.asarray(scores, np.float64) for scores in (original, candidate))
     # From here on a positive loss is bad, whether high or low scores are better.
     losses = after - before if budget.is_lower_better else before - after
     scale = abs(float(before.mean())) if budget.is_relative else 1.0
     bound = _binomial if is_binary else _bootstrap
-    loss_bound, num_needed = bound(losses, before, after, budget, alpha)
-    loss = float(losses.mean()) / scale
-    is_passed = loss_bound <= budget.limit
-    judgement = Judgement(
-        metric=budget.metric,
-        original=float(before.mean()),
-        candidate=float(after.mean()),
-        loss=loss,
-        loss_bound=loss_bound,
-        limit=budget.limit,
-        num_examples=len(losses),
-        num_better=int((losses < 0).sum()),
-        num_worse=int((losses > 0).sum()),
-        method=BINOMIAL if is_binary else BOOTSTRAP,
-        alpha=alpha,
-        is_passed=is_passed,
-        num_needed=None if is_passed or loss >= budget.limit else num_needed,
-        part=part,
-    )
+    judgement.method = BINOMIAL if is_binary else BOOTSTRAP
+    judgement.loss_bound, num_needed = bound(losses, before, after, budget, alpha)
+    judgement.loss = float(losses.mean()) / scale
+    judgement.num_better, judgement.num_worse = int((losses < 0).sum()), int((losses > 0).sum())
+    judgement.is_passed = judgement.loss_bound <= budget.limit
+    if not judgement.is_passed and judgement.loss < budget.limit:
+        judgement.num_needed = num_needed
     is_share = budget.metric not in ERRORS and _is_share(before) and _is_share(after)
     judgement.text = _text(judgement, budget, is_share)
     return judgement

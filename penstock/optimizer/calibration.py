@@ -181,7 +181,11 @@ def calibrate(
     path = cache / f"calibration-{digest[:32]}.npz"
     tensors = _read(path)
     if tensors is None:
-        tensors = _observe(model, names, config, rows, check_time)
+        tensors = {name: ValueHistogram() for name in names}
+        loaded = onnx_model.session(onnx_model.with_outputs(model, names))
+        for batch in feeds(model, config, rows):
+            check_time()
+            _observe(tensors, {**onnx_model.run(loaded, batch), **batch})
         _write(path, tensors)
     return Calibration(tensors, _input_ranges(rows), len(rows), digest)
 
@@ -189,19 +193,18 @@ def calibrate(
 def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
     """Yield rows as the graph takes them, batched by equal shapes if it has a batch dimension.
     `config` is that of the model itself, after any preprocessing."""
-    has_batch = config.max_batch_size > 0
+    if not config.max_batch_size:
+        yield from map(dict, fitted(rows, config))
+        return
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for index, row in enumerate(fitted(rows, config)):
+    for row in fitted(rows, config):
         shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
-        groups.setdefault(shapes if has_batch else (index,), []).append(row)
-    limit = min(MAX_BATCH, config.max_batch_size) if has_batch else 1
+        groups.setdefault(shapes, []).append(row)
+    limit = min(MAX_BATCH, config.max_batch_size)
     for group in groups.values():
         for start in range(0, len(group), limit):
             some = group[start : start + limit]
-            if has_batch:
-                yield {name: np.stack([row[name] for row in some]) for name in some[0]}
-            else:
-                yield dict(some[0])
+            yield {name: np.stack([row[name] for row in some]) for name in some[0]}
 
 
 def feeds(
@@ -213,24 +216,12 @@ def feeds(
         yield {name: array for name, array in batch.items() if name in taken}
 
 
-def _observe(
-    model: ModelProto,
-    names: Sequence[str],
-    config: ModelConfig,
-    rows: Sequence[Row],
-    check_time: Callable[[], None],
-) -> dict[str, ValueHistogram]:
-    loaded = onnx_model.session(onnx_model.with_outputs(model, names))
-    tensors = {name: ValueHistogram() for name in names}
-    for batch in feeds(model, config, rows):
-        check_time()
-        seen = {**onnx_model.run(loaded, batch), **batch}
-        for name, histogram in tensors.items():
-            try:
-                histogram.add(seen[name])
-            except ConfigError as error:
-                raise ConfigError([f"calibration: tensor '{name}': {error}"]) from None
-    return tensors
+def _observe(tensors: Mapping[str, ValueHistogram], seen: Mapping[str, Array]) -> None:
+    for name, histogram in tensors.items():
+        try:
+            histogram.add(seen[name])
+        except ConfigError as error:
+            raise ConfigError([f"calibration: tensor '{name}': {error}"]) from None
 
 
 def _input_ranges(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

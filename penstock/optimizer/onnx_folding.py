@@ -291,7 +291,7 @@ class _Walk:
             onnx_model.add_constant(graph, name, array)
         model = helper.make_model(graph, opset_imports=self._opsets, ir_version=8)
         try:
-            return onnx_model.run(onnx_model.session(model, num_threads=1), {})
+            return onnx_model.run(onnx_model.session(model, intra_op_num_threads=1), {})
         except BackendFailed:
             return {}
 

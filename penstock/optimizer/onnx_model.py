@@ -34,6 +34,7 @@ WEIGHTED = ("Conv", "Gemm", "MatMul")
 MIN_SIDE = 16
 # Datatypes that do not count as weights; 64-bit integers are shapes and indices.
 NOT_WEIGHTS = ("INT64", "BOOL", "STRING", "UINT64")
+NO_ENTRIES: Mapping[str, str] = {}
 
 
 def read(path: Path, *, weights: bool = True) -> ModelProto:
@@ -84,8 +85,9 @@ def constants(graph: GraphProto) -> dict[str, TensorProto]:
     """Return weights by name: initialisers, and values of Constant nodes."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type == "Constant":
-            found.update({node.output[0]: each.t for each in node.attribute if each.name == "value"})
+        for each in node.attribute if node.op_type == "Constant" else ():
+            if each.name == "value":
+                found[node.output[0]] = each.t
     return found
 
 
@@ -150,22 +152,16 @@ def can_gain(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
 
 
 def session(
-    model: ModelProto | Path,
-    *,
-    num_threads: int = 0,
-    entries: Mapping[str, str] | None = None,
-    **options: object,
+    model: ModelProto | Path, entries: Mapping[str, str] = NO_ENTRIES, **options: object
 ) -> InferenceSession:
     """Load a model in ONNX Runtime; BackendFailed says why not. `options` are attributes of
     SessionOptions, `entries` its configuration entries."""
     import onnxruntime as ort
 
     chosen = ort.SessionOptions()
-    chosen.log_severity_level = 4
-    chosen.intra_op_num_threads = num_threads
-    for name, option in options.items():
+    for name, option in {"log_severity_level": 4, **options}.items():
         setattr(chosen, name, option)
-    for key, text in (entries or {}).items():
+    for key, text in entries.items():
         chosen.add_session_config_entry(key, text)
     source = str(model) if isinstance(model, Path) else model.SerializeToString()
     try:
@@ -211,7 +207,7 @@ def made_up(graph: GraphProto, num_rows: int, size: int, seed: int = 0) -> dict[
 
 
 def optimised(
-    model: ModelProto | Path, level: str = "basic", entries: Mapping[str, str] | None = None
+    model: ModelProto | Path, level: str = "basic", entries: Mapping[str, str] = NO_ENTRIES
 ) -> ModelProto:
     """Return the model after ONNX Runtime's optimisation; "basic" gives plain ONNX."""
     from penstock.backends.onnxruntime import GRAPH_LEVELS
@@ -219,7 +215,7 @@ def optimised(
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         target = Path(folder) / "optimised.onnx"
         options = {"graph_optimization_level": GRAPH_LEVELS[level]}
-        session(model, entries=entries, optimized_model_filepath=str(target), **options)
+        session(model, entries, optimized_model_filepath=str(target), **options)
         return read(target)
 
 
