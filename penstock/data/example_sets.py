@@ -250,11 +250,8 @@ def _columns(
         problems.append("the model takes no inputs, and data was given")
     if problems:
         raise ConfigError(problems)
-    non_finite = [
-        row
-        for spec in form.inputs
-        if spec.name in columns
-        for row in find_non_finite(spec, columns[spec.name], label, place)
-    ]
+    non_finite: list[NonFinite] = []
+    for spec in (spec for spec in form.inputs if spec.name in columns):
+        non_finite += find_non_finite(spec, columns[spec.name], label, place)
     count = len(next(iter(columns.values())))
     return Columns(columns, count, notes, tuple(non_finite))

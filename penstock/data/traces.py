@@ -23,13 +23,8 @@ from penstock.errors import ConfigError
 NAMES = {
     "time": ["time", "timestamp", "arrival", "arrivaltime", "arrivedat"],
     "input": ["contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens"],
-    "output": [
-        "generatedtokens",
-        "outputlength",
-        "outputtokens",
-        "completiontokens",
-        "numdecodetokens",
-    ],
+    "output": ["generatedtokens", "outputlength", "outputtokens"]
+    + ["completiontokens", "numdecodetokens"],
 }
 # The number of a line, and its cells by meaning, as text or numbers.
 TraceLine = tuple[int, Mapping[str, object]]
@@ -175,11 +170,8 @@ def _tokens(value: object) -> int:
 def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
     problems: list[str] = []
     moments = list(_read(path, records, "time", problems))
-    columns = {
-        meaning: list(_read(path, records, meaning, problems))
-        for meaning in ("input", "output")
-        if records and meaning in records[0][1]
-    }
+    there = [name for name in ("input", "output") if records and name in records[0][1]]
+    columns = {meaning: list(_read(path, records, meaning, problems)) for meaning in there}
     if not moments and not problems:
         problems.append(f"{path}: has no requests")
     if len({isinstance(moment, datetime) for moment in moments}) > 1:
@@ -189,14 +181,10 @@ def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
     seconds = _seconds(moments, unit)
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
     is_sorted = order == list(range(len(seconds)))
+    note = "" if is_sorted else "its requests were not in the order of their times and were sorted"
     tokens = {meaning: tuple(column[i] for i in order) for meaning, column in columns.items()}
-    return Trace(
-        tuple(seconds[i] - seconds[order[0]] for i in order),
-        tokens.get("input"),
-        tokens.get("output"),
-        path.name,
-        "" if is_sorted else "its requests were not in the order of their times and were sorted",
-    )
+    times_s = tuple(seconds[i] - seconds[order[0]] for i in order)
+    return Trace(times_s, tokens.get("input"), tokens.get("output"), path.name, note)
 
 
 def _read(path: Path, records: list[TraceLine], meaning: str, problems: list[str]) -> Iterator[Any]:

@@ -101,10 +101,8 @@ class AnswerSource:
     def _note_nan(self, answers: Answers) -> None:
         """Note how many answers of the original have NaN: a candidate that answers NaN as well
         agrees with it, and no score shows that such answers are useless."""
-        num_nan = sum(
-            any(np.isnan(each).any() for each in answer.values() if each.dtype.kind == "f")
-            for answer in answers
-        )
+        floats = ([v for v in answer.values() if v.dtype.kind == "f"] for answer in answers)
+        num_nan = sum(any(np.isnan(each).any() for each in values) for values in floats)
         if num_nan:
             count = f"{num_nan:,} of {len(answers):,} examples"
             self.run.notes.append(f"the original answers {count} with NaN")

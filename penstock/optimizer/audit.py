@@ -158,11 +158,12 @@ def clipped_share(
     ranges: Mapping[str, tuple[float, float]], values: Mapping[str, Array]
 ) -> dict[str, float]:
     """Return, for each tensor, the share of held-out values outside its calibrated range."""
-    return {
-        name: float(((values[name] < low) | (values[name] > high)).mean())
-        for name, (low, high) in ranges.items()
-        if name in values and values[name].size
-    }
+    found = {}
+    for name, array in values.items():
+        if name in ranges and array.size:
+            low, high = ranges[name]
+            found[name] = float(((array < low) | (array > high)).mean())
+    return found
 
 
 def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
@@ -328,10 +329,8 @@ def _features_of(rows: Sequence[Array], others: Sequence[Array]) -> dict[str, _F
         # The average is taken from every other row, and only the rest is compared with it: a sample
         # is always closer to its own average.
         average = np.stack([_thinned(array) for array in others[::2]])
-        away, usual = (
-            _distances(np.stack([_thinned(array) for array in each]), average)
-            for each in (rows, others[1::2])
-        )
+        thinned = (np.stack([_thinned(array) for array in each]) for each in (rows, others[1::2]))
+        away, usual = (_distances(each, average) for each in thinned)
         found["distance from the average"] = _Feature(away, usual, SLIGHT * float(np.median(usual)))
     return found
 

@@ -264,10 +264,9 @@ def _read(path: Path) -> dict[str, ValueHistogram] | None:
             counts, numbers = stored["counts"], stored["numbers"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return {
-        name: ValueHistogram(counts[index], *map(float, numbers[index]))
-        for index, name in enumerate(names)
-    }
+    stored_numbers = zip(counts, numbers.tolist(), strict=True)
+    histograms = (ValueHistogram(each, *values) for each, values in stored_numbers)
+    return dict(zip(names, histograms, strict=True))
 
 
 def _write(path: Path, tensors: Mapping[str, ValueHistogram]) -> None:

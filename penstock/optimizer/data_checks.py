@@ -127,16 +127,12 @@ class DataChecks:
         path = build.version_folder / calibration.FILE
         if not path.is_file():
             return {}
-        ranges = {
-            name: (each["min"], each["max"])
-            for name, each in json.loads(path.read_bytes())["inputs"].items()
-        }
+        inputs = json.loads(path.read_bytes())["inputs"]
+        ranges = {name: (each["min"], each["max"]) for name, each in inputs.items()}
         rows = [self.run.rows[index] for index in self.run.samples.split.held_out]
-        values = {
-            name: np.concatenate([np.ravel(row[name]) for row in rows])
-            for name in ranges
-            if rows and name in rows[0] and rows[0][name].dtype.kind == "f"
-        }
+        names = [name for name in ranges if rows and name in rows[0]]
+        floats = [name for name in names if rows[0][name].dtype.kind == "f"]
+        values = {name: np.concatenate([np.ravel(row[name]) for row in rows]) for name in floats}
         return audit.clipped_share(ranges, values)
 
 

@@ -95,10 +95,8 @@ def signature_examples(
     lengths = SIDE_LENGTHS if is_image else SEQUENCE_LENGTHS
     sizes = Sizes(requests=drawn(lengths, (seed, 1)), requests_text=str(lengths))
     source = RandomTensors(form, 1, (seed, 0), sizes)
-    rows = [
-        {name: array[0] if has_batch else array for name, array in source.next()[1].tensors.items()}
-        for _ in range(num)
-    ]
+    drawn_rows = (source.next()[1].tensors.items() for _ in range(num))
+    rows = [{name: a[0] if has_batch else a for name, a in tensors} for tensors in drawn_rows]
     split = Split((), tuple(range(num)), ())
     named = hashlib.sha256(f"{inputs} {has_batch} {seed} {num}".encode()).hexdigest()
     return Examples(rows, None, split, named, source.origin.text)
@@ -162,11 +160,9 @@ def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
         opened.rows = rows = _cut(rows, found.beside[LENGTHS_NAME], form, name)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
         # Padding may contain anything.
-        opened.non_finite = [
-            each
-            for each in columns.non_finite
-            if not is_finite(datatypes[each.input], rows[each.index][each.input]).all()
-        ]
+        arrays = [(each, rows[each.index][each.input]) for each in columns.non_finite]
+        bad = [each for each, row in arrays if not is_finite(datatypes[each.input], row).all()]
+        opened.non_finite = bad
     return opened
 
 
@@ -184,15 +180,11 @@ def _cut(
     longest = min(rows[0][name].shape[axis] for name, axis in axes.items() if name in rows[0])
     if int(lengths.min()) < 1 or int(lengths.max()) > longest:
         raise ConfigError([f"{label}: expected lengths from 1 to {longest}"])
-    return [
-        {
-            name: np.ascontiguousarray(array.take(range(int(length)), axes[name]))
-            if name in axes
-            else array
-            for name, array in row.items()
-        }
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    cut = []
+    for row, length in zip(rows, lengths.tolist(), strict=True):
+        shorter = {name: row[name].take(range(length), axes[name]) for name in axes if name in row}
+        cut.append(row | shorter)
+    return cut
 
 
 def _numbered(labels: Array | None, classes: Sequence[str]) -> Array | None:

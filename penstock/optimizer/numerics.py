@@ -67,10 +67,9 @@ def compare(
     misfits = _misfits(original, candidate, is_exact=tolerance is not None)
     if misfits:
         return _incomparable(len(original), *misfits)
+    floats = [name for name, array in original[0].items() if array.dtype.kind == "f"]
     differences = {
-        name: _difference(name, original, candidate, own_floor, tolerance)
-        for name, array in original[0].items()
-        if array.dtype.kind == "f"
+        name: _difference(name, original, candidate, own_floor, tolerance) for name in floats
     }
     problems = [each.problem for each in differences.values() if each.problem]
     is_finite = not problems
@@ -165,27 +164,19 @@ def _form(array: Array) -> str:
 
 def _free_outputs(original: Answers) -> set[str]:
     """Return outputs whose number of rows depends on the data: it varies between examples."""
-    return {
-        name
-        for name, array in original[0].items()
-        if array.ndim and len({len(answer[name]) for answer in original}) > 1
-    }
+    arrays = [name for name, array in original[0].items() if array.ndim]
+    return {name for name in arrays if len({len(answer[name]) for answer in original}) > 1}
 
 
 def _difference(
     name: str, original: Answers, candidate: Answers, own_floor: float, tolerance: float | None
 ) -> _Difference:
-    pairs = [
-        (one[name], other[name])
-        for one, other in zip(original, candidate, strict=True)
-        if one[name].shape == other[name].shape
-    ]
+    both = [(a[name], b[name]) for a, b in zip(original, candidate, strict=True)]
+    pairs = [(one, other) for one, other in both if one.shape == other.shape]
     if not pairs:
         return _Difference(0.0, 0.0)
-    before, after = (
-        np.concatenate(as_tables([np.asarray(pair[side])[None] for pair in pairs]))
-        for side in (0, 1)
-    )
+    sides = ([np.asarray(pair[side])[None] for pair in pairs] for side in (0, 1))
+    before, after = (np.concatenate(as_tables(arrays)) for arrays in sides)
     # Values that are not finite in the original, such as a masked -inf, must stay the same.
     is_known = np.isfinite(before)
     is_bad = np.where(is_known, ~np.isfinite(after), ~are_same(before, after))
@@ -220,10 +211,8 @@ def _unequal(original: Answers, candidate: Answers) -> list[str]:
     """Return outputs whose integers or strings differ in more examples than ties explain."""
     problems = []
     for name in (name for name, array in original[0].items() if array.dtype.kind != "f"):
-        num_other = sum(
-            one[name].tolist() != other[name].tolist()
-            for one, other in zip(original, candidate, strict=True)
-        )
+        pairs = zip(original, candidate, strict=True)
+        num_other = sum(one[name].tolist() != other[name].tolist() for one, other in pairs)
         if num_other > MAX_UNEQUAL * len(original):
             counted = f"{num_other:,} of {len(original):,}"
             problems.append(f"output '{name}': {counted} answers differ, allowed are 1 %")

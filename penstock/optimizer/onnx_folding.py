@@ -160,11 +160,9 @@ class _Walk:
         names = [name for name in node.input if name]
         if any(name not in self._types for name in names):
             return
-        data = {
-            name: numpy_helper.from_array(self._values[name].elements, name)
-            for name in names
-            if name in self._values and self._values[name].is_known
-        }
+        values = {name: self._values[name] for name in names if name in self._values}
+        elements = {name: each.elements for name, each in values.items() if each.is_known}
+        data = {name: numpy_helper.from_array(each, name) for name, each in elements.items()}
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets[0].version, "")
             types = {name: self._types[name] for name in names}
@@ -235,24 +233,20 @@ class _Walk:
         if not is_known and node.op_type not in MOVING | ELEMENTWISE:
             return {}
         elements = self._run(node, {name: each.elements for name, each in inputs.items()})
-        if is_known:
+        if is_known or not elements:
             return {name: known(array) for name, array in elements.items()}
         if node.op_type in MOVING:
             symbols = self._moved_symbols(node, inputs)
         else:
             # An element is known if all elements that it is computed from are.
             is_open = sum(each.symbols != KNOWN for each in inputs.values()) > 0
-            symbols = {
-                name: np.broadcast_to(np.where(is_open, UNKNOWN, KNOWN), array.shape)
-                for name, array in elements.items()
-            }
-        return {
-            name: Partial(
-                np.where(symbols[name] == KNOWN, array, array.dtype.type(1)), symbols[name]
-            )
-            for name, array in elements.items()
-            if name in symbols
-        }
+            marks = np.where(is_open, UNKNOWN, KNOWN)
+            symbols = {name: np.broadcast_to(marks, a.shape) for name, a in elements.items()}
+        found = {}
+        for name, marks in symbols.items():
+            ones = elements[name].dtype.type(1)
+            found[name] = Partial(np.where(marks == KNOWN, elements[name], ones), marks)
+        return found
 
     def _moved_symbols(self, node: NodeProto, inputs: Mapping[str, Partial]) -> dict[str, Array]:
         """Return the symbols behind a node that only moves elements: they move with them."""

@@ -280,19 +280,14 @@ def float_tensors(graph: GraphProto, op_types: Sequence[str]) -> list[str]:
 
     known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
     weights = constants(graph)
-    names = dict.fromkeys(
-        name
-        for node in graph.node
-        if node.op_type in op_types
-        for name in (*node.input, *node.output)
-        if name and name not in weights
-    )
-    return [
-        name
-        for name in names
-        if name not in known
-        or known[name].type.tensor_type.elem_type in (0, onnx.TensorProto.FLOAT)
-    ]
+    around = [node for node in graph.node if node.op_type in op_types]
+    names = dict.fromkeys(name for node in around for name in (*node.input, *node.output) if name)
+
+    def is_float(name: str) -> bool:
+        elem_type = known[name].type.tensor_type.elem_type if name in known else 0
+        return elem_type in (0, onnx.TensorProto.FLOAT)
+
+    return [name for name in names if name not in weights and is_float(name)]
 
 
 def with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
@@ -301,9 +296,7 @@ def with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
 
     wider = copy.deepcopy(model)
     given = {value.name for value in wider.graph.output}
-    wider.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-        for name in names
-        if name not in given
-    )
+    for name in (name for name in names if name not in given):
+        value = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        wider.graph.output.append(value)
     return wider

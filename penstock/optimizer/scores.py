@@ -203,11 +203,10 @@ def _chosen(names: list[str]) -> str:
 
 
 def _single_outputs(answers: Answers, kinds: str) -> list[str]:
-    return [
-        name
-        for name in (answers[0] if answers else ())
-        if all(answer[name].size == 1 and answer[name].dtype.kind in kinds for answer in answers)
-    ]
+    def is_single(name: str) -> bool:
+        return all(each[name].size == 1 and each[name].dtype.kind in kinds for each in answers)
+
+    return list(filter(is_single, answers[0] if answers else ()))
 
 
 def _predictor(name: str, num_classes: int, original: Answers) -> Predict:

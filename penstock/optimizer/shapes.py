@@ -105,24 +105,18 @@ def derived(times: Mapping[Pair, TimeTable], num_cores: int) -> list[TimeTable]:
         found[1, count] = _between(alone, wide, part, (1, count))
     part = (num_cores - 2) / (num_cores - 1) if num_cores > 1 else 0.0
     found[num_cores - 1, 1] = _between(alone, many, part, (num_cores - 1, 1))
-    return [
-        msgspec.structs.replace(table, num_free_cores=num_free_cores(pair, num_cores))
-        for pair, table in found.items()
-        if pair not in times and min(pair) > 0
-    ]
+    new = [pair for pair in found if pair not in times and min(pair) > 0]
+    free = {pair: num_free_cores(pair, num_cores) for pair in new}
+    return [msgspec.structs.replace(found[pair], num_free_cores=free[pair]) for pair in new]
 
 
 def _between(one: TimeTable, other: TimeTable, part: float, pair: Pair) -> TimeTable:
     """Interpolate batches that both tables have; `part` is 0 at one and 1 at the other."""
-    seconds = {
-        bucket: {
-            rows: each + part * (other.seconds[bucket][rows] - each)
-            for rows, each in by_rows.items()
-            if rows in other.seconds[bucket]
-        }
-        for bucket, by_rows in one.seconds.items()
-        if bucket in other.seconds
-    }
+    seconds: dict[int, dict[int, float]] = {}
+    for bucket in (each for each in one.seconds if each in other.seconds):
+        low, high = one.seconds[bucket], other.seconds[bucket]
+        both = [rows for rows in low if rows in high]
+        seconds[bucket] = {rows: low[rows] + part * (high[rows] - low[rows]) for rows in both}
     changed = {"num_instances": pair[0], "num_threads": pair[1], "seconds": seconds, "tokens": {}}
     return msgspec.structs.replace(one, **changed)
 

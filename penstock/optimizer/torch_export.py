@@ -97,19 +97,14 @@ def to_onnx(loaded: LoadedModule, config: ModelConfig, path: Path) -> str:
 
 
 def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> None:
-    specs = [*config.inputs, *config.outputs]
-    options: dict[str, object] = {
-        "input_names": [spec.name for spec in config.inputs],
-        "output_names": [spec.name for spec in config.outputs],
-    }
+    options: dict[str, object] = {"input_names": [spec.name for spec in config.inputs]}
+    options["output_names"] = [spec.name for spec in config.outputs]
     if is_dynamo:
         shapes = _dynamic_shapes(config)
         options |= {"dynamic_shapes": shapes, "external_data": False, "verbose": False}
     else:
-        options |= {
-            "dynamic_axes": {spec.name: free_axes(spec, config) for spec in specs},
-            "opset_version": OPSET,
-        }
+        axes = {spec.name: free_axes(spec, config) for spec in (*config.inputs, *config.outputs)}
+        options |= {"dynamic_axes": axes, "opset_version": OPSET}
     with warnings.catch_warnings(), torch.inference_mode(is_dynamo):
         # Tracing warns of values that become constants: answers are compared afterwards.
         warnings.simplefilter("ignore")
@@ -119,12 +114,9 @@ def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> 
 def check_exported(path: Path, config: ModelConfig) -> None:
     """Raise BackendFailed if an input is missing or a variable axis became fixed."""
     found = onnx_file.read_signature(path)
-    for kind, wanted, actual in (
-        ("input", config.inputs, found.inputs),
-        ("output", config.outputs, found.outputs),
-    ):
-        shapes = {spec.name: spec.shape for spec in actual}
-        for spec in wanted:
+    for kind in ("input", "output"):
+        shapes = {spec.name: spec.shape for spec in getattr(found, f"{kind}s")}
+        for spec in getattr(config, f"{kind}s"):
             if spec.name not in shapes:
                 raise BackendFailed(f"{kind} '{spec.name}' is not in the exported model")
             fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]

@@ -40,11 +40,8 @@ class Batching(Pass):
         if table.max_rows == 1:
             return self.skip("the model takes one row at a time")
         today = ranking.now(table)
-        better = [
-            shape
-            for shape in ranking.batching(table)
-            if shape.settings != now and shape.rate > today * (1 + MIN_GAIN)
-        ]
+        others = [shape for shape in ranking.batching(table) if shape.settings != now]
+        better = [shape for shape in others if shape.rate > today * (1 + MIN_GAIN)]
         if not better:
             text = f"no other setting is predicted to do more than the {today:.4g}/s of this one"
             return self.skip(text)

@@ -31,6 +31,7 @@ SLOW_FUSION = "SkipLayerNormFusion"
 FLOATS_TO_BYTES = "WeightBiasQuantization"
 # Least share of the layers that can gain which must be INT8 in the built model.
 MIN_SHARE = 0.9
+NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
 # Option of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
 STAYS_ON_GPU = (
@@ -140,11 +141,8 @@ def reason_not_to_quantise(context: PassContext) -> str:
 
 def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
     """Check that the build really is INT8: in its file, and after the runtime's optimisation."""
-    counted = sum(
-        count
-        for name, count in after.quantised.items()
-        if name in onnx_model.WEIGHTED or name in INTEGER_OPERATORS - {"DynamicQuantizeLinear"}
-    )
+    layers = {*onnx_model.WEIGHTED, *INTEGER_OPERATORS} - {"DynamicQuantizeLinear"}
+    counted = sum(after.quantised.get(name, 0) for name in layers)
     asked = sum(before.quantisable.values()) - num_kept
     if not counted:
         return ["not a single Conv, Gemm or MatMul is quantised: it was built in float"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.optimizer import onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import (
+    NO_INT8,
     check_quantised,
     quiet_log,
     reason_not_to_quantise,
@@ -49,13 +50,11 @@ class Int8Dynamic(Pass):
             # Reported as eight times slower: onnxruntime#6732.
             return self.skip("ranges by batch make convolutions slower than floats", step)
         if few_bits and not context.plan.is_exhaustive:
-            reason = "the processor has no instructions for INT8 products (VNNI, AMX)"
-            return self.skip(reason, step)
+            return self.skip(NO_INT8, step)
         return [step]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        ready = onnx_model.prepared(onnx_model.read(parent.artifact))
-        model = _quantised(ready, step)
+        model = _quantised(onnx_model.prepared(onnx_model.read(parent.artifact)), step)
         config = without_slow_fusion(tolerating(parent.config, TOLERANCE))
         write_onnx(parent, model, target, config)
 
@@ -69,12 +68,8 @@ def _quantised(ready: ModelProto, step: Step) -> ModelProto:
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
 
     weights = onnx_model.constants(ready.graph)
-    chosen = [
-        node.name
-        for node in ready.graph.node
-        if node.op_type in OPERATORS
-        and (node.op_type == "Attention" or onnx_model.can_gain(node, weights))
-    ]
+    nodes = [node for node in ready.graph.node if node.op_type in OPERATORS]
+    chosen = [n.name for n in nodes if n.op_type == "Attention" or onnx_model.can_gain(n, weights)]
     quantizer = ONNXQuantizer(
         ready,
         per_channel=step.settings.get("weights") == "per-channel",

@@ -29,6 +29,7 @@ from penstock.optimizer.passes import (
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
+    NO_INT8,
     check_quantised,
     fold_shapes,
     quiet_log,
@@ -77,18 +78,14 @@ class Int8Static(LayeredPass):
     changes_answers = True
 
     def propose(self, context: PassContext) -> Proposals:
-        is_exhaustive = context.plan.is_exhaustive
         steps = self._steps(context)
         if reason := reason_not_to_quantise(context):
             return self.skip(reason)
         if context.examples is None or not context.examples.split.calibration:
             return self.skip("there are no examples to calibrate with", steps[0])
-        if not context.machine.has_int8 and not is_exhaustive:
-            reason = (
-                "the processor has no instructions for INT8 products (VNNI, AMX), without which "
-                "they are hardly faster than floats"
-            )
-            return self.skip(reason, steps[0])
+        if not context.machine.has_int8 and not context.plan.is_exhaustive:
+            slow = "without which they are hardly faster than floats"
+            return self.skip(f"{NO_INT8}, {slow}", steps[0])
         return [*steps]
 
     def _steps(self, context: PassContext) -> list[Step]:
@@ -96,11 +93,8 @@ class Int8Static(LayeredPass):
         if not context.machine.has_int8:
             shared["range"] = "7 bits"
         weights = ("per-channel", "per-tensor") if context.plan.is_exhaustive else ("per-channel",)
-        return [
-            Step(self.name, {"calibrator": method, "weights": each, **shared})
-            for each in weights
-            for method in METHODS
-        ]
+        settings = [{"calibrator": name, "weights": each} for each in weights for name in METHODS]
+        return [Step(self.name, {**each, **shared}) for each in settings]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         if context.examples is None:

@@ -54,11 +54,8 @@ def _reason_against(config: ModelConfig) -> str:
         return "packed already"
     if "penstock.compile" in config.options:
         return "the model is compiled for its shapes"
-    masks = [
-        spec
-        for spec in config.model.inputs
-        if "mask" in spec.name.lower() and DATATYPES[spec.datatype].numpy.kind in "iub"
-    ]
+    integers = [s for s in config.model.inputs if DATATYPES[s.datatype].numpy.kind in "iub"]
+    masks = [spec for spec in integers if "mask" in spec.name.lower()]
     if len(masks) != 1 or config.max_batch_size == 0:
         return "no batches with one mask that says which positions are tokens"
     if not masks[0].is_fixed and not variable_axes(config.model):

@@ -43,9 +43,5 @@ class ToOpenVino(Pass):
             return [f"runs on '{after.backend}', expected openvino"]
         # By default it lowers the precision where the processor supports that.
         asked = {"performance_hint": step.settings["hint"], "inference_precision_hint": "f32"}
-        found = {key: after.built.get(key, "nothing") for key in asked}
-        return [
-            f"{key} is {found[key]}, expected {wanted}"
-            for key, wanted in asked.items()
-            if found[key] != wanted
-        ]
+        found = [(key, after.built.get(key, "nothing"), wanted) for key, wanted in asked.items()]
+        return [f"{key} is {is_now}, expected {to}" for key, is_now, to in found if is_now != to]
