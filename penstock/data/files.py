@@ -6,6 +6,7 @@ rows; .txt holds one prompt per line.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import struct
@@ -69,11 +70,10 @@ def read_arrays(path: Path) -> dict[str, Array]:
             arrays = _loaded(path)
     except UNREADABLE as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
-    problems = [
-        f"{_where(path, name)}: expected an array whose first axis counts examples, got one value"
-        for name, array in arrays.items()
-        if array.ndim == 0
-    ]
+    scalars = [name for name, array in arrays.items() if array.ndim == 0]
+    places = [f"{path}, array '{name}'" if name else str(path) for name in scalars]
+    expected = "expected an array whose first axis counts examples, got one value"
+    problems = [f"{place}: {expected}" for place in places]
     if len({len(array) for array in arrays.values() if array.ndim}) > 1:
         counts = ", ".join(f"'{name}' {len(a)}" for name, a in arrays.items() if a.ndim)
         problems.append(f"{path}: arrays have different numbers of examples: {counts}")
@@ -99,7 +99,7 @@ def read_rows(path: Path, as_arrays: bool = False) -> FileRows:
         if path.suffix == ".parquet":
             rows = _parquet(path, as_arrays)
         else:
-            readers = {".jsonl": _json_lines, ".json": _json, ".txt": _text_lines, ".csv": _csv}
+            readers = {".jsonl": read_json_lines, ".json": _json, ".txt": _text_lines, ".csv": _csv}
             rows = readers[path.suffix](path)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
@@ -148,17 +148,14 @@ def _numeric(texts: Sequence[str]) -> Sequence[float | str]:
     return texts
 
 
-def _where(path: Path, name: str) -> str:
-    return f"{path}, array '{name}'" if name else str(path)
-
-
 def _explained(error: Exception) -> str:
     if "allow_pickle" in str(error) or "Python objects" in str(error):
         return "it is no .npy or .npz file, or holds Python objects, which are never loaded"
     return getattr(error, "strerror", None) or str(error)
 
 
-def _json_lines(path: Path) -> FileRows:
+def read_json_lines(path: Path) -> FileRows:
+    """Read one JSON object per line; empty lines are skipped."""
     rows: list[Row] = []
     numbers: list[int] = []
     problems: list[str] = []
@@ -168,7 +165,7 @@ def _json_lines(path: Path) -> FileRows:
             if not line.strip():
                 continue
             try:
-                rows.append(decoder.decode(line))
+                rows.append(decoder.decode(line.removeprefix(codecs.BOM_UTF8)))
                 numbers.append(number)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 problems.append(f"{path}, line {number}: expected a JSON object: {error}")
@@ -188,20 +185,15 @@ def _json(path: Path) -> FileRows:
     rows = document.get("data") if isinstance(document, dict) else document
     if not isinstance(rows, list):
         raise ConfigError([f'{path}: expected a list of objects, or {{"data": list of objects}}'])
-    problems = [
-        f"{path}, example {number}: {_no_row(row)}"
-        for number, row in enumerate(rows, 1)
-        if not isinstance(row, dict)
-    ]
+    problems: list[str] = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            sequence = "a list; sequences of requests are not supported"
+            got = sequence if isinstance(row, list) else type(row).__name__
+            problems.append(f"{path}, example {number}: expected an object, got {got}")
     if problems:
         raise ConfigError(problems[:MAX_PROBLEMS])
     return FileRows([_payload(row) for row in rows], range(1, len(rows) + 1), "example")
-
-
-def _no_row(row: object) -> str:
-    if isinstance(row, list):
-        return "expected an object, got a list; sequences of requests are not supported"
-    return f"expected an object, got {type(row).__name__}"
 
 
 def _payload(row: Row) -> Row:

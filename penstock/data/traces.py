@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.data.files import read_json_lines
 from penstock.errors import ConfigError
 
 # Names of columns by meaning, without case and separators.
@@ -35,8 +36,7 @@ MAX_PROBLEMS = 10
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Requests in order of arrival; seconds count from the first. Token counts are at least 1, or
-    None where the trace has none."""
+    """Requests in order of arrival; seconds count from the first, token counts from 1."""
 
     times_s: tuple[float, ...]
     input_tokens: tuple[int, ...] | None = None
@@ -58,32 +58,19 @@ def read_trace(path: str | Path) -> Trace:
     if not lines:
         raise ConfigError([f"{path}: has no requests"])
     if path.suffix == ".jsonl":
-        unit, records = _from_json(path, lines)
+        unit, records = _from_json(path)
     else:
         unit, records = _from_csv(path, lines)
     return _trace(path, unit, records)
 
 
-def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[TraceLine]]:
-    records: list[TraceLine] = []
-    problems: list[str] = []
-    unit = ""
-    decoder = msgspec.json.Decoder(dict[str, object])
-    for number, line in lines:
-        try:
-            row = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            problems.append(f"{path}, line {number}: expected a JSON object: {error}")
-            continue
-        if not records:
-            unit = _unit(row)
-            if not unit and {"timestamp", "input_length"} <= row.keys():
-                unit = "ms"
-        meanings = {name: _meaning(name) for name in row}
-        records.append((number, {m: row[name] for name, m in meanings.items() if m}))
-    if problems:
-        raise ConfigError(problems[:MAX_PROBLEMS])
-    return unit, records
+def _from_json(path: Path) -> tuple[str, list[TraceLine]]:
+    table = read_json_lines(path)
+    first = table.rows[0]
+    unit = _unit(first) or ("ms" if {"timestamp", "input_length"} <= first.keys() else "")
+    meanings = {name: _meaning(name) for row in table.rows for name in row}
+    records = [{meanings[name]: row[name] for name in row if meanings[name]} for row in table.rows]
+    return unit, list(zip(table.numbers, records, strict=True))
 
 
 def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[TraceLine]]:

@@ -1,8 +1,7 @@
 """The accuracy gate: a paired, one-sided test that rejects unless the examples prove the loss
 small. Pure.
 
-The gate judges the upper confidence bound of the loss, not the observed loss: the bound has to be
-within the limit.
+The gate judges the upper confidence bound of the loss, not the observed loss.
 
 Binary scores (0 or 1): only pairs in which original and candidate differ count. The rates of
 examples that got worse and better have exact binomial limits, which are combined into a limit of
@@ -13,9 +12,8 @@ exactly the limit passes with a probability of at most alpha.
 Other scores: the larger of a BCa bootstrap bound of the mean difference and Student's t bound. If
 only few examples differ, also at least the bound for differences as large as the range of scores.
 
-Outputs that the score does not read are checked one by one (`output_checks`), and each must pass. A
-lossless step whose answers equal the original's within rounding on all held-out examples needs no
-bound on unseen ones, but its scores must not fall by more than the limit either.
+Outputs that the score does not read must each pass `output_checks`. A lossless step whose answers
+equal the original's on all held-out examples needs no bound, but its scores must not fall either.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ def judge(
     """Judge a candidate by one score per example, in the same order. NaN or no scores: no pass.
     `is_binary`: scores are 0 or 1 by definition; None: inferred, in vain where all are 1."""
     if is_binary is None:
-        is_binary = _are_binary(original, candidate)
+        is_binary = all(bool(((s == 0) | (s == 1)).all()) for s in (original, candidate))
     judgement = Judgement(
         metric=budget.metric,
         original=_mean(original),
@@ -195,10 +193,6 @@ def _mean(scores: Array) -> float:
     return float(finite.mean()) if finite.size else 0.0
 
 
-def _are_binary(original: Array, candidate: Array) -> bool:
-    return all(bool(((each == 0) | (each == 1)).all()) for each in (original, candidate))
-
-
 def _is_share(scores: Array) -> bool:
     return bool(((scores >= 0) & (scores <= 1)).all())
 
@@ -251,8 +245,7 @@ def _bootstrap(
     span = float(scores.max() - scores.min()) / scale
     num_worse, num_better = int((losses > 0).sum()), int((losses < 0).sum())
     if budget.is_relative:
-        # The mean is an estimate as well. The mean of these values is the ratio, and their spread
-        # is, to first order, the ratio's.
+        # The mean is an estimate too: these have the ratio's mean and, to first order, its spread.
         ratio = float(losses.mean()) / scale
         losses = ratio + (losses - ratio * before * np.sign(before.mean())) / scale
     loss = float(losses.mean())
@@ -262,7 +255,9 @@ def _bootstrap(
         loss_bound = loss + span * upper_limit(0, len(losses), alpha)
         power = 1
     else:
-        loss_bound = max(bca_bound(losses, alpha), _student_bound(losses, alpha))
+        error = float(losses.std(ddof=1)) / math.sqrt(len(losses))
+        student_bound = loss + student_t(len(losses) - 1, 1 - 2 * alpha) * error
+        loss_bound = max(bca_bound(losses, alpha), student_bound)
         if num_worse + num_better < FEW_DIFFERING:
             as_one = span * binary_bound(num_worse, num_better, len(losses), alpha)
             loss_bound = max(loss_bound, as_one)
@@ -299,11 +294,6 @@ def _resampled_means(values: Array, alpha: float) -> Array:
     sizes = [min(rows, num_resamples - start) for start in range(0, num_resamples, rows)]
     drawn = (random.integers(0, len(values), (size, len(values))) for size in sizes)
     return np.concatenate([values[indices].mean(axis=1) for indices in drawn])
-
-
-def _student_bound(values: Array, alpha: float) -> float:
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return float(values.mean()) + student_t(len(values) - 1, 1 - 2 * alpha) * error
 
 
 def _rounded(number: float) -> int:

@@ -206,8 +206,7 @@ def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
 
 
 def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
-    """Warn of many duplicates: bounds assume that every example is a new one. That still holds for
-    duplicates that users send as often."""
+    """Warn of many duplicates: bounds assume that every example is a new one, as users send it."""
     share = audit.facts["judged copies"] = _share_of_copies(rows)
     if share > MANY_COPIES:
         audit.warnings.append(
@@ -326,8 +325,7 @@ def _features_of(rows: Sequence[Array], others: Sequence[Array]) -> dict[str, _F
         slight = SLIGHT * abs(float(middle[column] if feature in RELATIVE else span))
         found[feature] = _Feature(mine[:, column], theirs[:, column], slight)
     if rows[0].dtype.kind != "O" and len({array.shape for array in (*rows, *others)}) == 1:
-        # The average is taken from every other row, and only the rest is compared with it: a sample
-        # is always closer to its own average.
+        # The rows of the average are not compared with it: a sample is closer to its own average.
         average = np.stack([_thinned(array) for array in others[::2]])
         thinned = (np.stack([_thinned(array) for array in each]) for each in (rows, others[1::2]))
         away, usual = (_distances(each, average) for each in thinned)

@@ -190,30 +190,25 @@ def calibrate(
     return Calibration(tensors, _input_ranges(rows), len(rows), digest)
 
 
-def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
-    """Yield rows as the graph takes them, batched by equal shapes if it has a batch dimension.
-    `config` is that of the model itself, after any preprocessing."""
-    if not config.max_batch_size:
-        yield from map(dict, fitted(rows, config))
-        return
+def feeds(
+    model: ModelProto, config: ModelConfig, rows: Sequence[Row]
+) -> Iterator[dict[str, Array]]:
+    """Yield rows as the graph takes them, with the inputs that it still has, batched by equal
+    shapes if it has a batch dimension. `config` is of the model without preprocessing."""
+    taken = {value.name for value in onnx_model.true_inputs(model.graph)}
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in fitted(rows, config):
+        given = {name: array for name, array in row.items() if name in taken}
+        if not config.max_batch_size:
+            yield given
+            continue
         shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
-        groups.setdefault(shapes, []).append(row)
+        groups.setdefault(shapes, []).append(given)
     limit = min(MAX_BATCH, config.max_batch_size)
     for group in groups.values():
         for start in range(0, len(group), limit):
             some = group[start : start + limit]
             yield {name: np.stack([row[name] for row in some]) for name in some[0]}
-
-
-def feeds(
-    model: ModelProto, config: ModelConfig, rows: Sequence[Row]
-) -> Iterator[dict[str, Array]]:
-    """Yield the same, only with the inputs that the graph still has."""
-    taken = {value.name for value in onnx_model.true_inputs(model.graph)}
-    for batch in batches(config, rows):
-        yield {name: array for name, array in batch.items() if name in taken}
 
 
 def _observe(tensors: Mapping[str, ValueHistogram], seen: Mapping[str, Array]) -> None:

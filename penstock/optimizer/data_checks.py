@@ -15,6 +15,7 @@ from penstock.optimizer.accuracy_gate import AccuracyGate
 from penstock.optimizer.answer_source import CHOICE, COMPARED, HELD_OUT, AnswerSource
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.scores import listed
 
 # Maximum number of rows with NaN or infinity that the original is run on.
 MAX_NON_FINITE = 64
@@ -61,7 +62,10 @@ class DataChecks:
             problem = f"not one of {len(scored)} answers of the original can be scored"
             raise ConfigError([f"{where}: {problem} by {gate.scorer.metric}"])
         self._evaluate_original()
-        self._note_judged(evaluated.reads)
+        evaluator = run.plan.evaluator
+        if evaluator and evaluated.reads:
+            parts = f"parts of {listed(evaluated.reads)} that {evaluator} does not use"
+            run.unchecked.append(f"{parts} were not checked beyond their scale")
 
     def _check_output_names(self) -> None:
         """Raise ConfigError if --outputs names an output that the model does not have."""
@@ -69,18 +73,11 @@ class DataChecks:
         known = [spec.name for spec in self.run.original.config.outputs]
         unknown = [name for name in outputs if name not in known]
         if unknown:
-            listed, there = _listed(unknown), _listed(known)
-            raise ConfigError([f"outputs: the model has no output {listed}; it has {there}"])
-        left = _listed([name for name in known if outputs and name not in outputs])
-        if left:
+            wrong = f"the model has no output {listed(unknown)}; it has {listed(known)}"
+            raise ConfigError([f"outputs: {wrong}"])
+        if left := listed([name for name in known if outputs and name not in outputs]):
             text = f"outputs {left} were not checked: --outputs leaves them out"
             self.run.unchecked.append(text)
-
-    def _note_judged(self, names: Sequence[str]) -> None:
-        evaluator = self.run.plan.evaluator
-        if evaluator and names:
-            parts = f"parts of {_listed(names)} that {evaluator} does not use"
-            self.run.unchecked.append(f"{parts} were not checked beyond their scale")
 
     def _check_finite(self, found: Sequence[NonFinite]) -> None:
         """Check rows with NaN or infinity: an error if the original's answers, to compare with,
@@ -122,8 +119,7 @@ class DataChecks:
         return found
 
     def clipped(self, build: Build) -> dict[str, float]:
-        """Return, for each input, the share of held-out values outside of the calibrated range;
-        empty if nothing was calibrated."""
+        """Return the share of held-out values outside of the calibrated range, by input."""
         path = build.version_folder / calibration.FILE
         if not path.is_file():
             return {}
@@ -134,7 +130,3 @@ class DataChecks:
         floats = [name for name in names if rows[0][name].dtype.kind == "f"]
         values = {name: np.concatenate([np.ravel(row[name]) for row in rows]) for name in floats}
         return audit.clipped_share(ranges, values)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

@@ -19,8 +19,7 @@ from penstock.optimizer.results import FallbackLayer
 
 # Blocks and layers that cause less than this share of the worst one's error are ranked last.
 MIN_SHARE = 0.01
-# Minimum cost of a layer as a share of all time: otherwise layers that cost nothing would always
-# rank first, however little they help.
+# Least cost of a layer as a share of all time, or those that cost nothing would rank first.
 MIN_COST_SHARE = 0.01
 # Blocks are analysed layer by layer until they cover this share of the error, or this many layers.
 # If the error is spread everywhere, single layers say little.

@@ -1,9 +1,8 @@
 """Check whether rows of a batch influence each other's answers: run examples alone and batched.
 
-The check at load (`serving/proof`) uses random rows, and a model may treat those well and still
-change its answers next to an outlier. This one uses the examples, including the extreme ones. An
-answer in a batch must equal the answer alone; padded, the answer without padding; and repeated, the
-first answer. Runs in a trial's child process, called by the evaluator.
+The check at load (`serving/proof`) uses random rows; this one uses examples and extreme ones among
+them. An answer in a batch must equal the answer alone; padded, the answer without padding; and
+repeated, the first answer. Runs in a trial's child process, called by the evaluator.
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ from penstock.types import Array, TensorSpec
 
 MAX_EXAMPLES = 32
 MIN_EXAMPLES = 6
-# Time for one check. Slow models are checked with fewer examples, down to MIN_EXAMPLES; very slow
-# ones in fewer batches, largest first.
+# Time for one check: slow models get fewer examples, very slow ones fewer batches as well.
 CHECK_S = 6.0
 MAX_CHECK_S = 20.0
-# Limits of the survey of the original: all other examples, until time is up. It finds rows that
-# influence others without looking extreme.
+# Limits of the survey, which finds rows of the rest that influence others but are not extreme.
 SURVEY_S = 3.0
 MAX_SURVEYED = 2000
 # How often each example is computed: twice alone, padded, and in batches.
@@ -100,8 +97,7 @@ Answer = Mapping[str, Array]
 def inspect(
     build: Build, rows: Sequence[Row], *, is_lossy: bool, ends_at: float = math.inf
 ) -> Facts:
-    """Run `trials.inspect` and add the check of real rows; in the same process unless the model has
-    postprocessing, which the check leaves out."""
+    """Inspect, and check real rows: in the same process, unless that adds postprocessing."""
     model = replace(build, config=build.config.without_postprocess)
     with TrialProcess(build.config, ends_at=ends_at) as child:
         child.load()
@@ -151,8 +147,8 @@ class _Check:
         config = self._build.config
         whole = _unpadded(self._rows)
         self._reduce(whole)
-        alone = [self._run(whole, [index])[0] for index in self._indices]
-        self._comparison = RowComparison(config, alone, is_rounded=self._is_rounded)
+        self._alone = [self._run(whole, [index])[0] for index in self._indices]
+        self._comparison = RowComparison(config, self._alone, is_rounded=self._is_rounded)
         if problem := self._repeat_problem(whole):
             return RowCheck(repeat_problem=problem)
         if not self._child.may_batch:
@@ -219,7 +215,7 @@ class _Check:
     def _moved(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
         """Describe how the answer to one row of a batch moved; empty if it did not."""
         answer = self._run(served, batch)[batch.index(index)]
-        moved = self._comparison.moved(index, answer)
+        moved = self._comparison.difference(self._alone[index], answer)
         return "" if moved is None else moved.text(self._examples[index])
 
     def _repeat_problem(self, whole: ServedRows) -> str:
@@ -254,7 +250,7 @@ class _Check:
         found = {
             index: moved
             for index, answer in zip(batch, answers, strict=True)
-            if (moved := self._comparison.moved(index, answer)) is not None
+            if (moved := self._comparison.difference(self._alone[index], answer)) is not None
         }
         if not found:
             return ""
@@ -268,7 +264,7 @@ class _Check:
         for other in (each for each in batch if each != index):
             pair = [each for each in batch if each in (index, other)]
             answer = self._run(served, pair)[pair.index(index)]
-            moved = self._comparison.moved(index, answer)
+            moved = self._comparison.difference(self._alone[index], answer)
             if moved is not None:
                 text = moved.text(self._examples[index])
                 found.append((moved.share, f"{text} next to example {self._examples[other]}"))
@@ -307,7 +303,6 @@ class RowComparison:
         self._tolerances = {each: max(known, least) for each, known in by_datatype.items()}
         # If floats are rounded, integers computed from them may differ.
         self._has_exact = granted is None
-        self._alone = alone
         self._scales = {
             spec.name: self._scales_of(spec, [answer[spec.name] for answer in alone])
             for spec in config.outputs
@@ -320,17 +315,12 @@ class RowComparison:
         table = np.concatenate(tables)
         finite = np.where(np.isfinite(table), np.abs(table), 0.0)
         rounding = NUM_ULPS * EPSILON[spec.datatype] * finite.max(axis=0, initial=0.0)
-        # TF32 rounding is relative to values, not ranges. The scales are widened so that rounding
-        # alone stays within the tolerance.
+        # TF32 rounding is relative to values, not ranges; it alone must stay within the tolerance.
         own_floor = 1.0 if self._is_on_gpu else FLOOR
         return column_scales(table, own_floor).widened(rounding / self._tolerances[spec.datatype])
 
-    def moved(self, index: int, answer: Answer) -> Moved | None:
-        """Return the output that moved the most, if any moved by more than its tolerance."""
-        return self.difference(self._alone[index], answer)
-
     def difference(self, before: Answer, answer: Answer) -> Moved | None:
-        """Like `moved`, for a row that the scales were not computed from."""
+        """Return the output that moved the most, if any moved by more than its tolerance."""
         found = [
             Moved(spec.name, share)
             for spec in self._specs

@@ -1,10 +1,9 @@
 """Shape-specialised constant folding: replace what a graph computes from known dimensions.
 
-Exporters that trace a model leave the arithmetic of its shapes in the graph (Shape, Gather, Div,
-Concat, Pad, ...). ONNX Runtime folds it only if every dimension is known, and the batch dimension
-is not. This walk over the graph tracks integers element by element, so that [batch, 3, 224, 224]
-has three known elements. Sound by construction: a value that depends on an unknown dimension stays
-in the graph. Knows nothing of candidates.
+Exporters leave the arithmetic of shapes in the graph (Shape, Gather, Div, Concat, Pad, ...). ONNX
+Runtime folds it only if every dimension is known, and the batch dimension is not. This walk tracks
+integers element by element: [batch, 3, 224, 224] has three known elements. Sound by construction: a
+value that depends on an unknown dimension stays in the graph. Knows nothing of candidates.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from penstock.types import Array
 
 # Larger constants cost more memory than they save time.
 MAX_VALUES = 1 << 16
-# Symbols of an element that is known, and of one about which nothing is known. Above 0: the number
-# of the named dimension that the element equals.
+# Symbols of elements. Above 0: the number of the named dimension that the element equals.
 KNOWN, UNKNOWN = 0, -1
 # Operators that only move elements of their first input (Concat: of all); others must be known.
 MOVING = frozenset(
@@ -71,8 +69,7 @@ def known(elements: Array) -> Partial:
 
 def fold(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) -> ModelProto:
     """Return a copy of the model in which everything that follows from input dimensions is
-    constant. `shapes` are those of inputs, with -1 for unknown dimensions; dimensions fixed in the
-    file stay. The copy declares them."""
+    constant. `shapes` of inputs (-1: unknown) add to those fixed in the file, and are declared."""
     folded = copy.deepcopy(model)
     graph = folded.graph
     if not _can_be_walked(graph):
@@ -292,8 +289,7 @@ class _Walk:
     # Reshape.
 
     def _fix_reshape(self, node: NodeProto) -> None:
-        """Make a shape constant that repeats the batch dimension: 0 if the input has it at the same
-        place, -1 if it is the only unknown one."""
+        """Make a shape constant: 0 for a dimension of the input, -1 for the only unknown one."""
         sizes = self._values.get(node.input[1])
         if sizes is None or sizes.is_known or onnx_model.attribute(node, "allowzero", 0):
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -33,8 +34,7 @@ MAX_COLUMN_ERROR = 0.5
 MAX_COLUMN_LOST = 0.05
 # Range of a normal distribution without its tails, in standard deviations.
 DEVIATIONS = 3.3
-# A nearly constant column is compared with this share of its own magnitude, or of the output's
-# median magnitude, whichever is larger.
+# Least scale of a column: shares of its own magnitude, and of the output's median magnitude.
 OWN_FLOOR, OUTPUT_FLOOR = 0.01, 1e-3
 # Fewer values do not show how much a column varies.
 MIN_COLUMN_VALUES = 10
@@ -81,7 +81,8 @@ def check_outputs(
     for name in names:
         check = _check(name, original, candidate, name in are_scores)
         check.is_judged = name in judged
-        check.problem = check.problem or _problem(check)
+        if problems := "; ".join(_problems(check)):
+            check.problem = check.problem or f"output '{name}': {problems}"
         found.append(check)
     return found
 
@@ -208,19 +209,14 @@ def _lost_column(one: Array, other: Array) -> tuple[int | None, float | None]:
         return None, None
     is_known = np.isfinite(one)
     known = np.where(is_known, one, 0.0)
-    scales = column_scales(np.where(is_known, one, np.nan), own_floor=0.0).scaled(1 / DEVIATIONS)
-    usual = np.median(np.abs(known), axis=0)
-    sizes = scales.widened(OWN_FLOOR * usual).of(known)
+    scales = column_scales(np.where(is_known, one, np.nan), own_floor=0.0)
+    scales = replace(scales, spreads=scales.spreads / DEVIATIONS)
+    sizes = scales.widened(OWN_FLOOR * np.median(np.abs(known), axis=0)).of(known)
     with np.errstate(invalid="ignore"):
         is_lost = is_known & ~(np.abs(other - known) <= sizes)
     shares = is_lost.sum(axis=0) / np.maximum(is_known.sum(axis=0), 1)
     column = int(np.argmax(shares))
     return column, float(shares[column])
-
-
-def _problem(check: OutputCheck) -> str:
-    problems = "; ".join(_problems(check))
-    return f"output '{check.name}': {problems}" if problems else ""
 
 
 def _problems(check: OutputCheck) -> Iterator[str]:

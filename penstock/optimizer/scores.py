@@ -133,7 +133,7 @@ def _by_agreement(original: Answers) -> Scorer:
         return scores
 
     if names:
-        text = f"top-1 agreement with the original in {_listed(names)}"
+        text = f"top-1 agreement with the original in {listed(names)}"
         return Scorer("agreement", True, text, same_class)
     has_floats = any(array.dtype.kind == "f" for each in original[:1] for array in each.values())
     text = "cosine with the original's answers" if has_floats else "the original's answers again"
@@ -198,7 +198,7 @@ def _chosen(names: list[str]) -> str:
     if len(named) != 1:
         usual = "expected one of them to be called 'logits', 'scores' or 'probabilities'"
         advice = f"{usual}, or an evaluator that chooses"
-        raise ConfigError([f"labels: outputs {_listed(names)} could all be scores; {advice}"])
+        raise ConfigError([f"labels: outputs {listed(names)} could all be scores; {advice}"])
     return named[0]
 
 
@@ -267,5 +267,5 @@ def _has_same_others(one: Mapping[str, Array], other: Mapping[str, Array]) -> bo
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)

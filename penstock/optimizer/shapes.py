@@ -59,8 +59,7 @@ NO_TERMS = Slo(())
 
 
 def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
-    """Set instances and threads of each; backends without a thread option keep their own. Instances
-    go to the devices of the configuration in turns."""
+    """Set instances, on the configured devices in turns, and threads where there is an option."""
     options = dict(config.options)
     option = THREADS.get(config.backend)
     if option is not None:
@@ -328,15 +327,14 @@ class Ranking:
 
     def _best_buckets(self, table: TimeTable, most: int) -> Settings:
         options = self.buckets()
+        base = {"mode": "fixed", "max_batch": str(most)}
         if len(options) == 1:
             return options[0]
-        base = {"mode": "fixed", "max_batch": str(most)}
         return max(options, key=lambda each: self.rate(table, {**base, **each}))
 
 
 def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
-    """Return steps of the batching and instances passes for everything with known batch times, with
-    the predicted highest rate of each; best first."""
+    """Return batching and instances steps with their predicted highest rates, best first."""
     ranking = Ranking(context)
     found: list[ServingShape] = []
     tables = [*context.times.values()]

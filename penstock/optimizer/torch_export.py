@@ -43,8 +43,8 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
 
 
 def examples(config: ModelConfig, more: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return one batch, with variable sizes increased by `more`. Masks mask something: otherwise a
-    model may leave the mask out of the trace."""
+    """Return one batch, with variable sizes increased by `more`. Masks mask something, or the model
+    might leave them out of the trace."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for spec in config.inputs:

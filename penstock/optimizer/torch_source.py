@@ -47,8 +47,7 @@ def factory():
 '''
 # Encoders are often saved without the head that their configuration names.
 MASKED = "ForMaskedLM"
-# Weights of the base model that the model with the head does not have: the pooler, and numbers that
-# older versions of transformers wrote.
+# Weights that only the base model has: the pooler, and numbers that older versions wrote.
 POOLER, BESIDE_THE_HEAD = "pooler", ("pooler", "position_ids")
 
 
@@ -85,7 +84,10 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     if name.endswith(MASKED) and _is_headless(loaded, folder):
         loaded = _base_model(library, folder)
         note = f"{loaded.name}: the weights have no head of {name}, so the base model is served"
-    _check_whole(loaded, folder)
+    if missing := sorted(loaded.missing):
+        # They would be random.
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise ConfigError([f"{folder}: {loaded.name} has weights that are not there: {shown}"])
     module = loaded.module.float().eval()
     options = "".join(f", {key}={value}" for key, value in loaded.options.items())
     text = HUGGING_FACE_MODULE.format(name=loaded.name, options=options)
@@ -96,8 +98,7 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
 
 
 def own_files(artifact: Path) -> set[str]:
-    """Return files that a version needs only as long as its model is a PyTorch module: the
-    artifact, and files that may be beside it."""
+    """Return files that only a PyTorch module needs: the artifact, and those beside it."""
     shards = [path.name for path in artifact.parent.glob("*.safetensors")]
     made = {COMPILED, CHOICES, KERNELS}
     return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards, *made}
@@ -186,14 +187,6 @@ def _from_pretrained(kind: Any, folder: Path, **options: bool) -> _Loaded:
     return _Loaded(module, options, frozenset(missing), frozenset(unexpected))
 
 
-def _check_whole(loaded: _Loaded, folder: Path) -> None:
-    """Raise ConfigError if weights are missing: they would be random."""
-    missing = sorted(loaded.missing)
-    if missing:
-        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-        raise ConfigError([f"{folder}: {loaded.name} has weights that are not there: {listed}"])
-
-
 def _is_headless(loaded: _Loaded, folder: Path) -> bool:
     """Return whether the files hold the whole encoder and nothing of the head. Weights that the
     head shares with the encoder are not expected in the files."""
@@ -248,8 +241,7 @@ def _config(
     """Return the configuration with the module's outputs; batched if their first axes are rows."""
     _check_names(module, specs)
     try:
-        outputs = _outputs(module, specs, read, has_batch=True)
-        max_batch = MAX_BATCH
+        outputs, max_batch = _outputs(module, specs, read, has_batch=True), MAX_BATCH
     except _NoBatch as reason:
         try:
             outputs, max_batch = _outputs(module, specs, read, has_batch=False), 0
@@ -284,38 +276,36 @@ def _outputs(
     module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, has_batch: bool
 ) -> tuple[TensorSpec, ...]:
     """Return the output specs; sizes that do not change with variable input sizes are fixed."""
-    seen = [
-        _answer(module, specs, read, (2 + turn, size), has_batch)
-        for turn, size in enumerate(LENGTHS)
-    ]
+    from penstock.backends.pytorch import TORCH_TYPES
+
+    names = {kind: datatype for datatype, kind in TORCH_TYPES.items()}
+    leading = [[2], [3]] if has_batch else [[], []]
+    seen = [_answer(module, specs, read, *sizes) for sizes in zip(leading, LENGTHS, strict=True)]
     outputs: list[TensorSpec] = []
     for name, first in seen[0].items():
-        shapes = [tuple(answer[name].shape) for answer in seen]
-        if has_batch and [shape[:1] for shape in shapes] != [(2,), (3,)]:
+        if first.dtype not in names:
+            problem = f"output '{name}' is {first.dtype}, which the protocol has not"
+            raise ConfigError([f"model: {problem}"])
+        shapes = [list(answer[name].shape) for answer in seen]
+        if has_batch and [shape[:1] for shape in shapes] != leading:
             raise _NoBatch(f"output '{name}' has no row for each row of the input")
         pairs = list(zip(*(shape[1:] if has_batch else shape for shape in shapes), strict=True))
         shape = tuple(one if one == other else -1 for one, other in pairs)
-        outputs.append(TensorSpec(name, _datatype(name, first), shape))
+        outputs.append(TensorSpec(name, names[first.dtype], shape))
     return tuple(outputs)
 
 
 def _answer(
-    module: torch.nn.Module,
-    specs: Sequence[TensorSpec],
-    read: Read,
-    sizes: tuple[int, int],
-    has_batch: bool,
+    module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, leading: list[int], size: int
 ) -> dict[str, torch.Tensor]:
     import torch
 
     from penstock.backends.pytorch import TORCH_TYPES
 
-    num_rows, length = sizes
     tensors = {}
     for spec in specs:
-        shape = [length if size < 0 else size for size in spec.shape]
-        full = [num_rows, *shape] if has_batch else shape
-        tensors[spec.name] = torch.ones(full, dtype=TORCH_TYPES[spec.datatype])
+        shape = [*leading, *(size if each < 0 else each for each in spec.shape)]
+        tensors[spec.name] = torch.ones(shape, dtype=TORCH_TYPES[spec.datatype])
     try:
         with torch.inference_mode():
             return read(module(**tensors))
@@ -323,15 +313,6 @@ def _answer(
         raise
     except Exception as error:  # A module may raise anything on inputs that do not suit it.
         raise _NoBatch(describe_error(error)) from error
-
-
-def _datatype(name: str, tensor: torch.Tensor) -> str:
-    from penstock.backends.pytorch import TORCH_TYPES
-
-    names = {kind: datatype for datatype, kind in TORCH_TYPES.items()}
-    if tensor.dtype not in names:
-        raise ConfigError([f"model: output '{name}' is {tensor.dtype}, which the protocol has not"])
-    return names[tensor.dtype]
 
 
 def _tensors_by_name(answer: object) -> dict[str, torch.Tensor]:

@@ -66,23 +66,19 @@ def find(text: str, what: str) -> UserFunction:
 
 def take_along(function: UserFunction, folder: Path, file: str) -> str:
     """Write `file` to the version folder so that it provides the function; return a note on how."""
-    source = function.source
-    _copy_files(function, folder)
-    if source is None:
-        name = function.module.__name__
-        (folder / file).write_text(f"from {name} import {function.name} as {function.name}\n")
-        return f"'{name}' is imported where the model is served and must be installed there"
-    shutil.copyfile(source, folder / file)
-    return f"{source.name} is taken along"
-
-
-def _copy_files(function: UserFunction, folder: Path) -> None:
     problems = [f"{path}: no such file" for path in function.files if not path.is_file()]
     if problems:
         where = f"{function.module.__name__}.{FILES}"
         raise ConfigError([f"{where}: {problem}" for problem in problems])
     for path in function.files:
         shutil.copyfile(path, folder / path.name)
+    source = function.source
+    if source is None:
+        name = function.module.__name__
+        (folder / file).write_text(f"from {name} import {function.name} as {function.name}\n")
+        return f"'{name}' is imported where the model is served and must be installed there"
+    shutil.copyfile(source, folder / file)
+    return f"{source.name} is taken along"
 
 
 def _is_installed(path: Path) -> bool:

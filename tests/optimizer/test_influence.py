@@ -316,9 +316,9 @@ def test_kernels_of_a_gpu_round_otherwise_for_other_batches(device: str, is_move
     random = np.random.default_rng(0)
     alone = [{"y": (100 + random.uniform(0, 1, (1, 4))).astype(np.float32)} for _ in range(8)]
     compared = influence.RowComparison(config, alone, is_rounded=False)
-    found = compared.moved(0, {"y": alone[0]["y"] * np.float32(1.008)})
+    found = compared.difference(alone[0], {"y": alone[0]["y"] * np.float32(1.008)})
     assert (found is not None) is is_moved
-    assert compared.moved(0, {"y": alone[0]["y"] * np.float32(1.2)}) is not None
+    assert compared.difference(alone[0], {"y": alone[0]["y"] * np.float32(1.2)}) is not None
 
 
 def test_a_row_that_does_not_look_special_is_found_by_the_survey(tmp_path: Path) -> None:

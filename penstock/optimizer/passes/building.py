@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 ONNX_FILE = "model.onnx"
 # Rank of an image without the batch dimension.
 IMAGE_RANK = 3
-# Around INT8 matmuls, ONNX Runtime fuses a layer normalisation with its residual into one operator,
-# whose CPU kernel is slower than the two.
+# Fuses a layer normalisation with its residual, for which CPUs have a slower kernel.
 LEFT_OUT = "optimization.disable_specified_optimizers"
 SLOW_FUSION = "SkipLayerNormFusion"
-# Optimizer that quantises a float layer's weights, per tensor, between INT8 neighbours: exactly the
-# layers that were kept in float.
+# Quantises the weights of float layers between INT8 neighbours, which were kept in float.
 FLOATS_TO_BYTES = "WeightBiasQuantization"
 # Least share of the layers that can gain which must be INT8 in the built model.
 MIN_SHARE = 0.9

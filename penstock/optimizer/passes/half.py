@@ -4,7 +4,6 @@ instructions for it; TF32 on GPUs too. Inputs and outputs keep their datatypes."
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
@@ -16,9 +15,6 @@ from penstock.optimizer.passes.building import (
     with_options,
     write_onnx,
 )
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 # The backend's option for its compute datatype, and its name when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
@@ -78,7 +74,10 @@ class Half(Pass):
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         if config.backend not in OPTIONS:
-            write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)
+            from onnxruntime.transformers.float16 import convert_float_to_float16
+
+            model = onnx_model.read(parent.artifact)
+            write_onnx(parent, convert_float_to_float16(model, keep_io_types=True), target)
             return
         names = {"datatype": OPTIONS[config.backend], "memory_format": "penstock.memory_format"}
         options = {names[key]: text for key, text in step.settings.items()}
@@ -97,10 +96,3 @@ class Half(Pass):
         if half <= stayed:
             return [f"{stayed} bytes of weights are still FP32, only {half} are FP16"]
         return []
-
-
-def _in_fp16(model: ModelProto) -> ModelProto:
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
-    return converted

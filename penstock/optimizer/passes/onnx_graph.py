@@ -48,7 +48,9 @@ class OnnxGraph(Pass):
             settings["opset"] = str(OPSET)
         if onnx_model.has_weights_as_inputs(model.graph):
             settings["weights"] = "constant"
-        if _can_be_opened(build.config) and _is_fixed_at_one(model):
+        # Pre- and postprocessing functions expect one row with its leading 1.
+        can_be_opened = build.config.max_batch_size == 0 and not build.config.is_processed
+        if can_be_opened and _is_fixed_at_one(model):
             settings["batch"] = "dynamic"
         if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
@@ -79,12 +81,6 @@ class OnnxGraph(Pass):
         if before.operators and not after.operators:
             return ["the graph that was written has no operators"]
         return []
-
-
-def _can_be_opened(config: ModelConfig) -> bool:
-    """Return whether the batch may be opened. Pre- and postprocessing functions expect one row with
-    its leading 1, and would have to change."""
-    return config.max_batch_size == 0 and not config.is_processed
 
 
 def _with_constant_weights(model: ModelProto) -> ModelProto:
@@ -162,13 +158,11 @@ def _batched(config: ModelConfig) -> ModelConfig:
 def _check_rows(original: ModelProto, opened: ModelProto) -> None:
     """Raise BackendFailed unless rows alone and in a batch give the original's answers."""
     old, new = onnx_model.session(original), onnx_model.session(opened)
-    size = 16
-    feeds = [onnx_model.made_up(original.graph, 1, size, seed) for seed in range(NUM_TRIED_ROWS)]
+    feeds = [onnx_model.made_up(original.graph, 1, 16, seed) for seed in range(NUM_TRIED_ROWS)]
     expected = [onnx_model.run(old, each) for each in feeds]
     together = {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]}
     for rows, wanted in ((feeds[0], expected[:1]), (together, expected)):
-        answers = onnx_model.run(new, rows)
-        for name, answer in answers.items():
+        for name, answer in onnx_model.run(new, rows).items():
             _compare(name, answer, np.concatenate([each[name] for each in wanted]))
 
 

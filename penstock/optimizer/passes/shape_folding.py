@@ -83,8 +83,7 @@ def num_shape_nodes(operators: Mapping[str, int]) -> int:
 
 
 def narrowing(candidate: Candidate) -> str:
-    """Describe the sizes to which a candidate restricts inputs that the original leaves open; empty
-    if it accepts all that the original does."""
+    """Describe the sizes to which a candidate restricts inputs that the original leaves open."""
     steps = [step.settings for step in candidate.steps if step.pass_name == ShapeFolding.name]
     sizes = [each for settings in steps for each in settings.items()]
     return ", ".join(f"'{key.removeprefix(ACCEPTS)}' {size}" for key, size in sizes)
