@@ -71,9 +71,7 @@ def fuse(model: ModelProto, form: Form) -> int:
 
 class _AttentionGraph:
     def __init__(self, graph: GraphProto) -> None:
-        self._makers: dict[str, NodeProto] = {
-            name: node for node in graph.node for name in node.output
-        }
+        self._makers = {name: node for node in graph.node for name in node.output}
         self._consumers: dict[str, list[NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
@@ -204,12 +202,9 @@ class _AttentionGraph:
 
     def _head_size(self, shape: str, hidden_size: int) -> int:
         """Return the head size, from the last two of four sizes; one of the two may be inferred."""
-        maker = self._makers.get(shape)
-        if shape not in self._weights and maker is not None and maker.op_type == "Concat":
-            parts = maker.input[-2:]
-            sizes = [int(n) for part in parts for n in np.ravel(self._constant(part))][-2:]
-        else:
-            sizes = [int(n) for n in np.ravel(self._constant(shape))][-2:]
+        maker = None if shape in self._weights else self._makers.get(shape)
+        parts = maker.input[-2:] if maker and maker.op_type == "Concat" else [shape]
+        sizes = [int(n) for part in parts for n in np.ravel(self._constant(part))][-2:]
         num_heads, size = sizes if len(sizes) == 2 else (-1, -1)
         if size <= 0 < num_heads:
             size = hidden_size // num_heads
@@ -233,12 +228,10 @@ def _replace(
     """Insert the operator before the Softmax; what it replaces is left without consumers."""
     prefix = f"attention_{index}"
     parts = (found.query, found.key, found.value)
-    weight = onnx_model.add_constant(
-        graph, f"{prefix}_weight", np.concatenate([part.weight for part in parts], axis=1)
-    )
-    bias = onnx_model.add_constant(
-        graph, f"{prefix}_bias", np.concatenate([part.bias for part in parts])
-    )
+    weights = np.concatenate([part.weight for part in parts], axis=1)
+    weight = onnx_model.add_constant(graph, f"{prefix}_weight", weights)
+    biases = np.concatenate([part.bias for part in parts])
+    bias = onnx_model.add_constant(graph, f"{prefix}_bias", biases)
     mask, made = _mask(graph, found, prefix)
     hidden_size = found.query.weight.shape[1]
     settings = {"num_heads": hidden_size // found.query.head_size, "scale": found.scale}
@@ -248,7 +241,7 @@ def _replace(
                 node.output[place] = f"{prefix}_replaced"
     if form == "packed":
         names = [found.query.source, weight, bias, "", "", mask]
-        made += [helper.make_node("Attention", names, [found.output], domain=DOMAIN, **settings)]
+        kind = "Attention"
     else:
         sizes = np.full(3, hidden_size, np.int64)
         split = onnx_model.add_constant(graph, f"{prefix}_sizes", sizes)
@@ -258,10 +251,9 @@ def _replace(
             helper.make_node("MatMul", [found.query.source, weight], [f"{prefix}_product"]),
             helper.make_node("Add", [f"{prefix}_product", bias], [f"{prefix}_biased"]),
             helper.make_node("Split", [f"{prefix}_biased", split], sides, axis=-1),
-            helper.make_node(
-                "MultiHeadAttention", names, [found.output], domain=DOMAIN, **settings
-            ),
         ]
+        kind = "MultiHeadAttention"
+    made.append(helper.make_node(kind, names, [found.output], domain=DOMAIN, **settings))
     place = next(n for n, node in enumerate(graph.node) if node.output[0] == softmax.output[0])
     for node in reversed(made):
         node.name = f"{prefix}/{node.op_type}"
@@ -283,9 +275,7 @@ def _mask(graph: GraphProto, found: AttentionMatch, prefix: str) -> tuple[str, l
         helper.make_node("Expand", [found.mask, full], [name]),
     ]
     if found.is_guarded:
-        lowest = np.array(LOWEST, np.float32)
-        onnx_model.add_constant(graph, f"{prefix}_lowest", lowest)
-        finite = f"{prefix}_finite_mask"
-        made.append(helper.make_node("Max", [name, f"{prefix}_lowest"], [finite]))
-        name = finite
+        lowest = onnx_model.add_constant(graph, f"{prefix}_lowest", np.array(LOWEST, np.float32))
+        made.append(helper.make_node("Max", [name, lowest], [f"{prefix}_finite_mask"]))
+        name = f"{prefix}_finite_mask"
     return name, made

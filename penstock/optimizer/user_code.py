@@ -36,7 +36,10 @@ class UserFunction:
         if file is None or "." in self.module.__name__ or Path(file).name == "__init__.py":
             return None
         path = Path(file).resolve()
-        return None if path.suffix != ".py" or _is_installed(path) else path
+        installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+        roots = [Path(root).resolve() for root in (*site.getsitepackages(), *installed)]
+        is_installed = any(path.is_relative_to(root) for root in roots)
+        return None if path.suffix != ".py" or is_installed else path
 
     @property
     def files(self) -> list[Path]:
@@ -79,8 +82,3 @@ def take_along(function: UserFunction, folder: Path, file: str) -> str:
         return f"'{name}' is imported where the model is served and must be installed there"
     shutil.copyfile(source, folder / file)
     return f"{source.name} is taken along"
-
-
-def _is_installed(path: Path) -> bool:
-    roots = {*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
-    return any(path.is_relative_to(Path(root).resolve()) for root in roots)

@@ -4,7 +4,6 @@ block folding into constants, and open a first dimension that is fixed at 1 for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+    from onnx import ModelProto
 
 # The first with all that quantisation and fusion need, and the least for per-channel scales.
 OPSET = 17
@@ -112,6 +111,8 @@ def _is_fixed_at_one(model: ModelProto) -> bool:
 def _with_open_batch(model: ModelProto) -> ModelProto:
     """Make the first dimension of every input and output symbolic. Reshapes with a constant leading
     1 take that dimension from their input instead."""
+    from onnx import numpy_helper
+
     opened = copy.deepcopy(model)
     graph = opened.graph
     for value in (*onnx_model.true_inputs(graph), *graph.output):
@@ -123,23 +124,14 @@ def _with_open_batch(model: ModelProto) -> ModelProto:
         if not computed.intersection(node.input):
             continue
         computed.update(node.output)
-        if node.op_type == "Reshape" and node.input[0] in computed:
-            _open_reshape(graph, node, weights)
+        if node.op_type == "Reshape" and node.input[0] in computed and node.input[1] in weights:
+            sizes = numpy_helper.to_array(weights[node.input[1]]).copy()
+            if sizes.size and sizes[0] == 1:
+                # 0 in a Reshape copies the dimension of the input.
+                sizes[0] = 0
+                name = f"{node.output[0]}_open_shape"
+                node.input[1] = onnx_model.add_constant(graph, name, sizes)
     return opened
-
-
-def _open_reshape(graph: GraphProto, node: NodeProto, weights: Mapping[str, TensorProto]) -> None:
-    import onnx
-
-    shape = weights.get(node.input[1])
-    if shape is None:
-        return
-    sizes = onnx.numpy_helper.to_array(shape).copy()
-    if sizes.size and sizes[0] == 1:
-        # 0 in a Reshape copies the dimension of the input.
-        sizes[0] = 0
-        name = f"{node.output[0]}_open_shape"
-        node.input[1] = onnx_model.add_constant(graph, name, sizes)
 
 
 def _batched(config: ModelConfig) -> ModelConfig:
