@@ -71,9 +71,8 @@ def _tensor_examples(spec: InputSpec, form: RequestForm, place: tuple[int, int])
     columns, summary = dataset.columns, dataset.summary
     example_sets.check_batches(columns, spec.batch_size, Path(spec.path).name)
     order = shares(columns.num_examples, spec.seed, *place, spec.batch_size)
-    summary.warnings += [
-        f"{text}; the model may answer such rows with NaN." for text in describe(columns.non_finite)
-    ]
+    bad = describe(columns.non_finite)
+    summary.warnings += [f"{text}; the model may answer such rows with NaN." for text in bad]
     origin = _origin(spec, columns.num_examples, summary)
     return example_sets.TensorExamples(columns, form.has_batch, order, origin)
 

@@ -115,9 +115,8 @@ def _text_lines(path: Path) -> FileRows:
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8: {error.reason}"]) from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    return FileRows(
-        [{"prompt": text} for _, text in found], [number for number, _ in found], "line"
-    )
+    rows = [{"prompt": text} for _, text in found]
+    return FileRows(rows, [number for number, _ in found], "line")
 
 
 def _csv(path: Path) -> FileRows:

@@ -58,9 +58,8 @@ def describe(found: Sequence[NonFinite]) -> list[str]:
     groups: dict[tuple[str, str], list[NonFinite]] = {}
     for each in found:
         groups.setdefault((each.file, each.input), []).append(each)
-    return [
-        f"{file}: input '{name}' {_describe_rows(rows)}" for (file, name), rows in groups.items()
-    ]
+    places = groups.items()
+    return [f"{file}: input '{name}' {_describe_rows(rows)}" for (file, name), rows in places]
 
 
 def _describe_rows(rows: Sequence[NonFinite]) -> str:

@@ -308,9 +308,8 @@ def _text(judgement: Judgement, budget: Budget, is_share: bool) -> str:
 
     factor = 100 if is_share or budget.is_relative else 1
     unit = " % relative" if budget.is_relative else " points" if is_share else ""
-    loss, bound, limit = (
-        f"{value * factor:.3g}" for value in (judgement.loss, judgement.loss_bound, judgement.limit)
-    )
+    numbers = (judgement.loss, judgement.loss_bound, judgement.limit)
+    loss, bound, limit = (f"{value * factor:.3g}" for value in numbers)
     sure = f"{(1 - judgement.alpha) * 100:.4g} %"
     failed = "lost too much" if judgement.loss >= judgement.limit else "not shown"
     text = (

@@ -64,9 +64,8 @@ class AccuracyGate:
             return self._compared(original, found, tolerance, names)
 
         run.tell("numerics")
-        return run.journal.remember(
-            "numerics", build.candidate.key, Numerics, compare, passing=run.passing
-        )
+        key = build.candidate.key
+        return run.journal.remember("numerics", key, Numerics, compare, passing=run.passing)
 
     def judge(self, build: Build, part: str, alpha: float = accuracy.ALPHA) -> Judgement:
         """Judge one part by the score, and by every output that it does not read."""
@@ -90,10 +89,8 @@ class AccuracyGate:
             one, other = ([pair[place] for pair in pairs] for place in (0, 1))
             return self._compared(one, other, self._tolerance, run.plan.outputs)
 
-        key = f"{build.candidate.key} {part}"
-        equality = run.journal.remember(
-            "numerics of all rows", key, Numerics, compare, passing=run.passing
-        )
+        kind, key = "numerics of all rows", f"{build.candidate.key} {part}"
+        equality = run.journal.remember(kind, key, Numerics, compare, passing=run.passing)
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     def evaluate(self, build: Build, part: str) -> Evaluation:

@@ -101,7 +101,7 @@ class _AttentionGraph:
         return found
 
     def _made_by(self, name: str, *kinds: str) -> NodeProto:
-        node = self._makers.get(name)
+        node: NodeProto | None = self._makers.get(name)
         if node is None or node.op_type not in kinds:
             raise AttentionMisfit
         return node

@@ -96,9 +96,8 @@ class DataChecks:
         if unusable:
             texts = describe([each for each in found if each.index in unusable])
             advice = "leave such rows out, or fill in the missing values"
-            raise ConfigError(
-                [f"{text}, and the model's answer is not finite either; {advice}" for text in texts]
-            )
+            problem = f"and the model's answer is not finite either; {advice}"
+            raise ConfigError([f"{text}, {problem}" for text in texts])
         run.notes += [f"{text}; the model answers with finite values" for text in describe(found)]
 
     def _evaluate_original(self) -> None:

@@ -84,9 +84,8 @@ def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
         return [Group(name, tuple(members)) for name, members in named.items()]
     size = max(1, round(len(layers) ** 0.5))
     runs = [layers[start : start + size] for start in range(0, len(layers), size)]
-    return [
-        Group(" … ".join(dict.fromkeys((run[0].name, run[-1].name))), tuple(run)) for run in runs
-    ]
+    names = [" … ".join(dict.fromkeys((run[0].name, run[-1].name))) for run in runs]
+    return [Group(name, tuple(run)) for name, run in zip(names, runs, strict=True)]
 
 
 def _block_name(name: str) -> str:
@@ -112,9 +111,8 @@ def output_error(original: Answers, candidate: Answers) -> float:
 
 def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS) -> list[int]:
     """Return rows by how much the two differ, the largest difference first."""
-    errors = [
-        output_error([wanted], [given]) for wanted, given in zip(original, candidate, strict=True)
-    ]
+    pairs = zip(original, candidate, strict=True)
+    errors = [output_error([wanted], [given]) for wanted, given in pairs]
     return sorted(range(len(errors)), key=lambda row: -errors[row])[:limit]
 
 

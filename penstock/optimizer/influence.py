@@ -16,27 +16,12 @@ import msgspec
 import numpy as np
 
 from penstock.config import CPU, ModelConfig
-from penstock.optimizer import trials
+from penstock.optimizer import columns, trials
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.columns import (
-    FLOOR,
-    ColumnScales,
-    as_tables,
-    column_scales,
-    scaled_differences,
-)
 from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.simulate import fitted
-from penstock.optimizer.trials import (
-    Row,
-    ServedRows,
-    TrialLimits,
-    TrialProcess,
-    as_served,
-    compute,
-    shape_groups,
-)
+from penstock.optimizer.trials import Row, ServedRows, TrialProcess
 from penstock.serving.proof import GPU_PADDING_TOLERANCE, PADDING_TOLERANCE, to_float64
 from penstock.types import Array, TensorSpec
 
@@ -158,8 +143,8 @@ class _Check:
             # A server would pad too, as configured, so rows must not be batched at all.
             return RowCheck(padding_problem, padding_problem)
         if padding_problem:
-            self._child.rules = TrialLimits(self._child.rules.max_rows, may_pad=False)
-        served = as_served(self._child, config, self._rows)
+            self._child.rules = trials.TrialLimits(self._child.rules.max_rows, may_pad=False)
+        served = trials.as_served(self._child, config, self._rows)
         problem = self._batching_problem(served)
         if problem or self._build.candidate.steps:
             return RowCheck(problem, padding_problem)
@@ -181,9 +166,9 @@ class _Check:
     def _survey_batch(self, examples: Sequence[int]) -> RowCheck:
         config = self._build.config
         rows = list(fitted([self._data[index] for index in examples], config))
-        served = as_served(self._child, config, rows)
+        served = trials.as_served(self._child, config, rows)
         alone = [self._run(_unpadded(rows), [index])[0] for index in range(len(rows))]
-        for group in shape_groups(config, served.rows, len(rows)):
+        for group in trials.shape_groups(config, served.rows, len(rows)):
             for index, answer in zip(group, self._run(served, group), strict=True):
                 moved = self._comparison.difference(alone[index], answer)
                 if moved is None:
@@ -210,7 +195,7 @@ class _Check:
         self._rows, self._examples = self._rows[:limit], self._examples[:limit]
 
     def _run(self, served: ServedRows, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return compute(self._child, self._build, served, indices)
+        return trials.compute(self._child, self._build, served, indices)
 
     def _moved(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
         """Describe how the answer to one row of a batch moved; empty if it did not."""
@@ -226,7 +211,7 @@ class _Check:
         return ""
 
     def _padding_problem(self) -> str:
-        served = as_served(self._child, self._build.config, self._rows)
+        served = trials.as_served(self._child, self._build.config, self._rows)
         for index in self._indices:
             if served.lengths[index] and (text := self._moved(served, [index], index)):
                 full = max(max(np.shape(each), default=0) for each in served.rows[index].values())
@@ -236,7 +221,7 @@ class _Check:
 
     def _batching_problem(self, served: ServedRows) -> str:
         config = self._build.config
-        for group in shape_groups(config, served.rows, len(served.rows)):
+        for group in trials.shape_groups(config, served.rows, len(served.rows)):
             for place, batch in enumerate(batches(group, config.max_batch_size)):
                 if place and time.perf_counter() > self._ends_at:
                     break
@@ -309,15 +294,16 @@ class RowComparison:
             if alone and spec.datatype in self._tolerances
         }
 
-    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> ColumnScales:
+    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> columns.ColumnScales:
         """Return the scales of each column's differences."""
-        tables = as_tables([to_float64(spec, array) for array in arrays])
+        tables = columns.as_tables([to_float64(spec, array) for array in arrays])
         table = np.concatenate(tables)
         finite = np.where(np.isfinite(table), np.abs(table), 0.0)
         rounding = NUM_ULPS * EPSILON[spec.datatype] * finite.max(axis=0, initial=0.0)
         # TF32 rounding is relative to values, not ranges; it alone must stay within the tolerance.
-        own_floor = 1.0 if self._is_on_gpu else FLOOR
-        return column_scales(table, own_floor).widened(rounding / self._tolerances[spec.datatype])
+        own_floor = 1.0 if self._is_on_gpu else columns.FLOOR
+        scales = columns.column_scales(table, own_floor)
+        return scales.widened(rounding / self._tolerances[spec.datatype])
 
     def difference(self, before: Answer, answer: Answer) -> Moved | None:
         """Return the output that moved the most, if any moved by more than its tolerance."""
@@ -337,8 +323,8 @@ class RowComparison:
         if before.shape != after.shape:
             return float("inf")
         scales = self._scales[spec.name]
-        one, other = as_tables([to_float64(spec, each) for each in (before, after)])
+        one, other = columns.as_tables([to_float64(spec, each) for each in (before, after)])
         if one.shape[1] != len(scales.spreads):
             # Rows have no columns in common: treat all values as one column.
             one, other = one.reshape(-1, 1), other.reshape(-1, 1)
-        return float(scaled_differences(one, other, scales).max(initial=0.0))
+        return float(columns.scaled_differences(one, other, scales).max(initial=0.0))

@@ -163,9 +163,8 @@ class _Walk:
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets[0].version, "")
             types = {name: self._types[name] for name in names}
-            inferred = onnx.shape_inference.infer_node_outputs(
-                schema, node, types, data, opset_imports=self._opsets
-            )
+            infer = onnx.shape_inference.infer_node_outputs
+            inferred = infer(schema, node, types, data, opset_imports=self._opsets)
         except Exception:  # Shape inference raises many types for what it does not understand.
             return
         self._types.update(inferred)
@@ -252,9 +251,8 @@ class _Walk:
             return {}
         if node.op_type == "Cast":
             return {node.output[0]: inputs[node.input[0]].symbols}
-        moved = {
-            name: each.symbols if name in data else each.elements for name, each in inputs.items()
-        }
+        moved = {name: each.elements for name, each in inputs.items()}
+        moved |= {name: inputs[name].symbols for name in data if name in inputs}
         return self._run(node, moved, is_symbolic=True)
 
     def _is_small(self, node: NodeProto) -> bool:

@@ -262,9 +262,8 @@ def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
 
 def _has_same_others(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     """Return whether all outputs other than floats are equal."""
-    return all(
-        np.array_equal(array, other[name]) for name, array in one.items() if array.dtype.kind != "f"
-    )
+    names = [name for name, array in one.items() if array.dtype.kind != "f"]
+    return all(np.array_equal(one[name], other[name]) for name in names)
 
 
 def listed(names: Sequence[str]) -> str:

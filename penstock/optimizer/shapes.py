@@ -16,15 +16,9 @@ import msgspec
 import numpy as np
 
 from penstock.config import CPU, SLO_OFF, ModelConfig, Padding, ladder
+from penstock.optimizer import simulate
 from penstock.optimizer.candidates import Step
-from penstock.optimizer.simulate import (
-    TimeTable,
-    fitted,
-    max_rate,
-    row_lengths,
-    shares_of,
-    variable_axes,
-)
+from penstock.optimizer.simulate import TimeTable
 from penstock.slo import Slo
 
 if TYPE_CHECKING:
@@ -146,7 +140,7 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
     batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
     padding = config.padding
     if "buckets" in settings:
-        axes = padding.axes if padding is not None else variable_axes(config)
+        axes = padding.axes if padding is not None else simulate.variable_axes(config)
         padding = Padding(axes, tuple(map(int, settings["buckets"].split(","))))
     max_tokens = int(settings["tokens"]) if "tokens" in settings else None
     if max_tokens is not None and padding is not None:
@@ -249,18 +243,19 @@ class Ranking:
             # The server detects this too, and batches equal lengths only.
             self._config = replace(self._config, padding=None)
         self._slo = context.plan.slo
-        self._lengths = row_lengths(fitted(context.rows, self._config), self._config)
+        rows = simulate.fitted(context.rows, self._config)
+        self._lengths = simulate.row_lengths(rows, self._config)
 
     def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:
         """Return the predicted highest rate; 0 if it is below `above` or none keeps the SLO."""
         config = with_batching(self._config, settings, self._slo)
-        shares = shares_of(self._lengths, config)
-        return max_rate(table, config, self._slo or NO_TERMS, shares, above=above)
+        shares = simulate.shares_of(self._lengths, config)
+        return simulate.max_rate(table, config, self._slo or NO_TERMS, shares, above=above)
 
     def now(self, table: TimeTable) -> float:
         """Return the predicted rate of the current configuration."""
-        shares = shares_of(self._lengths, self._config)
-        return max_rate(table, self._config, self._slo or NO_TERMS, shares)
+        shares = simulate.shares_of(self._lengths, self._config)
+        return simulate.max_rate(table, self._config, self._slo or NO_TERMS, shares)
 
     def batching(self, table: TimeTable) -> list[ServingShape]:
         """Return the shapes near the best, best first. Buckets are chosen first, with the largest

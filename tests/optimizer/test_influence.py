@@ -187,13 +187,13 @@ class TestNeighbours:
         monkeypatch.setattr(influence, "CHECK_S", 0.0)
         monkeypatch.setattr(influence, "MAX_CHECK_S", 0.0)
         seen: list[int] = []
-        compute = influence.compute
+        compute = trials.compute
 
         def counted(child, build, served, indices):
             seen.append(len(indices))
             return compute(child, build, served, indices)
 
-        monkeypatch.setattr(influence, "compute", counted)
+        monkeypatch.setattr(trials, "compute", counted)
         code = "x * (np.float32(0.5) if np.abs(x).max() > 10 and len(x) > 1 else np.float32(1))"
         found = check(python_build(tmp_path, code), data())
         assert "answers depend on other rows" in found.batching_problem

@@ -5,16 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import penstock.optimizer.passes.building as building
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import (
-    has_images,
-    is_onnx,
-    tolerating,
-    with_options,
-    write_onnx,
-)
 
 # The backend's option for its compute datatype, and its name when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
@@ -38,7 +32,7 @@ class Half(Pass):
             return self.skip("the model is quantised already")
         if config.backend in OPTIONS:
             return self._by_option(context)
-        if not is_onnx(context.build):
+        if not building.is_onnx(context.build):
             return self.skip(f"backend '{config.backend}' has no choice of datatype")
         if not facts.weight_bytes.get("FP32"):
             return self.skip("the model has no weights in FP32")
@@ -66,7 +60,7 @@ class Half(Pass):
     def _on_gpu(self, config: ModelConfig) -> Proposals:
         """Return FP16, BF16 and TF32. The first two are equally fast: FP16 is finer, BF16
         has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
-        is_turned = has_images(config) and config.max_batch_size > 0
+        is_turned = building.has_images(config) and config.max_batch_size > 0
         last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
         halves = [Step(self.name, {"datatype": name, **last}) for name in ("fp16", "bf16")]
         return [*halves, Step(self.name, {"datatype": "tf32"})]
@@ -77,11 +71,12 @@ class Half(Pass):
             from onnxruntime.transformers.float16 import convert_float_to_float16
 
             model = onnx_model.read(parent.artifact)
-            write_onnx(parent, convert_float_to_float16(model, keep_io_types=True), target)
+            building.write_onnx(parent, convert_float_to_float16(model, keep_io_types=True), target)
             return
         names = {"datatype": OPTIONS[config.backend], "memory_format": "penstock.memory_format"}
         options = {names[key]: text for key, text in step.settings.items()}
-        folders.write(parent, tolerating(with_options(config, options), TOLERANCE), target)
+        config = building.tolerating(building.with_options(config, options), TOLERANCE)
+        folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend in READ_BACK:

@@ -6,17 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import penstock.optimizer.passes.building as building
 from penstock.optimizer import onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import (
-    NO_INT8,
-    check_quantised,
-    quiet_log,
-    reason_not_to_quantise,
-    tolerating,
-    without_slow_fusion,
-    write_onnx,
-)
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -39,7 +31,7 @@ class Int8Dynamic(Pass):
         step = Step(self.name, {"weights": "per-channel", **few_bits})
         # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = "Attention" in facts.operators and not facts.quantised
-        if (reason := reason_not_to_quantise(context)) and not is_lone_attention:
+        if (reason := building.reason_not_to_quantise(context)) and not is_lone_attention:
             return self.skip(reason)
         if context.build.config.backend != "onnxruntime":
             return self.skip("only ONNX Runtime has operators with ranges by batch")
@@ -50,16 +42,16 @@ class Int8Dynamic(Pass):
             # Reported as eight times slower: onnxruntime#6732.
             return self.skip("ranges by batch make convolutions slower than floats", step)
         if few_bits and not context.plan.is_exhaustive:
-            return self.skip(NO_INT8, step)
+            return self.skip(building.NO_INT8, step)
         return [step]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         model = _quantised(onnx_model.prepared(onnx_model.read(parent.artifact)), step)
-        config = without_slow_fusion(tolerating(parent.config, TOLERANCE))
-        write_onnx(parent, model, target, config)
+        config = building.without_slow_fusion(building.tolerating(parent.config, TOLERANCE))
+        building.write_onnx(parent, model, target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        return check_quantised(before, after)
+        return building.check_quantised(before, after)
 
 
 def _quantised(ready: ModelProto, step: Step) -> ModelProto:
@@ -85,7 +77,7 @@ def _quantised(ready: ModelProto, step: Step) -> ModelProto:
         # ONNX cannot infer types behind a fused operator.
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": TensorProto.FLOAT},
     )
-    with quiet_log():
+    with building.quiet_log():
         quantizer.quantize_model()
     model: ModelProto = quantizer.model.model
     return model

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+import penstock.optimizer.passes.building as building
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
@@ -25,18 +26,6 @@ from penstock.optimizer.passes import (
     PassContext,
     Proposals,
     Step,
-)
-from penstock.optimizer.passes.building import (
-    FLOATS_TO_BYTES,
-    LEFT_OUT,
-    NO_INT8,
-    check_quantised,
-    fold_shapes,
-    quiet_log,
-    reason_not_to_quantise,
-    with_floats_kept,
-    without_slow_fusion,
-    write_onnx,
 )
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
@@ -79,13 +68,13 @@ class Int8Static(LayeredPass):
 
     def propose(self, context: PassContext) -> Proposals:
         steps = self._steps(context)
-        if reason := reason_not_to_quantise(context):
+        if reason := building.reason_not_to_quantise(context):
             return self.skip(reason)
         if context.examples is None or not context.examples.split.calibration:
             return self.skip("there are no examples to calibrate with", steps[0])
         if not context.machine.has_int8 and not context.plan.is_exhaustive:
             slow = "without which they are hardly faster than floats"
-            return self.skip(f"{NO_INT8}, {slow}", steps[0])
+            return self.skip(f"{building.NO_INT8}, {slow}", steps[0])
         return [*steps]
 
     def _steps(self, context: PassContext) -> list[Step]:
@@ -105,17 +94,17 @@ class Int8Static(LayeredPass):
         model = quantised(ready, known.ranges(scheme.method), scheme)
         config = parent.config
         if scheme.is_transformer:
-            config = without_slow_fusion(config)
+            config = building.without_slow_fusion(config)
         if scheme.keep:
-            config = with_floats_kept(config)
-        write_onnx(parent, model, target, config)
+            config = building.with_floats_kept(config)
+        building.write_onnx(parent, model, target, config)
         path = target / folders.VERSION / calibration.FILE
         # It may be a link to the parent's file.
         path.unlink(missing_ok=True)
         path.write_text(json.dumps(known.record(scheme.method), indent=1))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
+        return building.check_quantised(before, after, num_kept=len(scheme_of(step).keep))
 
     def fall_back(
         self,
@@ -177,7 +166,7 @@ def prepared(parent: Build) -> ModelProto:
         opset = onnx_model.opset(model)
         raise BackendFailed(f"operator set {opset} has no scales by channel; {expected}")
     # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
-    return onnx_model.prepared(fold_shapes(model, parent.config))
+    return onnx_model.prepared(building.fold_shapes(model, parent.config))
 
 
 def calibrate(
@@ -230,7 +219,7 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
         op_types_to_quantize=list(scheme.operators),
         extra_options=options,
     )
-    with quiet_log():
+    with building.quiet_log():
         quantizer.quantize_model()
     model: ModelProto = quantizer.model.model
     return model
@@ -275,7 +264,7 @@ class LayerTrial:
         return replace(self, batches=[self.batches[index] for index in chosen])
 
     def _answers(self, model: ModelProto) -> Answers:
-        loaded = onnx_model.session(model, entries={LEFT_OUT: FLOATS_TO_BYTES})
+        loaded = onnx_model.session(model, entries={building.LEFT_OUT: building.FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
 
 

@@ -101,6 +101,5 @@ def _check_answers(original: ModelProto, fused: ModelProto) -> None:
         given = onnx_model.run(new, feeds)
         for name, wanted in onnx_model.run(old, feeds).items():
             if not onnx_model.is_close(given[name], wanted, TOLERANCE):
-                raise BackendFailed(
-                    f"output '{name}' is another one after fusion, for {num_rows} rows of {size}"
-                )
+                rows = f"{num_rows} rows of {size}"
+                raise BackendFailed(f"output '{name}' is another one after fusion, for {rows}")
