@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -121,29 +121,27 @@ def check_batches(columns: Columns, batch_size: int, label: str) -> None:
         raise ConfigError(problems)
 
 
+@dataclass(slots=True)
 class TensorExamples:
     """A source of tensors. Samples of single examples are cached; batches are stacked each time."""
 
-    def __init__(
-        self, columns: Columns, has_batch: bool, order: Iterator[list[int]], origin: Origin
-    ) -> None:
-        self.origin = origin
-        self._columns = columns
-        self._has_batch = has_batch
-        self._order = order
-        self._samples: list[Sample | None] = [None] * columns.num_examples
+    columns: Columns
+    has_batch: bool
+    order: Iterator[list[int]]
+    origin: Origin
+    _samples: dict[int, Sample] = field(default_factory=dict)
 
     def next(self) -> tuple[int | None, Sample]:
-        indices = next(self._order)
+        indices = next(self.order)
         if len(indices) > 1:
             # `check_batches` ensured that these columns are arrays.
-            columns = self._columns.by_name.items()
+            columns = self.columns.by_name.items()
             return None, Sample({n: c[indices] for n, c in columns if isinstance(c, np.ndarray)})
         index = indices[0]
-        sample = self._samples[index]
+        sample = self._samples.get(index)
         if sample is None:
-            row = self._columns.row(index)
-            batch = {name: array[None] for name, array in row.items()} if self._has_batch else row
+            row = self.columns.row(index)
+            batch = {name: array[None] for name, array in row.items()} if self.has_batch else row
             sample = self._samples[index] = Sample(batch)
         return index, sample
 

@@ -68,7 +68,6 @@ def read_images(folder: Path, spec: TensorSpec, seed: int, max_bytes: int = MAX_
 
 
 def find_images(folder: Path) -> list[Path]:
-    """List the images of a folder, recursively."""
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not paths:
         endings = ", ".join(sorted(SUFFIXES))

@@ -86,17 +86,13 @@ class AnswerSource:
         if not left:
             return []
         run.tell("numerics, other rows")
+        budget_s = math.inf if run.plan.budget_s is None else run.plan.budget_s
+        survey_s = min(influence.SURVEY_S, SURVEY_SHARE * budget_s)
         if part not in self._survey:
-            self._survey[part] = self.answers(run.original, left, self._survey_s)
-        found = self.answers(build, left, self._survey_s)
+            self._survey[part] = self.answers(run.original, left, survey_s)
+        found = self.answers(build, left, survey_s)
         pairs = zip(self._survey[part], found, strict=True)
         return [(one, other) for one, other in pairs if one and other]
-
-    @property
-    def _survey_s(self) -> float:
-        budget_s = self.run.plan.budget_s
-        shortest = math.inf if budget_s is None else SURVEY_SHARE * budget_s
-        return min(influence.SURVEY_S, shortest)
 
     def _note_nan(self, answers: Answers) -> None:
         """Note how many answers of the original have NaN: a candidate that answers NaN as well

@@ -27,7 +27,6 @@ def lower_limit(count: float, num_trials: float, alpha: float) -> float:
 
 
 def at_least(count: float, num_trials: float, rate: float) -> float:
-    """Return the probability of `count` or more."""
     if count <= 0:
         return 1.0
     if count > num_trials:

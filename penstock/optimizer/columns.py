@@ -33,11 +33,9 @@ class ColumnScales:
     most: Array | float = np.inf
 
     def widened(self, least: Array) -> ColumnScales:
-        """Return scales with spreads of at least this, by column."""
         return replace(self, spreads=np.maximum(self.spreads, least))
 
     def of(self, table: Array) -> Array:
-        """Return the scale of each value of a table."""
         distances = np.abs(np.where(np.isfinite(table), table, self.centres) - self.centres)
         scales: Array = np.minimum(np.maximum(distances, self.spreads), self.most)
         return scales

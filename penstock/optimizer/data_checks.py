@@ -38,7 +38,6 @@ class DataChecks:
     gate: AccuracyGate
 
     def check(self) -> None:
-        """Raise ConfigError if the data would mislead calibration or the gate."""
         run, gate = self.run, self.gate
         self._check_output_names()
         if run.examples is None:
@@ -68,7 +67,6 @@ class DataChecks:
             run.unchecked.append(f"{parts} were not checked beyond their scale")
 
     def _check_output_names(self) -> None:
-        """Raise ConfigError if --outputs names an output that the model does not have."""
         outputs = self.run.plan.outputs
         known = [spec.name for spec in self.run.original.config.outputs]
         unknown = [name for name in outputs if name not in known]

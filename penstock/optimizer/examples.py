@@ -128,8 +128,6 @@ def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
 
 @dataclass(slots=True)
 class _Opened:
-    """One data set as read."""
-
     name: str
     rows: list[dict[str, Array]]
     labels: Array | None

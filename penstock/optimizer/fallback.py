@@ -199,13 +199,8 @@ def find_fallback(
 def described(kept: Sequence[Effect], ranked: Sequence[Effect]) -> list[FallbackLayer]:
     """Describe the kept layers for the report, each with its share of the total error."""
     total = sum(_finite(effect.error) for effect in ranked) or 1.0
-    return [
-        FallbackLayer(
-            layer.name,
-            layer.operator,
-            _finite(effect.error) / total / len(effect.group.layers),
-            layer.cost,
-        )
-        for effect in kept
-        for layer in effect.group.layers
-    ]
+    found = []
+    for effect in kept:
+        share = _finite(effect.error) / total / len(effect.group.layers)
+        found += [FallbackLayer(x.name, x.operator, share, x.cost) for x in effect.group.layers]
+    return found

@@ -295,7 +295,6 @@ class RowComparison:
         }
 
     def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> columns.ColumnScales:
-        """Return the scales of each column's differences."""
         tables = columns.as_tables([to_float64(spec, array) for array in arrays])
         table = np.concatenate(tables)
         finite = np.where(np.isfinite(table), np.abs(table), 0.0)

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    helper,
-    numpy_helper,
-)
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
@@ -269,12 +261,10 @@ class _Walk:
         """Run a node by ONNX Runtime, for the same rounding as when served; empty if that fails.
         `is_symbolic` runs it on INT64 regardless of its types."""
 
-        def output(name: str) -> ValueInfoProto:
-            elem_type = self._types[name].tensor_type.elem_type
-            kind = TensorProto.INT64 if is_symbolic else elem_type
-            return helper.make_tensor_value_info(name, kind, None)
-
-        outputs = [output(name) for name in node.output if name]
+        types = {name: self._types[name].tensor_type.elem_type for name in node.output if name}
+        if is_symbolic:
+            types = dict.fromkeys(types, TensorProto.INT64)
+        outputs = [helper.make_tensor_value_info(*each, None) for each in types.items()]
         graph = helper.make_graph([node], "constant", [], outputs)
         for name, array in inputs.items():
             onnx_model.add_constant(graph, name, array)

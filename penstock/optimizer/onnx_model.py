@@ -92,7 +92,6 @@ def constants(graph: GraphProto) -> dict[str, TensorProto]:
 
 
 def add_constant(graph: GraphProto, name: str, array: Array) -> str:
-    """Add a weight; return its name."""
     import onnx
 
     graph.initializer.append(onnx.numpy_helper.from_array(array, name))

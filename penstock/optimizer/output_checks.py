@@ -176,7 +176,6 @@ def matched_cosine(before: Array, after: Array) -> float:
 
 
 def _table(arrays: Sequence[Array]) -> Array:
-    """Return one table of all examples."""
     return np.concatenate(as_tables([each[None] for each in arrays]))
 
 

@@ -73,7 +73,6 @@ def exported_network(folder: Path) -> Path | None:
 
 
 def copy_files(folder: Path, version: Path) -> None:
-    """Copy the files that the steps read."""
     names = [Path(name) for name in FILES if (folder / name).is_file()]
     names += [path.relative_to(folder) for path in sorted(folder.glob("*_*/config.json"))]
     for name in names:
@@ -106,7 +105,6 @@ def network_rows(config: ModelConfig, found: Pretrained, rows: Sequence[Row]) ->
 
 
 def add_steps(config: ModelConfig, found: Pretrained) -> ModelConfig:
-    """Return the network's configuration with the steps around it."""
     outputs = [each for each in config.outputs if each.name in pretrained_message.ANSWERS]
     given = (outputs or list(config.outputs))[0]
     is_image = found.task == "image classifier"

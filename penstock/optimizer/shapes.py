@@ -151,7 +151,6 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
 
 
 def settings_of(config: ModelConfig) -> Settings:
-    """Return the current batching as settings."""
     if not config.batching.is_dynamic:
         return {"mode": "off"}
     mode = "fixed" if config.batching.slo_latency_s is None else "slo"

@@ -198,7 +198,6 @@ def _is_headless(loaded: _Loaded, folder: Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of the weights in the files."""
     from safetensors import safe_open
 
     found: set[str] = set()

@@ -129,7 +129,6 @@ class LayeredPass(Pass, Protocol):
 
 
 def sequence() -> list[Pass]:
-    """Return all passes in order."""
     return [find(name) for name in PASSES]
 
 

@@ -45,7 +45,6 @@ def has_images(config: ModelConfig) -> bool:
 
 
 def with_options(config: ModelConfig, options: Mapping[str, str]) -> ModelConfig:
-    """Add these options of the backend."""
     return replace(config, options={**config.options, **options})
 
 
@@ -114,7 +113,6 @@ def fold_shapes(model: ModelProto, config: ModelConfig) -> ModelProto:
 
 
 def check_graphs(after: Facts) -> list[str]:
-    """Check that the backend captured CUDA graphs."""
     if after.built.get("cuda_graphs", "none") not in ("off", "none", "0"):
         return []
     reason = after.built.get("without_cuda_graph", "")

@@ -17,16 +17,9 @@ import penstock.optimizer.passes.building as building
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
+from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import (
-    Build,
-    BuildContext,
-    Facts,
-    LayeredPass,
-    PassContext,
-    Proposals,
-    Step,
-)
+from penstock.optimizer.passes import BuildContext, Facts, LayeredPass, PassContext, Proposals
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -151,7 +144,6 @@ def scheme_of(step: Step) -> Scheme:
 
 
 def with_kept(step: Step, keep: Sequence[str]) -> Step:
-    """Return the same step with these layers in float."""
     settings = {key: text for key, text in step.settings.items() if key != "keep"}
     if keep:
         settings["keep"] = SEPARATOR.join(keep)
@@ -182,7 +174,6 @@ def calibrate(
 
 
 def layers(ready: ModelProto) -> list[NodeProto]:
-    """Return the nodes that gain from INT8."""
     weights = onnx_model.constants(ready.graph)
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
 

@@ -115,8 +115,6 @@ def _agreed_sizes(context: PassContext) -> dict[str, str]:
 
 
 def _accepting(config: ModelConfig, step: Step) -> ModelConfig:
-    """Return the configuration with the sizes that the step fixes."""
-
     def fixed(spec: TensorSpec) -> TensorSpec:
         size = step.settings.get(f"{ACCEPTS}{spec.name}")
         return spec if size is None else replace(spec, shape=tuple(map(int, size.split("x"))))
