@@ -145,15 +145,15 @@ def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
     # Calibration data needs no labels, but each row must have one if others do.
     if found.label_problem and (path == plan.data or found.labels is not None):
         raise ConfigError([f"{name}: {found.label_problem}"])
-    read = digest(found.summary.files)
+    hashed = digest(found.summary.files)
     if Path(path).is_dir():
         # Digests of files do not cover the names of their folders.
         labels = b"" if found.labels is None else found.labels.tobytes()
-        read = hashlib.sha256(f"{read}{labels.hex()}".encode()).hexdigest()
+        hashed = hashlib.sha256(f"{hashed}{labels.hex()}".encode()).hexdigest()
         if found.labels is not None:
             notes.append("classes are the sub-folders in the order of their names")
     rows = [columns.row(index) for index in range(columns.num_examples)]
-    opened = _Opened(name, rows, found.labels, read, notes, list(columns.non_finite))
+    opened = _Opened(name, rows, found.labels, hashed, notes, list(columns.non_finite))
     if LENGTHS_NAME in found.beside:
         opened.rows = rows = _cut(rows, found.beside[LENGTHS_NAME], form, name)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
