@@ -59,9 +59,7 @@ class Audit(msgspec.Struct):
         self.facts |= other.facts
 
 
-def audit_examples(
-    examples: Examples, predictions: Array | None, *, is_separate: bool
-) -> tuple[Audit, Audit]:
+def audit_examples(examples: Examples, predictions: Array | None, *, is_separate: bool) -> Audit:
     """Audit calibration data and labels. `predictions` are the original's answers on the choice
     part, in the form of the labels (`Scorer.predict`); None without labels."""
     split, labels = examples.split, examples.labels
@@ -71,11 +69,12 @@ def audit_examples(
     calibration = audit_calibration(rows, judged, is_separate=is_separate)
     _check_judged_copies(judged, calibration)
     if predictions is None or labels is None:
-        return calibration, Audit()
+        return calibration
     if labels.dtype.kind == "i":
         known = labels[list(split.calibration)]
         calibration.add(audit_classes(known[known >= 0], labels[list(evaluation)]))
-    return calibration, audit_labels(predictions, labels[list(split.choice)])
+    calibration.add(audit_labels(predictions, labels[list(split.choice)]))
+    return calibration
 
 
 def audit_calibration(

@@ -111,9 +111,7 @@ class DataChecks:
         run, predict = self.run, self.gate.scorer.predict
         said = None if predict is None else predict(self.source.original_answers(CHOICE))
         is_separate = bool(run.plan.calibration)
-        found, labels = audit.audit_examples(run.samples, said, is_separate=is_separate)
-        found.add(labels)
-        return found
+        return audit.audit_examples(run.samples, said, is_separate=is_separate)
 
     def clipped(self, build: Build) -> dict[str, float]:
         """Return the share of held-out values outside of the calibrated range, by input."""

@@ -114,14 +114,14 @@ def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> 
 def check_exported(path: Path, config: ModelConfig) -> None:
     """Raise BackendFailed if an input is missing or a variable axis became fixed."""
     found = onnx_file.read_signature(path)
-    for kind in ("input", "output"):
-        shapes = {spec.name: spec.shape for spec in getattr(found, f"{kind}s")}
-        for spec in getattr(config, f"{kind}s"):
-            if spec.name not in shapes:
-                raise BackendFailed(f"{kind} '{spec.name}' is not in the exported model")
-            fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]
-            if fixed and kind == "input":
-                raise BackendFailed(f"{kind} '{spec.name}': axis {fixed[0]} became fixed")
+    shapes = {spec.name: spec.shape for spec in (*found.inputs, *found.outputs)}
+    for spec in (*config.inputs, *config.outputs):
+        kind = "input" if spec in config.inputs else "output"
+        if spec.name not in shapes:
+            raise BackendFailed(f"{kind} '{spec.name}' is not in the exported model")
+        fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]
+        if fixed and kind == "input":
+            raise BackendFailed(f"{kind} '{spec.name}': axis {fixed[0]} became fixed")
 
 
 def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
