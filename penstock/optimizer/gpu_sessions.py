@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import influence, served, trials
+from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.endpoints import Servers
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.machine import Machine
@@ -166,7 +167,7 @@ class GpuProcesses:
         self._deadline = deadline
         self.spare = WarmSpare()
         self._session: GpuSession | None = None
-        self._servers = served.Servers()
+        self._servers = Servers()
 
     def close(self) -> None:
         self.release()
@@ -206,7 +207,7 @@ class GpuProcesses:
         if not gpus or any(gpu.free_bytes < MIN_FREE * gpu.total_bytes for gpu in gpus):
             self._servers.close()
 
-    def kept_servers(self, builds: Sequence[Build]) -> served.Servers | None:
+    def kept_servers(self, builds: Sequence[Build]) -> Servers | None:
         """Return the servers to keep running. On GPUs starting one takes as long as a measurement;
         on CPUs each measurement gets the whole machine and its memory, so None."""
         is_on_gpu = all(build.config.uses_gpu for build in builds)

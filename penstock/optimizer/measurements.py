@@ -16,7 +16,8 @@ from penstock.optimizer.gpu_sessions import GpuProcesses, num_workers
 from penstock.optimizer.inspector import Inspector
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.run_context import Row, RunContext
-from penstock.optimizer.served import ServedBench, repriced
+from penstock.optimizer.served import ServedBench
+from penstock.optimizer.served_figures import repriced
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits

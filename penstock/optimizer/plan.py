@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.optimizer.budget import Budget
-from penstock.slo import Slo
+from penstock.slo import Cost, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +49,9 @@ class Plan:
     outputs: tuple[str, ...] = ()
     # Discard the measurements of an interrupted run of the same command.
     is_fresh: bool = False
+
+    @property
+    def has_cost_limit(self) -> bool:
+        """Whether judging the SLO needs highest rates."""
+        has_cost = any(isinstance(term, Cost) for term in self.slo.terms)
+        return has_cost and self.price_per_hour is not None

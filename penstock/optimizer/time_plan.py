@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from penstock.errors import BackendFailed
 from penstock.optimizer import wording
 from penstock.optimizer.plan import Plan
-from penstock.slo import Cost
 
 # One level takes at most this share of the budget: 2 s of 60 s.
 LEVEL_SHARE = 1 / 30
@@ -177,15 +176,12 @@ class MeasurementLimits:
 def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     """Plan the time. Depends only on its arguments: the same command resumes with the same plan."""
     budget_s = plan.budget_s
-    needs_rates = plan.price_per_hour is not None and any(
-        isinstance(term, Cost) for term in plan.slo.terms
-    )
     whole = TimePlan(
         budget_s=budget_s,
         level_s=plan.duration_s,
         num_rounds=NUM_ROUNDS,
         has_rates=True,
-        cost_search_s=SEARCH_S if needs_rates else 0.0,
+        cost_search_s=SEARCH_S if plan.has_cost_limit else 0.0,
         open_s=OPEN_ON_GPU_S if is_on_gpu else OPEN_S,
         start_s=START_ON_GPU_S if is_on_gpu else START_S,
         keeps_servers=is_on_gpu,
@@ -193,7 +189,7 @@ def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     if budget_s is None:
         return whole
     fitted = replace(whole, level_s=min(plan.duration_s, max(MIN_LEVEL_S, LEVEL_SHARE * budget_s)))
-    if needs_rates:
+    if plan.has_cost_limit:
         search_s = min(SEARCH_S, max(MIN_COST_SEARCH_S, COST_SHARE * budget_s))
         fitted = replace(fitted, cost_search_s=search_s)
     if fitted.proof_s > RATES_SHARE * budget_s:

@@ -25,7 +25,8 @@ from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
-from penstock.optimizer.served import ServedBench, repriced
+from penstock.optimizer.served import ServedBench
+from penstock.optimizer.served_figures import repriced
 from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TookTooLong
 
 CHOICE, HELD_OUT = "choice", "held out"

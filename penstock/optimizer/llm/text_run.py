@@ -30,7 +30,7 @@ from penstock.optimizer.model_run import ModelRun
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
-from penstock.optimizer.served import repriced
+from penstock.optimizer.served_figures import repriced
 
 WITHOUT_DATA = (
     "--data is required for language models: typical prompts, in a .jsonl file of "

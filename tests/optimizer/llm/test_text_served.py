@@ -13,7 +13,7 @@ from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
 from penstock.benchmark.stats import DurationHistogram, Interval
 from penstock.llm.text import of_folder
-from penstock.optimizer import served
+from penstock.optimizer import served, served_figures
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_served
 from penstock.optimizer.llm.text_prompts import read_prompts
@@ -78,9 +78,9 @@ def a_level(rate):
 
 def test_what_is_shown_is_the_highest_rate_that_was_kept():
     levels = [a_level(rate) for rate in (1.0, 2.0, 4.0, 2.8)]
-    assert served.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
+    assert served_figures.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
     none = Interval(float("nan"), float("nan"), 1.0)
-    assert served.shown_level(levels, none) is levels[0]
+    assert served_figures.shown_level(levels, none) is levels[0]
 
 
 @pytest.fixture(scope="module")
