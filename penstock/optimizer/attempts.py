@@ -202,38 +202,36 @@ class Attempts:
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
         problems = each.check(candidate.steps[-1], parent.facts, facts)
         if problems:
-            _reject(record, f"not what was asked for: {'; '.join(problems)}")
-            return None
-        if facts.repeat_problem:
-            text = f"the same rows give different answers each time: {facts.repeat_problem}"
-            _reject(record, text)
-            return None
-        is_exact = not (parent.is_lossy or each.changes_answers)
-        record.numerics = self.evaluator.gate.numerics(build, is_exact=is_exact)
-        if record.numerics.problems:
-            _reject(record, "; ".join(record.numerics.problems))
+            reason = f"not what was asked for: {'; '.join(problems)}"
+        elif facts.repeat_problem:
+            reason = f"the same rows give different answers each time: {facts.repeat_problem}"
+        else:
+            is_exact = not (parent.is_lossy or each.changes_answers)
+            record.numerics = self.evaluator.gate.numerics(build, is_exact=is_exact)
+            reason = "; ".join(record.numerics.problems)
+        if reason:
+            record.outcome, record.reason = "rejected", reason
             return None
         return build
 
     def _is_accurate(self, build: Build, record: Try) -> bool:
         began = self.budget.clock()
-        record.accuracy = self.evaluator.gate.judge(build, CHOICE)
+        record.accuracy = judged = self.evaluator.gate.judge(build, CHOICE)
         self.budget.learn_judging(self.budget.clock() - began)
-        if not record.accuracy.is_passed:
-            _reject(record, record.accuracy.text)
-        else:
-            record.outcome = "equal"
-        return record.accuracy.is_passed
+        record.outcome = "equal" if judged.is_passed else "rejected"
+        record.reason = "" if judged.is_passed else judged.text
+        return judged.is_passed
 
     def _compare(self, contender: Contender, record: Try) -> None:
         """Compare with the best so far by prediction."""
         best = self.findings.best
         self.findings.contenders.append(contender)
         against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"
+        record.reason = against
         if contender.is_ahead(best):
-            record.outcome, record.reason = "kept", against
+            record.outcome = "kept"
         elif best.is_ahead(contender):
-            record.outcome, record.reason = "slower", against
+            record.outcome = "slower"
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
         self.progress.refresh()
@@ -262,10 +260,6 @@ def note_times(record: Try, contender: Contender) -> None:
     record.predicted_rate = contender.rate
     if contender.shapes:
         record.predicted_shape = ", ".join(map(str, contender.shapes[0][0]))
-
-
-def _reject(record: Try, reason: str) -> None:
-    record.outcome, record.reason = "rejected", reason
 
 
 def _by_accuracy(record: Try) -> tuple[bool, float]:

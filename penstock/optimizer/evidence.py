@@ -25,21 +25,9 @@ SAME = ("lineage", "outcome", "measured", "accuracy")
 Evidence = dict[str, object]
 
 
-def commit(build: Build, found: Optimization, run: str) -> str:
-    """Commit, unless a run killed after its commit has; return the version's number."""
-    made = evidence(build, found, run)
-    return _committed(Path(found.out) / found.name, made) or _commit(build, found, made)
-
-
-def _commit(build: Build, found: Optimization, made: Evidence) -> str:
-    out = Path(found.out)
-    out.mkdir(parents=True, exist_ok=True)
-    return versions.commit(out, found.name, build.version_folder, build.config, made)
-
-
-def try_commit(build: Build, found: Optimization, run: str) -> None:
-    """Commit and record the version in `found`. If there is nothing to commit, or writing fails,
-    record why: the results are worth keeping without it."""
+def commit(build: Build, found: Optimization, run: str) -> None:
+    """Commit, unless a run killed after its commit has, and record the version in `found`. If there
+    is nothing to commit, or writing fails, record why: the results are worth keeping without it."""
     out = Path(found.out)
     if found.proof_failure:
         found.uncommitted = f"the proof of {build.candidate} failed: {found.proof_failure}"
@@ -56,7 +44,8 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
         if missing:
             found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
             return
-        found.version = _commit(build, found, made)
+        out.mkdir(parents=True, exist_ok=True)
+        found.version = versions.commit(out, found.name, build.version_folder, build.config, made)
     except (OSError, StorageFull) as error:
         needed, free = units.size(size), units.size(workspace.free_bytes(out))
         text = str(error)

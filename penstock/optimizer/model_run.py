@@ -92,7 +92,7 @@ class ModelRun(ABC, Generic[S, D]):
                 _note_resumed(found, journal)
                 found.work, found.build_folder = str(folder), str(build.folder)
                 found.headline = headline(found)
-                finish(findings, lambda: evidence.try_commit(build, found, key))
+                finish(findings, lambda: evidence.commit(build, found, key))
                 return found
 
     def digest(self, plan: Plan, *digests: str) -> str:

@@ -62,7 +62,8 @@ class Proposals:
         skips: dict[str, Skip] = {}
         for parent in sorted(self.findings.contenders, key=_from_the_best):
             family = _family(parent.build.config)
-            if family in proposals or _has_step(parent, each):
+            has_step = any(step.pass_name == each.name for step in parent.candidate.steps)
+            if family in proposals or has_step:
                 continue
             if self._is_far_behind(parent, each):
                 skips[FAR_BEHIND] = Skip(each.name, FAR_BEHIND)
@@ -118,10 +119,6 @@ def _family(config: ModelConfig) -> tuple[str, bool]:
     return config.backend, config.uses_gpu and "penstock.compile" in config.options
 
 
-def _has_step(contender: Contender, each: Pass) -> bool:
-    return any(step.pass_name == each.name for step in contender.candidate.steps)
-
-
 # Headroom: to be enough, the predicted rate must be this many times the required rate. Fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
@@ -168,9 +165,13 @@ class Search:
             findings.is_out_of_time = True
             self._note_left(NO_TIME, "time")
             self._note_no_step()
-        is_cut = findings.is_interrupted or findings.is_out_of_time
-        if is_cut and len(findings.contenders) > 1:
-            self._finish_early()
+        # Serve the best candidates so far in a short measurement, so that they have real figures;
+        # time is reserved for this.
+        if findings.is_interrupted and len(findings.contenders) > 1:
+            self._rounds.measure_interrupted()
+        elif findings.is_out_of_time and len(findings.contenders) > 1:
+            # Those already served are skipped in favour of the next ones.
+            self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
         return findings
 
     def _sequence(self) -> None:
@@ -182,7 +183,10 @@ class Search:
                 continue
             if stage == "quantise":
                 self._profile()
-            self._run_stage(stage)
+            self.budget.stage = stage
+            for each in self._passes:
+                if each.stage == stage:
+                    self._run_pass(each)
             if self._may_be_enough():
                 self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_final=False)
                 if self._is_enough():
@@ -191,15 +195,6 @@ class Search:
         self._rounds.measure_overlooked()
         self._rounds.note_skipped()
         self._rounds.try_memory()
-
-    def _finish_early(self) -> None:
-        """Serve the best candidates so far in a short measurement, so that they have real figures;
-        time is reserved for this. At the end of the time budget, those already served are skipped
-        in favour of the next ones."""
-        if self.findings.is_interrupted:
-            self._rounds.measure_interrupted()
-        else:
-            self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
     # When to stop.
 
@@ -240,22 +235,15 @@ class Search:
         self.progress.refresh()
         reason = "the original, as it would be served"
         record = Try(original.candidate, "baseline", "kept", reason, facts=facts, served=served)
-        note_times(record, contender)
         record.seconds = budget.clock() - timed
+        note_times(record, contender)
         findings.tries.append(record)
-
-    def _run_stage(self, stage: Stage) -> None:
-        self.budget.stage = stage
-        for each in self._passes:
-            if each.stage == stage:
-                self._run_pass(each)
 
     def _profile(self) -> None:
         """Find the bottleneck of the best. If this fails, only the report lacks a figure."""
         budget_s = self._plan.budget_s
-        if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
-            return
-        if not self.budget.has_search_time(PROFILE_S):
+        is_short = self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S
+        if is_short or not self.budget.has_search_time(PROFILE_S):
             return
         best = self.findings.best
         self.progress.begin(best.candidate)

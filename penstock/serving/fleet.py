@@ -39,14 +39,14 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100 << 20
 
 
-class _Tensor(msgspec.Struct):
+class StoredTensor(msgspec.Struct):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
 
 
 # Made when this is imported: msgspec crashes when several threads are the first to use a type.
-_headers = msgspec.json.Decoder(_Tensor)
+_headers = msgspec.json.Decoder(StoredTensor)
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ def weight_bytes(config: ModelConfig) -> int:
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
     An invalid file counts with its file size: loading it reports the error."""
-    tensors = _tensors(file) if float_bytes is not None else None
+    tensors = read_safetensors(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
     return sum(
@@ -159,7 +159,7 @@ def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     )
 
 
-def _tensors(file: Path) -> list[_Tensor] | None:
+def read_safetensors(file: Path) -> list[StoredTensor] | None:
     """Return the tensors in the file's header; None if the header is invalid."""
     try:
         with open(file, "rb") as stream:

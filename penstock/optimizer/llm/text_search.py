@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from penstock import units
 from penstock.errors import PenstockError
@@ -15,10 +14,10 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm.text_evaluator import TextEvaluator
 from penstock.optimizer.llm.text_steps import DTYPE, Knob, stage_of
-from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, Try
+from penstock.optimizer.time_budget import TextTime
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
 AHEAD = 1.1
@@ -51,7 +50,11 @@ class TextSearch:
         PenstockError if not even the original can be measured."""
         self._measure_original()
         try:
-            self._try_dtypes(dtypes)
+            # Each datatype on the original alone: a model has one datatype.
+            for step in dtypes:
+                if self.is_over:
+                    break
+                self._try(Candidate((step,)))
             for ways in others(self.best.build.candidate):
                 # If one direction pays, the other does not.
                 any(map(self._climb, ways))
@@ -83,14 +86,12 @@ class TextSearch:
         began = self.budget.clock()
         original = Candidate()
         self._begin("baseline", original)
-        served = self._evaluator.rated(original, None)
+        self.findings.original = served = self._evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
-        seconds = self.budget.clock() - began
-        self.findings.tries.append(
-            Try(original, "baseline", "kept", reason, served=served, seconds=seconds)
-        )
-        self.findings.original = served
+        attempt = Try(original, "baseline", "kept", reason, served=served)
+        attempt.seconds = self.budget.clock() - began
+        self.findings.tries.append(attempt)
         self._add(original, served, rate)
 
     def _begin(self, stage: Stage, candidate: Candidate) -> None:
@@ -105,24 +106,20 @@ class TextSearch:
         self.findings.finalists.insert(0, Finalist(contender, build, served))
         self.progress.refresh()
 
-    def _try_dtypes(self, dtypes: Sequence[Step]) -> None:
-        """Try each datatype on the original alone: a model has one datatype."""
-        for step in dtypes:
-            if self.is_over:
-                return
-            self._try(Candidate((step,)))
-
     def _note_left(self, dtypes: Sequence[Step]) -> None:
         """Note datatypes left untried because of time or an interruption."""
-        if not (self.findings.is_interrupted or self.findings.is_out_of_time):
+        findings = self.findings
+        if not (findings.is_interrupted or findings.is_out_of_time):
             return
-        cut_by: Literal["time", "interrupt"] = (
-            "interrupt" if self.findings.is_interrupted else "time"
-        )
-        reason = {"time": "out of time", "interrupt": "interrupted"}[cut_by]
-        tried = [each.candidate for each in self.findings.tries]
-        self.findings.skipped += [
-            Skip(DTYPE, f"{reason} before it was tried", step, cut_by)
+        reason = "interrupted" if findings.is_interrupted else "out of time"
+        tried = [each.candidate for each in findings.tries]
+        findings.skipped += [
+            Skip(
+                DTYPE,
+                f"{reason} before it was tried",
+                step,
+                cut_by="interrupt" if findings.is_interrupted else "time",
+            )
             for step in dtypes
             if Candidate((step,)) not in tried
         ]
@@ -160,8 +157,11 @@ class TextSearch:
         attempt.served = served = self._evaluator.rated(candidate, start)
         rate = rate_of(served)
         if not rate:
-            attempt.outcome = "slower"
-            attempt.reason = NO_ANSWER if start is None else _behind(start, served)
+            missed = [each.term for each in served.verdicts if each.outcome == "missed"]
+            why = f": {', '.join(missed)} missed" if missed else ""
+            attempt.outcome, attempt.reason = "slower", NO_ANSWER
+            if start is not None:
+                attempt.reason = f"does not keep the SLO at {units.number(start)}/s{why}"
             return False
         if not goals.is_better(rate, best.rate):
             attempt.outcome = "equal"
@@ -184,12 +184,6 @@ def instead(candidate: Candidate, step: Step) -> Candidate:
     """Return the candidate with this step in place of any other of the same kind."""
     others = (each for each in candidate.steps if each.pass_name != step.pass_name)
     return Candidate((*others, step))
-
-
-def _behind(start: float, served: ServedMeasurement) -> str:
-    missed = [each.term for each in served.verdicts if each.outcome == "missed"]
-    why = f": {', '.join(missed)} missed" if missed else ""
-    return f"does not keep the SLO at {units.number(start)}/s{why}"
 
 
 def rate_of(served: ServedMeasurement) -> float:
