@@ -73,8 +73,9 @@ def _beats(one: ServedMeasurement, other: ServedMeasurement) -> bool:
         return one.goodput > other.goodput
     if one.is_sure != other.is_sure:
         return one.is_sure
-    if one.max_rate is not None and other.max_rate is not None and _has_rate(one, other):
-        return _is_above(one.max_rate, other.max_rate)
+    rate, against = one.max_rate, other.max_rate
+    if rate and against and not (math.isnan(rate.value) and math.isnan(against.value)):
+        return _is_above(rate, against)
     if one.is_met:
         return _is_below(one.p99, other.p99)
     # Both miss the SLO: compare throughput. The latency of a growing queue only depends on how long
@@ -82,12 +83,6 @@ def _beats(one: ServedMeasurement, other: ServedMeasurement) -> bool:
     if _is_above(one.throughput, other.throughput) or _is_above(other.throughput, one.throughput):
         return _is_above(one.throughput, other.throughput)
     return _is_below(one.p50, other.p50)
-
-
-def _has_rate(*servings: ServedMeasurement) -> bool:
-    """Return whether a rate was found for any of them."""
-    rates = [each.max_rate for each in servings if each.max_rate is not None]
-    return not all(math.isnan(rate.value) for rate in rates)
 
 
 def _is_below(one: Interval, other: Interval) -> bool:

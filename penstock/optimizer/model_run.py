@@ -131,9 +131,8 @@ def _note_resumed(found: Optimization, journal: Journal) -> None:
     if journal.num_remembered and journal.oldest_at is not None:
         total = journal.num_measured + journal.num_remembered
         then = datetime.datetime.fromtimestamp(journal.oldest_at)
-        is_today = then.date() == datetime.date.today()
-        clock = f"{then:%H:%M}" if is_today else f"{then:%Y-%m-%d %H:%M}"
-        counted = f"{journal.num_remembered} of {total} measurements from {clock}"
+        day = "" if then.date() == datetime.date.today() else f"{then:%Y-%m-%d} "
+        counted = f"{journal.num_remembered} of {total} measurements from {day}{then:%H:%M}"
         found.notes.append(f"resumed: {counted}; use --fresh to measure everything again")
     if journal.num_discarded:
         discarded = f"{journal.num_discarded} earlier measurements were discarded"

@@ -56,12 +56,8 @@ def read_optimization(path: Path) -> Optimization:
     if not isinstance(kind, dict) or not kind.keys() >= FIELDS:
         raise ConfigError([f"{path}: JSON, but not of an optimisation; {EXPECTED}"])
     if kind["format"] != FORMAT:
-        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
-        raise ConfigError([f"{path}: {found}"])
-    return _checked(path, text)
-
-
-def _checked(path: Path, text: bytes) -> Optimization:
+        known = f"this version of penstock reads format {FORMAT}"
+        raise ConfigError([f"{path}: format {kind['format']!r}; {known}"])
     try:
         # Not strict: NaN is written as a string.
         found = msgspec.json.decode(text, type=Optimization, strict=False)

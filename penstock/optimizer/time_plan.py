@@ -224,22 +224,15 @@ def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
     if time.num_rounds < NUM_ROUNDS:
         parts.append("one round in the proof")
     if not time.has_rates:
-        needed_s = _budget_for(plan, is_on_gpu, lambda other: other.has_rates)
-        need = f"needs about {_span(needed_s)}"
+        needed_s = SUGGESTED_S
+        while not plan_time(replace(plan, budget_s=needed_s), is_on_gpu=is_on_gpu).has_rates:
+            needed_s += SUGGESTED_S
         if not is_on_gpu:
             parts.append("batch times with one instance only")
-        parts.append(f"no search for the highest rate ({need})")
+        parts.append(f"no search for the highest rate (needs about {_span(needed_s)})")
     return f"budget {_span(time.budget_s)}: {', '.join(parts)}"
 
 
 def _span(seconds: float) -> str:
     """Format seconds: `40 s`, `2 min`, `2 min 30 s`."""
     return wording.span(seconds).removesuffix(" 0 s")
-
-
-def _budget_for(plan: Plan, is_on_gpu: bool, fits: Callable[[TimePlan], bool]) -> float:
-    """Return the smallest budget, in steps of half a minute, whose plan fits."""
-    budget_s = SUGGESTED_S
-    while not fits(plan_time(replace(plan, budget_s=budget_s), is_on_gpu=is_on_gpu)):
-        budget_s += SUGGESTED_S
-    return budget_s

@@ -210,11 +210,13 @@ class Trial:
         asked = question.num_slots or self._config.num_instances
         num_slots = asked if self._runner.runs_ahead else 1
         begun = deque(self._runner.start(self._batch) for _ in range(num_slots - 1))
-        while now - began < question.duration_s or len(seconds) < _min_runs(seconds):
+        min_runs = MIN_RUNS
+        while now - began < question.duration_s or len(seconds) < min_runs:
             begun.append(self._runner.start(self._batch))
             _only(begun.popleft())
             before, now = now, time.perf_counter()
             seconds.append(num_slots * (now - before))
+            min_runs = MIN_LONG_RUNS if seconds[0] > LONG_RUN_S else MIN_RUNS
         while begun:
             _only(begun.popleft())
         return TrialMeasured(seconds, self._memory_bytes)
@@ -285,10 +287,6 @@ def _batched(config: ModelConfig) -> ModelConfig:
     if config.max_batch_size < 2:
         return config
     return replace(config, batching=replace(config.batching, is_dynamic=True))
-
-
-def _min_runs(seconds: Sequence[float]) -> int:
-    return MIN_LONG_RUNS if seconds and seconds[0] > LONG_RUN_S else MIN_RUNS
 
 
 def _values(specs: Sequence[TensorSpec], found: Mapping[str, Array]) -> list[Values]:

@@ -106,7 +106,7 @@ def keep_compiled(
         return child.expect(messages.Kept).num_bytes
 
 
-def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+def compile_ahead(config: ModelConfig, path: Path, timeout_s: float) -> None:
     """Compile the module to an AOTInductor package in a separate process, which frees the memory of
     compiler and GPU when it ends. TookTooLong after the timeout."""
     with TrialProcess(config, timeout_s) as child:
@@ -187,8 +187,7 @@ def compute(
     child.send(messages.Compute(values, len(indices), [served.lengths[index] for index in indices]))
     computed = child.expect(messages.Computed).rows
     if len(computed) != len(indices):
-        text = f"{len(computed)} answers to {len(indices)} rows"
-        raise BackendFailed(f"{build.candidate}: {text}")
+        raise BackendFailed(f"{build.candidate}: {len(computed)} answers to {len(indices)} rows")
     return [
         _cut_back(outputs, served.crops, served.lengths[index])
         for index, outputs in zip(indices, computed, strict=True)
@@ -361,9 +360,7 @@ class TrialCrew:
         if not self.is_on_gpu:
             seconds = undisturbed(seconds)
         load_s = max(child.load_s for child in self.children)
-        return TimeTable(
-            *pair, seconds, tokens=self.tokens, memory_bytes=self.memory_bytes, load_s=load_s
-        )
+        return TimeTable(*pair, seconds, self.memory_bytes, load_s, self.tokens)
 
     def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
         """Return seconds by number of rows: the mean over children of their medians. Rows are
@@ -378,8 +375,9 @@ class TrialCrew:
             try:
                 found[rung] = self._time(rows, lengths, rung)
                 if self.config.is_packed and all(lengths):
-                    by_rows = self.tokens.setdefault(length, {})
-                    by_rows[rung] = self._mean_tokens(lengths, rung)
+                    taken = (_taken(n, rung, len(rows)) for n in range(len(self.children)))
+                    tokens = [sum(lengths[each] for each in chosen) for chosen in taken]
+                    self.tokens.setdefault(length, {})[rung] = statistics.fmean(tokens)
             except (BackendFailed, ConfigError):
                 if rung <= max(1, self.config.max_batch_size):
                     raise
@@ -407,18 +405,9 @@ class TrialCrew:
             return [1]
         configured = self.config.max_batch_size
         most = max(configured, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
-        if self.is_hurt:
-            most = configured
-        limit = self.children[0].rules.max_rows
-        if limit is not None:
-            most = min(most, limit)
-        more = [each for each in MORE_ON_GPU if self.is_on_gpu]
+        most = min(configured if self.is_hurt else most, self.children[0].rules.max_rows or most)
+        more = MORE_ON_GPU if self.is_on_gpu else ()
         return sorted({1, *(min(each, most) for each in (RUNG, configured, most, *more))})
-
-    def _mean_tokens(self, lengths: Sequence[int], rung: int) -> float:
-        """Return the mean number of tokens over the children."""
-        taken = (_taken(index, rung, len(lengths)) for index in range(len(self.children)))
-        return statistics.fmean(sum(lengths[each] for each in chosen) for chosen in taken)
 
     def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
         for index, child in enumerate(self.children):
@@ -537,12 +526,9 @@ def _filled(
 ) -> tuple[list[Row], list[int]]:
     """Pad rows to these lengths; also return their lengths before, 0 for those not padded."""
     assert config.padding is not None
-    sent: list[Row] = []
-    lengths: list[int] = []
-    for row, bucket in zip(rows, buckets, strict=True):
-        sent.append(padded(config, row, bucket) if bucket else row)
-        lengths.append((length_of(row, config.padding.axes) or 0) if bucket else 0)
-    return sent, lengths
+    axes, pairs = config.padding.axes, list(zip(rows, buckets, strict=True))
+    sent = [padded(config, row, bucket) if bucket else row for row, bucket in pairs]
+    return sent, [(length_of(row, axes) or 0) if bucket else 0 for row, bucket in pairs]
 
 
 def _cut_back(
