@@ -223,7 +223,6 @@ class Attempts:
         return judged.is_passed
 
     def _compare(self, contender: Contender, record: Try) -> None:
-        """Compare with the best so far by prediction."""
         best = self.findings.best
         self.findings.contenders.append(contender)
         against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"

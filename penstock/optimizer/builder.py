@@ -30,8 +30,6 @@ MAX_BEGUN = 3
 
 @dataclass
 class Builder:
-    """The builds of one run, by their key."""
-
     run: RunContext
     gpu: GpuProcesses
     _builds: dict[str, Build] = field(default_factory=dict)

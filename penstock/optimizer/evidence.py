@@ -69,6 +69,7 @@ def _kept_version(folder: Path, found: Optimization) -> str:
 
 def evidence(build: Build, found: Optimization, run: str) -> Evidence:
     """Return the evidence as plain JSON values, with null for NaN and infinity."""
+    calibration = build.version_folder / CALIBRATION
     after, hardware = found.after, msgspec.structs.asdict(found.machine)
     software = hardware.pop("versions")
     made = {
@@ -80,7 +81,7 @@ def evidence(build: Build, found: Optimization, run: str) -> Evidence:
         "original": _measured(found.before),
         "accuracy": found.held_out,
         "accuracy_budget": found.accuracy_budget,
-        "calibration": _calibration(build),
+        "calibration": msgspec.Raw(calibration.read_bytes()) if calibration.is_file() else None,
         "lineage": {
             "run": run,
             "candidate": build.candidate.key,
@@ -104,11 +105,6 @@ def _measured(served: ServedMeasurement | None) -> Evidence | None:
     if served is None:
         return None
     return {key: each for key, each in msgspec.structs.asdict(served).items() if key != "curve"}
-
-
-def _calibration(build: Build) -> object:
-    path = build.version_folder / CALIBRATION
-    return msgspec.json.decode(path.read_bytes()) if path.is_file() else None
 
 
 def _committed(folder: Path, made: Evidence) -> str:

@@ -118,7 +118,6 @@ class Findings:
         return bool(self.finalists) and self.finalists[0].served.is_sure
 
     def is_in_reach(self, plan: Plan) -> bool:
-        """Return whether the best is predicted to come near the SLO."""
         return goals.is_within_reach(self.best.rate, plan.slo, plan.price_per_hour)
 
     def add_served(self, contender: Contender, build: Build, served: ServedMeasurement) -> None:

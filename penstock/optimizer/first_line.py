@@ -146,7 +146,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_original(optimization: Optimization) -> bool:
-    """Return whether the original was chosen."""
     return optimization.chosen is not None and not optimization.chosen.steps
 
 
@@ -181,7 +180,6 @@ def _terms(served: ServedMeasurement, outcome: str) -> str:
 
 
 def _measured(served: ServedMeasurement) -> str:
-    """Return all terms of the SLO that were measured."""
     return "; ".join(filter(None, (_terms(served, "kept"), _terms(served, "missed"))))
 
 

@@ -36,12 +36,10 @@ def cost_per_million(rate: float, price_per_hour: float) -> float:
 
 
 def is_within_reach(predicted_rate: float, slo: Slo, price_per_hour: float | None) -> bool:
-    """Return whether a served run may show that the SLO is kept."""
     return predicted_rate >= HOPE * required_rate(slo, price_per_hour)
 
 
 def is_better(rate: float, than: float) -> bool:
-    """Return whether a rate is better beyond the noise."""
     return rate > than * (1 + NOISE)
 
 

@@ -24,8 +24,6 @@ NOT_REPEATED = (
 
 @dataclass(slots=True)
 class Inspector:
-    """The facts of a run's builds."""
-
     run: RunContext
     gpu: GpuProcesses
     builder: Builder

@@ -112,7 +112,6 @@ class Measurements:
         return replace(self._bench([build], self._limits()), rows=rows).answers(build, seconds)
 
     def _limits(self) -> MeasurementLimits:
-        """Return the limits of a served measurement that begins now."""
         budget = self._run.budget
         planned = budget.planned
         return _limits_of(planned.num_rounds, planned.cost_search_s, budget.stage_left_s)

@@ -27,7 +27,6 @@ def write_optimization(optimization: Optimization, path: Path) -> None:
 
 
 def to_json(optimization: Optimization) -> str:
-    """Return the optimisation as JSON, with its verdict."""
     plain = run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
     data = {"verdict": first_line.headline(optimization), **plain}
     return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"

@@ -66,7 +66,6 @@ class ProgressReporter:
         self._to_save = ""
 
     def begin(self, trying: object) -> None:
-        """Set the candidate that the next reports are about."""
         self._trying = str(trying)
 
     def begin_proof(self, candidate: object, to_save: str = "") -> None:
@@ -75,15 +74,12 @@ class ProgressReporter:
         self._budget.stage = "proof"
         self._trying, self._to_save = str(candidate), to_save
 
-    def announce(self, note: str) -> None:
-        """Show a line that stays on screen."""
-        self.tell("start", note)
-
     def refresh(self) -> None:
         """Report again: what Ctrl-C would do may have changed."""
         self.tell(self._doing)
 
     def tell(self, doing: str, note: str = "") -> None:
+        """Report what is being done; the note stays on screen."""
         self._doing = doing
         findings, budget = self._findings, self._budget
         best = findings.best if findings.contenders else None

@@ -149,8 +149,6 @@ class ServedMeasurement(msgspec.Struct):
 
 
 class Try(msgspec.Struct):
-    """One candidate and its outcome."""
-
     candidate: Candidate
     stage: Stage
     outcome: Outcome

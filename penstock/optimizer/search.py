@@ -22,7 +22,7 @@ from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.findings import MAX_FINALISTS, NUM_SEMIFINALISTS, Contender, Findings
 from penstock.optimizer.passes import LayeredPass, Pass
-from penstock.optimizer.progress import ProgressReporter
+from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
@@ -43,8 +43,6 @@ NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Asks passes for steps."""
-
     findings: Findings
     run: RunContext
 
@@ -168,7 +166,7 @@ class Search:
         # Serve the best candidates so far in a short measurement, so that they have real figures;
         # time is reserved for this.
         if findings.is_interrupted and len(findings.contenders) > 1:
-            self._rounds.measure_interrupted()
+            self._rounds.measure(to_measure(findings, self.budget))
         elif findings.is_out_of_time and len(findings.contenders) > 1:
             # Those already served are skipped in favour of the next ones.
             self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
@@ -192,7 +190,7 @@ class Search:
                 if self._is_enough():
                     return
         self._rounds.measure_finalists(MAX_FINALISTS)
-        self._rounds.measure_overlooked()
+        self._rounds.measure(self.findings.overlooked(self._plan))
         self._rounds.note_skipped()
         self._rounds.try_memory()
 

@@ -211,7 +211,6 @@ class ServedBench:
         return self.level(endpoint, Closed(endpoint.num_clients), endpoint.probe_s).windows
 
     def rate_alone(self, endpoint: ServedEndpoint) -> float:
-        """Return the rate of one client in a closed loop."""
         level = self.level(endpoint, Closed(1), min(ALONE_S, self.plan.duration_s), 0.0)
         mean_s = stats.histogram(level.windows).mean()
         if not mean_s > 0:

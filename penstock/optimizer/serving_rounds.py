@@ -12,7 +12,7 @@ from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.findings import Contender, Finalist, Findings, ServingSteps
 from penstock.optimizer.passes import Pass, PassContext
-from penstock.optimizer.progress import ProgressReporter, to_measure
+from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
 from penstock.optimizer.time_budget import TimeBudget
 
@@ -23,8 +23,6 @@ NO_TIME = "out of time before it was tried"
 
 @dataclass(slots=True)
 class ServingRounds:
-    """The served measurements of a search."""
-
     evaluator: Evaluator
     findings: Findings
     budget: TimeBudget
@@ -41,17 +39,11 @@ class ServingRounds:
         findings, plan = self.findings, self.evaluator.run.plan
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
         if findings.is_in_reach(plan) or not (has_rates and self.budget.estimates.has_rates):
-            self._measure(findings.nearest(limit, is_fresh=is_fresh), is_final=is_final)
+            self.measure(findings.nearest(limit, is_fresh=is_fresh), is_final=is_final)
         else:
-            self._measure(findings.leading(), RATE_S, is_final=is_final)
+            self.measure(findings.leading(), RATE_S, is_final=is_final)
 
-    def measure_overlooked(self) -> None:
-        self._measure(self.findings.overlooked(self.evaluator.run.plan))
-
-    def measure_interrupted(self) -> None:
-        self._measure(to_measure(self.findings, self.budget))
-
-    def _measure(
+    def measure(
         self,
         chosen: Sequence[tuple[Contender, ServingSteps]],
         search_s: float = 0.0,

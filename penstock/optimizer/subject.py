@@ -128,7 +128,6 @@ def open_subject(plan: Plan, target: Path) -> Subject:
 
 
 def _functions(plan: Plan) -> tuple[UserFunction | None, UserFunction | None]:
-    """Find the preprocessing and postprocessing functions."""
     given = {"preprocess": plan.preprocess, "postprocess": plan.postprocess}
     problems = [
         f"{what}: needs data: what users {do} is not known from the model alone"

@@ -25,8 +25,6 @@ JUDGE_S = 1800.0
 
 
 class TimeBudget:
-    """The clock of one run and its limits."""
-
     def __init__(
         self,
         plan: Plan,

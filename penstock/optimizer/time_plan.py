@@ -109,10 +109,6 @@ class TimePlan:
         return num
 
     @property
-    def baseline_s(self) -> float:
-        return self.open_s + self.serve_s()
-
-    @property
     def close_s(self) -> float:
         """Reserved for what always comes last."""
         return self.judge_s + CLOSE_S
@@ -149,7 +145,8 @@ class TimePlan:
         """Time left for steps; infinite without a budget."""
         if self.budget_s is None:
             return math.inf
-        return max(0.0, self.budget_s - self.baseline_s - self.kept_s())
+        baseline_s = self.open_s + self.serve_s()
+        return max(0.0, self.budget_s - baseline_s - self.kept_s())
 
     def with_start(self, took_s: float) -> TimePlan:
         """Learn the start time, after one server was started and measured once. A measurement from
@@ -164,8 +161,6 @@ class TimePlan:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementLimits:
-    """Bounds of one served measurement."""
-
     num_rounds: int = NUM_ROUNDS
     # Longest search for the highest rate of one build; 0: none.
     search_s: float = SEARCH_S
@@ -204,7 +199,6 @@ def warm_up_s(level_s: float) -> float:
 
 
 def level_cost_s(level_s: float) -> float:
-    """Return the expected duration of one level with its warm-up."""
     return level_s + warm_up_s(level_s) + LEVEL_OVERHEAD_S
 
 

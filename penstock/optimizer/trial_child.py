@@ -158,8 +158,6 @@ Answer = TrialDone | TrialLoaded | Inspected | Computed | TrialMeasured | Kept |
 
 
 class Trial:
-    """One loaded model."""
-
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._before_bytes = psutil.Process().memory_info().rss

@@ -86,7 +86,6 @@ def inspect(build: Build, ends_at: float = math.inf) -> Facts:
 
 
 def inspected(child: TrialProcess, build: Build) -> Facts:
-    """Inspect by a child that has loaded the build."""
     child.send(messages.Inspect(build.candidate, str(build.folder)))
     return child.expect(messages.Inspected).facts
 

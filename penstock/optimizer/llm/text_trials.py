@@ -136,7 +136,6 @@ def _continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> 
 
 
 def _logprobs(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[Logprobs]]:
-    """Return the logprobs of each text's tokens after the first."""
     found: list[dict[int, Logprobs]] = [{} for _ in texts]
     _add(engine, texts, SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=NUM_TOLD))
     while not engine.is_idle:
