@@ -40,15 +40,18 @@ def pass_context(run: RunContext, contender: Contender) -> PassContext:
 
 
 @dataclass(slots=True)
-class Predictor:
-    """Makes contenders of builds that passed their gates."""
+class Attempts:
+    """Tries steps on parents and adds the results to the findings."""
 
     evaluator: Evaluator
     findings: Findings
     budget: TimeBudget
+    progress: ProgressReporter
+    _seen: set[str] = field(default_factory=set)
 
     def predict(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
-        """Measure batch times, as far as they matter and there is time, and simulate servers."""
+        """Make a contender of a build that passed its gates: measure batch times, as far as they
+        matter and there is time, and simulate servers."""
         machine, budget = self.evaluator.run.machine, self.budget
         began = budget.clock()
         times: dict[tuple[int, int], TimeTable] = {}
@@ -98,18 +101,6 @@ class Predictor:
         fitting = [each for each in found if needed(each[0]) <= min(limits)]
         return fitting or found
 
-
-@dataclass(slots=True)
-class Attempts:
-    """Tries steps on parents and adds the results to the findings."""
-
-    evaluator: Evaluator
-    findings: Findings
-    budget: TimeBudget
-    progress: ProgressReporter
-    predictor: Predictor
-    _seen: set[str] = field(default_factory=set)
-
     def fresh(self, parent: Contender, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that were not tried on this parent."""
         return [one for one in steps if parent.candidate.then(one).key not in self._seen]
@@ -119,7 +110,7 @@ class Attempts:
             build = self._checked(each, parent, record)
             if build is not None:
                 is_lossy = parent.is_lossy or each.changes_answers
-                contender = self.predictor.predict(build, _facts(record), is_lossy=is_lossy)
+                contender = self.predict(build, _facts(record), is_lossy=is_lossy)
                 note_times(record, contender)
                 if not is_lossy or self._is_accurate(build, record):
                     self._compare(contender, record)
@@ -167,7 +158,7 @@ class Attempts:
         for record in sorted(judged, key=_by_accuracy):
             try:
                 build = self.evaluator.builder.build(record.candidate)
-                return record, self.predictor.predict(build, _facts(record), is_lossy=True)
+                return record, self.predict(build, _facts(record), is_lossy=True)
             except PenstockError as error:
                 record.outcome, record.reason = outcomes.outcome_of_error(error)
         return None, None

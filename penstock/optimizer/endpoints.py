@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +30,7 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Conditions
-from penstock.optimizer.simulate import fitted
+from penstock.optimizer.simulate import Row, fitted
 from penstock.optimizer.this_machine import CpuMeter
 from penstock.optimizer.time_plan import CutOff
 from penstock.processes.tool import ToolProcess
@@ -39,7 +39,6 @@ from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 
 # Receives what is being done, for the live view.
 Watch = Callable[[str], None]
-Row = Mapping[str, Array]
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0

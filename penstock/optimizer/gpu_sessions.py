@@ -1,9 +1,8 @@
 """GPU sessions: builds on a GPU, each loaded once for all requests of the evaluator.
 
-On a GPU a process takes longer to start than most requests take: the import of torch, the device
-context, the weights. A server's process has run other batches too, so times measured here are those
-of a server. On CPUs every request has a process of its own (`trials`). The evaluator uses one
-session at a time.
+On a GPU a process takes longer to start than most requests take. A server's process has run other
+batches too, so times measured here are those of a server. On CPUs every request has a process of
+its own (`trials`). The evaluator uses one session at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.shapes import arrangements, with_instances
-from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.simulate import Row, TimeTable
 from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.trial_child import TrialDone
-from penstock.optimizer.trials import Row, TrialCrew, TrialLimits, TrialProcess
+from penstock.optimizer.trials import TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
 
@@ -53,7 +52,10 @@ class WarmSpare:
             child = TrialProcess(config)
             child.start()
         child.config = config
-        self._begin(config)
+        self._child, self._is_ready = TrialProcess(config), False
+        self._child.start()
+        with contextlib.suppress(BackendFailed):
+            self._child.prepare()
         return child
 
     def settle(self) -> None:
@@ -70,12 +72,6 @@ class WarmSpare:
         child, self._child = self._child, None
         if child is not None:
             child.close()
-
-    def _begin(self, config: ModelConfig) -> None:
-        self._child, self._is_ready = TrialProcess(config), False
-        self._child.start()
-        with contextlib.suppress(BackendFailed):
-            self._child.prepare()
 
 
 class GpuSession:
@@ -139,23 +135,18 @@ class GpuSession:
     ) -> T:
         is_new = self._child is None
         try:
-            child = self._loaded()
-            child.rules = rules
-            return question(child)
+            if self._child is None:
+                self._child = self._spare.take(self._config)
+                self._child.ends_at = self.ends_at
+                self._child.load()
+            self._child.ends_at, self._child.rules = self.ends_at, rules
+            return question(self._child)
         except BaseException as error:
             # The next request must not receive this answer.
             self.close()
             if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
                 raise
         return self._ask(question, rules)
-
-    def _loaded(self) -> TrialProcess:
-        if self._child is None:
-            child = self._child = self._spare.take(self._config)
-            child.ends_at = self.ends_at
-            child.load()
-        self._child.ends_at = self.ends_at
-        return self._child
 
 
 class GpuProcesses:

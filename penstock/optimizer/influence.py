@@ -28,9 +28,8 @@ from penstock.optimizer.columns import (
 )
 from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.simulate import fitted
+from penstock.optimizer.simulate import Row, fitted
 from penstock.optimizer.trials import (
-    Row,
     ServedRows,
     TrialLimits,
     TrialProcess,

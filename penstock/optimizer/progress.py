@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.optimizer.candidates import STAGES, Stage
-from penstock.optimizer.findings import Contender, Findings, ServingSteps
+from penstock.optimizer.findings import Findings, Shaped
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
 
 # On a GPU, FP16 halves the work and needs only a check. Compiled code is tuned for one precision,
@@ -118,7 +118,7 @@ def stages_of(is_on_gpu: bool) -> tuple[Stage, ...]:
     return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 
-def to_measure(findings: Findings, budget: TimeBudget) -> list[tuple[Contender, ServingSteps]]:
+def to_measure(findings: Findings, budget: TimeBudget) -> list[Shaped]:
     """Return what to serve after an interruption: the best, if it was not served and may be."""
     if len(findings.contenders) < 2:
         return []

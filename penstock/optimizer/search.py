@@ -1,10 +1,9 @@
 """The search loop: from the original, step by step, to the first candidate that keeps the SLO.
 
-In each stage, passes propose steps. A proposal is built, read back, compared with the original, put
-through the accuracy gate if its answers may differ, and timed. Candidates that are predicted to
-come near the SLO are served and measured; the search ends at the first stage that is enough, unless
-it is exhaustive. The search only asks the evaluator, whose results may come from the journal: the
-same results lead to the same choice.
+In each stage, passes propose steps (`attempts` tries them). Candidates that are predicted to come
+near the SLO are served and measured; the search ends at the first stage that is enough, unless it
+is exhaustive. The evaluator's results may come from the journal: the same results lead to the same
+choice.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, wording
-from penstock.optimizer.attempts import Attempts, Predictor, note_times, pass_context
+from penstock.optimizer.attempts import Attempts, note_times, pass_context
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.findings import MAX_FINALISTS, NUM_SEMIFINALISTS, Contender, Findings
@@ -82,15 +81,13 @@ class Proposals:
         is_passed = record.outcome not in ("rejected", "failed", "cut off")
         if each.name in ALTERNATIVES and is_passed:
             return f"{step} has passed, and this would be no faster"
-        if each.name != COMPILER or "mode" not in step.settings:
+        if each.name != COMPILER or "mode" not in step.settings or record.outcome == "kept":
             return ""
-        if not is_passed:
-            how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
-            return f"{step} {how}: the same compiler with more time is not tried"
-        if record.outcome != "kept":
+        if is_passed:
             best = self.findings.best.candidate
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
-        return ""
+        how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
+        return f"{step} {how}: the same compiler with more time is not tried"
 
     def _stands_for_all(self, each: Pass) -> bool:
         """Return whether only the best of a family is asked, even if the pass proposes nothing for
@@ -145,8 +142,7 @@ class Search:
         # Names of the passes that ran to their end.
         self._asked: set[str] = set()
         self._proposals = Proposals(findings, evaluator.run)
-        self._predictor = Predictor(evaluator, findings, budget)
-        self._attempts = Attempts(evaluator, findings, budget, progress, self._predictor)
+        self._attempts = Attempts(evaluator, findings, budget, progress)
         self._rounds = ServingRounds(evaluator, findings, budget, progress, passes)
 
     def run(self) -> Findings:
@@ -223,7 +219,7 @@ class Search:
         self.progress.begin(original.candidate)
         began = budget.clock()
         facts = self._evaluator.inspector.facts(original)
-        contender = self._predictor.predict(original, facts, is_lossy=False)
+        contender = self._attempts.predict(original, facts, is_lossy=False)
         timed = budget.clock()
         served = self._evaluator.measurements.serve([original])[0]
         budget.learn_baseline(timed - began, budget.clock() - timed)

@@ -21,7 +21,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import endpoints, served_answers
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.disturbance import is_void
-from penstock.optimizer.endpoints import Row, ServedEndpoint, Servers, Watch
+from penstock.optimizer.endpoints import ServedEndpoint, Servers, Watch
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.served_figures import (
@@ -32,6 +32,7 @@ from penstock.optimizer.served_figures import (
     served_of,
     shown_level,
 )
+from penstock.optimizer.simulate import Row
 from penstock.optimizer.time_plan import (
     MIN_COST_SEARCH_S,
     MIN_SEARCH_S,

@@ -10,7 +10,7 @@ from penstock.optimizer import outcomes
 from penstock.optimizer.attempts import pass_context
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.findings import Contender, Finalist, Findings, ServingSteps
+from penstock.optimizer.findings import Contender, Finalist, Findings, Shaped
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
@@ -44,11 +44,7 @@ class ServingRounds:
             self.measure(findings.leading(), RATE_S, is_final=is_final)
 
     def measure(
-        self,
-        chosen: Sequence[tuple[Contender, ServingSteps]],
-        search_s: float = 0.0,
-        *,
-        is_final: bool = True,
+        self, chosen: Sequence[Shaped], search_s: float = 0.0, *, is_final: bool = True
     ) -> None:
         """Serve contenders in turns, in these serving configurations. The best that already keeps
         the SLO is measured along with them, if there is time. `search_s`: for the highest rate of
@@ -103,9 +99,7 @@ class ServingRounds:
             self.progress.refresh()
             findings.note_served(build, served, seconds)
 
-    def _shaped(
-        self, chosen: Sequence[tuple[Contender, ServingSteps]]
-    ) -> Iterator[tuple[Contender, Build]]:
+    def _shaped(self, chosen: Sequence[Shaped]) -> Iterator[tuple[Contender, Build]]:
         """Yield those not served so far; each is built when it is needed."""
         for contender, steps in chosen:
             candidate = contender.candidate.then(*steps)

@@ -23,7 +23,7 @@ from penstock.optimizer import trial_child as messages
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
-from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
+from penstock.optimizer.simulate import Row, TimeTable, fitted, length_of, row_lengths
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.processes import framing
 from penstock.processes.tool import ToolProcess
@@ -31,8 +31,6 @@ from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
 from penstock.types import Array
 from penstock.wire.frames import Proof
-
-Row = Mapping[str, Array]
 
 # Compilers take minutes; a model that is silent for this long hangs.
 LOAD_TIMEOUT_S = 900.0

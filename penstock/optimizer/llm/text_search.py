@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from penstock import units
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, outcomes
@@ -85,7 +87,7 @@ class TextSearch:
     def _measure_original(self) -> None:
         began = self.budget.clock()
         original = Candidate()
-        self._begin("baseline", original)
+        self.progress.begin(original)
         self.findings.original = served = self._evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
@@ -93,10 +95,6 @@ class TextSearch:
         attempt.seconds = self.budget.clock() - began
         self.findings.tries.append(attempt)
         self._add(original, served, rate)
-
-    def _begin(self, stage: Stage, candidate: Candidate) -> None:
-        self.budget.stage = stage
-        self.progress.begin(candidate)
 
     def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:
         """Add the best so far."""
@@ -109,20 +107,15 @@ class TextSearch:
     def _note_left(self, dtypes: Sequence[Step]) -> None:
         """Note datatypes left untried because of time or an interruption."""
         findings = self.findings
-        if not (findings.is_interrupted or findings.is_out_of_time):
+        if findings.is_interrupted:
+            skip = Skip(DTYPE, "interrupted before it was tried", cut_by="interrupt")
+        elif findings.is_out_of_time:
+            skip = Skip(DTYPE, "out of time before it was tried", cut_by="time")
+        else:
             return
-        reason = "interrupted" if findings.is_interrupted else "out of time"
         tried = [each.candidate for each in findings.tries]
-        findings.skipped += [
-            Skip(
-                DTYPE,
-                f"{reason} before it was tried",
-                step,
-                cut_by="interrupt" if findings.is_interrupted else "time",
-            )
-            for step in dtypes
-            if Candidate((step,)) not in tried
-        ]
+        left = [step for step in dtypes if Candidate((step,)) not in tried]
+        findings.skipped += [msgspec.structs.replace(skip, step=step) for step in left]
 
     def _climb(self, ladder: Sequence[Step]) -> bool:
         """Try the steps in order while each one pays; return whether the first did."""
@@ -135,7 +128,8 @@ class TextSearch:
     def _try(self, candidate: Candidate) -> bool:
         """Measure a candidate; return whether it is the best now."""
         began, stage = self.budget.clock(), stage_of(candidate.steps[-1])
-        self._begin(stage, candidate)
+        self.budget.stage = stage
+        self.progress.begin(candidate)
         attempt = Try(candidate, stage, "failed", "")
         try:
             is_better = self._measured(attempt)

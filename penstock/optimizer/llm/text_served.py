@@ -13,10 +13,11 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.data import InputSpec
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.endpoints import Row, ServedEndpoint, Servers, patience_s
+from penstock.optimizer.endpoints import ServedEndpoint, Servers, patience_s
 from penstock.optimizer.llm.text_prompts import Prompts, write_load
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.served import LOWEST_RATE
+from penstock.optimizer.simulate import Row
 from penstock.slo import Latency, Slo
 
 # All answers have the requested length, so all candidates do the same work.
