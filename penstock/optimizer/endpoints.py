@@ -176,7 +176,11 @@ class Servers:
     memory keep them for the next measurement; `close` stops all. `is_alone`: one at a time, because
     each takes all the memory there is."""
 
-    def __init__(self, *, is_alone: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[Build], ServedEndpoint] | None = None, *, is_alone: bool = False
+    ) -> None:
+        """`make` returns the endpoint of a build that is not sent rows."""
+        self._make = make
         self.is_alone = is_alone
         self._stack = contextlib.ExitStack()
         # Start timeout of the next server.
@@ -184,7 +188,6 @@ class Servers:
         self._endpoints: dict[Path, ServedEndpoint] = {}
         # Row files by form of the inputs, which is the same for nearly all builds.
         self._files: dict[object, str] = {}
-        self._scratch: Path | None = None
 
     def open(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[ServedEndpoint]:
         """Return endpoints of these builds, started if needed. Rows must be the same each time."""
@@ -201,7 +204,6 @@ class Servers:
     def close(self) -> None:
         self._endpoints.clear()
         self._files.clear()
-        self._scratch = None
         self._stack.close()
 
     def _open_one(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
@@ -210,24 +212,20 @@ class Servers:
             return known
         if self.is_alone:
             self.close()
-        endpoint = self._make_endpoint(build, rows)
+        if self._make is not None:
+            endpoint = self._make(build)
+        else:
+            endpoint = ServedEndpoint(build, self._written(build.config, rows))
         endpoint.start_timeout_s = self.start_timeout_s()
         self._stack.enter_context(endpoint)
         self._endpoints[build.folder] = endpoint
         return endpoint
 
-    def _make_endpoint(self, build: Build, rows: Sequence[Row]) -> ServedEndpoint:
-        return ServedEndpoint(build, self._written(build.config, rows))
-
     def _written(self, config: ModelConfig, rows: Sequence[Row]) -> str:
-        if self._scratch is None:
-            scratch = tempfile.TemporaryDirectory(prefix="penstock-")
-            self._scratch = Path(self._stack.enter_context(scratch))
         form = config.inputs, config.max_batch_size > 0
         if form not in self._files:
-            folder = self._scratch / str(len(self._files))
-            folder.mkdir()
-            self._files[form] = write_rows(rows, config, folder)
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
+            self._files[form] = write_rows(rows, config, Path(folder))
         return self._files[form]
 
 

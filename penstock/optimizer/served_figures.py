@@ -1,4 +1,4 @@
-"""Figures of a served build: from the windows of its levels to one measurement. Pure."""
+"""Figures of a served build: from the windows of its levels to one measurement."""
 
 from __future__ import annotations
 

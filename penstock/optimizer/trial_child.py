@@ -179,17 +179,22 @@ class Trial:
         return found
 
     def compute(self, question: Compute) -> list[list[Values]]:
-        batch = _batch_of(question)
-        answer = self._run(batch)
-        specs = self._config.outputs
+        answer = self._run(_batch_of(question))
         if isinstance(answer, PerRequest):
-            return [self._one(specs, each) for each in answer.answers]
-        found = {spec.name: checked(self._config, spec, answer, batch.num_rows) for spec in specs}
+            return [row for each in answer.answers for row in self._rows(each, 1)]
+        return self._rows(answer, question.num_rows)
+
+    def _rows(self, answer: Outputs | Exception, num_rows: int) -> list[list[Values]]:
+        """Return the outputs of each row, without the batch dimension if the model has one."""
+        if isinstance(answer, Exception):
+            raise answer
+        specs = self._config.outputs
+        found = {spec.name: checked(self._config, spec, answer, num_rows) for spec in specs}
         if self._config.max_batch_size == 0:
             return [_values(specs, found)]
         return [
             _values(specs, {name: array[row, ...] for name, array in found.items()})
-            for row in range(batch.num_rows)
+            for row in range(num_rows)
         ]
 
     def hold(self, question: Hold) -> None:
@@ -240,14 +245,6 @@ class Trial:
             path.unlink(missing_ok=True)
             path.write_bytes(content)
         return sum(map(len, files.values()))
-
-    def _one(self, specs: Sequence[TensorSpec], answer: Outputs | Exception) -> list[Values]:
-        if isinstance(answer, Exception):
-            raise answer
-        found = {spec.name: checked(self._config, spec, answer, 1) for spec in specs}
-        if self._config.max_batch_size > 0:
-            found = {name: array[0, ...] for name, array in found.items()}
-        return _values(specs, found)
 
     def _run(self, batch: Batch) -> Outputs | PerRequest:
         return _only(self._runner.start(batch))

@@ -18,10 +18,11 @@ from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import time_budget
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.endpoints import Servers
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.llm import likelihoods, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import Prompts
-from penstock.optimizer.llm.text_served import TextServers
+from penstock.optimizer.llm.text_served import TextEndpoint
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
@@ -76,7 +77,9 @@ class TextEvaluator:
         needed = 2 * (BYTES * subject.num_parameters + BESIDE)
         # Memory for one server at a time only.
         is_alone = subject.build.config.device != CPU or needed > psutil.virtual_memory().available
-        self._servers = TextServers(prompts, file, patience_s, is_alone=bool(is_alone))
+        self._servers = Servers(
+            lambda build: TextEndpoint(build, prompts, file, patience_s), is_alone=bool(is_alone)
+        )
 
     def close(self) -> None:
         self._servers.close()
