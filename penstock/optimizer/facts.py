@@ -16,8 +16,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.workspace import size_of
-from penstock.repository import pt2_file
+from penstock.repository import pt2_file, safetensors_file
 from penstock.types import DATATYPES
 
 if TYPE_CHECKING:
@@ -78,7 +77,8 @@ def file_facts(build: Build) -> Facts:
     facts = Facts(backend=build.config.backend)
     readers = {".onnx": _read_onnx, ".xml": _read_openvino, ".pt2": _read_pt2}
     readers.get(path.suffix, _read_safetensors)(path, facts)
-    facts.file_bytes = size_of(build.version_folder)
+    files = (each for each in build.version_folder.rglob("*") if each.is_file())
+    facts.file_bytes = sum(each.stat().st_size for each in files)
     return facts
 
 
@@ -190,12 +190,10 @@ def _read_pt2(path: Path, facts: Facts) -> None:
 
 
 def _read_safetensors(artifact: Path, facts: Facts) -> None:
-    from penstock.serving.fleet import read_safetensors
-
     found = []
     folder = artifact if artifact.is_dir() else artifact.parent
     for path in sorted(folder.glob("*.safetensors")):
-        tensors = read_safetensors(path)
+        tensors = safetensors_file.read_header(path)
         if tensors is None:
             raise ConfigError([f"{path.name}: cannot be read as safetensors: no header"])
         for each in tensors:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
+from penstock.repository import safetensors_file
 from penstock.serving.memory_plan import (
     CONTEXT_BYTES,
     WORKSPACE_BYTES,
@@ -36,17 +35,6 @@ from penstock.system.devices import Gpu
 # Bytes of a float by `penstock.dtype`, and the safetensors datatypes that the setting converts.
 FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 FLOATS = ("F64", "F32", "F16", "BF16")
-MAX_HEADER_BYTES = 100 << 20
-
-
-class StoredTensor(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-# Made when this is imported: msgspec crashes when several threads are the first to use a type.
-_headers = msgspec.json.Decoder(StoredTensor)
 
 
 @dataclass(slots=True)
@@ -148,7 +136,7 @@ def weight_bytes(config: ModelConfig) -> int:
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
     An invalid file counts with its file size: loading it reports the error."""
-    tensors = read_safetensors(file) if float_bytes is not None else None
+    tensors = safetensors_file.read_header(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
     return sum(
@@ -157,20 +145,6 @@ def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
         else each.data_offsets[1] - each.data_offsets[0]
         for each in tensors
     )
-
-
-def read_safetensors(file: Path) -> list[StoredTensor] | None:
-    """Return the tensors in the file's header; None if the header is invalid."""
-    try:
-        with open(file, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > MAX_HEADER_BYTES:
-                return None
-            header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        return [_headers.decode(raw) for raw in header.values()]
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def _size(file: Path) -> int:
