@@ -238,9 +238,8 @@ def write_rows(rows: Sequence[Row], config: ModelConfig, folder: Path) -> str:
     specs = [spec for spec in config.inputs if spec.name in chosen[0]]
     if all(_is_stackable(spec, chosen) for spec in specs):
         path = folder / "rows.npz"
-        arrays = {
-            spec.name: _plain(spec, np.stack([r[spec.name] for r in chosen])) for spec in specs
-        }
+        stacks = ((spec, np.stack([row[spec.name] for row in chosen])) for spec in specs)
+        arrays = {spec.name: _plain(spec, stack) for spec, stack in stacks}
         np.savez(path, **arrays)  # type: ignore[arg-type]
         return str(path)
     path = folder / "rows.jsonl"

@@ -18,10 +18,10 @@ from penstock.benchmark.results import Level
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Interval, Window
 from penstock.errors import BackendFailed
-from penstock.optimizer import endpoints, served_answers
+from penstock.optimizer import served_answers
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.disturbance import is_void
-from penstock.optimizer.endpoints import ServedEndpoint, Servers, Watch
+from penstock.optimizer.endpoints import START_TIMEOUT_S, ServedEndpoint, Servers, Watch
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.served_figures import (
@@ -128,9 +128,7 @@ class ServedBench:
     def _stage(self, builds: Sequence[Build]) -> Iterator[ServedBench]:
         """Open endpoints. Kept servers stay up unless it fails: their state is unknown then."""
         own = Servers() if self.servers is None else self.servers
-        own.start_timeout_s = lambda: min(
-            endpoints.START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s())
-        )
+        own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, self.limits.left_s()))
         try:
             if not own.is_alone:
                 own.open(builds, self.rows)

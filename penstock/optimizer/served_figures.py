@@ -172,10 +172,7 @@ def _verdicts(
 ) -> list[TermVerdict]:
     found = verdicts.measured([window for each in rounds for window in each], plan.slo)
     turns = [verdicts.measured(each, plan.slo) for each in rounds]
-    found = {
-        name: spread(interval, [turn[name].value for turn in turns])
-        for name, interval in found.items()
-    }
+    found = {n: spread(each, [turn[n].value for turn in turns]) for n, each in found.items()}
     if memory_bytes:
         found[Memory.name] = Interval(*3 * (float(memory_bytes),))
     return [_verdict(term, found.get(term.name)) for term in plan.slo.terms]
@@ -237,9 +234,8 @@ def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedM
         _verdict(term, cost) if isinstance(term, Cost) else known
         for term, known in zip(plan.slo.terms, served.verdicts, strict=True)
     ]
-    return msgspec.structs.replace(
-        served, max_rate=max_rate, cost_per_million=cost.value, verdicts=judged
-    )
+    found = msgspec.structs.replace(served, max_rate=max_rate, verdicts=judged)
+    return msgspec.structs.replace(found, cost_per_million=cost.value)
 
 
 def repriced(served: ServedMeasurement, plan: Plan) -> ServedMeasurement:

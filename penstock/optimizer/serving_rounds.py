@@ -108,9 +108,8 @@ class ServingRounds:
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
-                self.findings.tries.append(
-                    Try(candidate, "batching", *outcomes.outcome_of_error(error))
-                )
+                outcome = outcomes.outcome_of_error(error)
+                self.findings.tries.append(Try(candidate, "batching", *outcome))
 
     def _build_shape(
         self, contender: Contender, candidate: Candidate, steps: Sequence[Step]

@@ -112,9 +112,8 @@ def _request_cpu_s(config: ModelConfig) -> float:
     """Return the CPU time per request outside of the model; models on GPUs lose nothing by it."""
     if config.device != "cpu":
         return 0.0
-    num_bytes = sum(
-        spec.row_bytes(spec.shape) for spec in (*config.inputs, *config.outputs) if spec.is_fixed
-    )
+    specs = (*config.inputs, *config.outputs)
+    num_bytes = sum(spec.row_bytes(spec.shape) for spec in specs if spec.is_fixed)
     return REQUEST_CPU_S + BYTE_CPU_S * num_bytes
 
 
@@ -203,11 +202,8 @@ def kinds_of(lengths: Collection[int], config: ModelConfig) -> dict[int, Kind]:
     if config.padding is None:
         return {each: Kind(each, max(1, each)) for each in lengths}
     pads = Pads(config)
-    buckets = {each: pads.bucket(each) for each in lengths}
-    return {
-        each: Kind(bucket or each, pads.row_tokens(each, bucket))
-        for each, bucket in buckets.items()
-    }
+    buckets = [(each, pads.bucket(each)) for each in lengths]
+    return {each: Kind(found or each, pads.row_tokens(each, found)) for each, found in buckets}
 
 
 # Prediction.

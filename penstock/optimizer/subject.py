@@ -151,9 +151,8 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> ImportedModel:
             if config.max_batch_size:
                 # The batch size that the program was exported for.
                 limit = pt2_file.read_program(Path(config.artifact)).signature.max_batch
-                config = replace(
-                    config, max_batch_size=min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU)
-                )
+                limit = min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU)
+                config = replace(config, max_batch_size=limit)
             return replace(taken, config=config)
         case ModelKind.HUGGING_FACE if exported := exported_network(source.path):
             taken = _take_file(resolve(exported), version)
@@ -257,10 +256,8 @@ def _proposed(config: ModelConfig, rows: Sequence[Row]) -> ModelConfig:
 
 def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     has_mask = any("mask" in spec.name.lower() for spec in config.inputs)
-    are_sequences = all(
-        spec.shape == (-1,) and spec.datatype in ("INT64", "INT32") for spec in config.inputs
-    )
-    if not has_mask or not are_sequences:
+    kinds = {(spec.shape, spec.datatype) for spec in config.inputs}
+    if not has_mask or not kinds <= {((-1,), "INT64"), ((-1,), "INT32")}:
         return None
     axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
     name = config.inputs[0].name

@@ -86,12 +86,8 @@ class TimeBudget:
             # original.
             return left_s - self.estimates.shortest_kept_s
         # On GPUs the last steps reach far more than the first ones, and servers stay up.
-        is_far = (
-            not self._is_on_gpu
-            and bool(findings.contenders)
-            and not findings.is_in_reach(self._plan)
-        )
-        return left_s - self.estimates.kept_s(is_far=is_far)
+        is_near = not findings.contenders or findings.is_in_reach(self._plan)
+        return left_s - self.estimates.kept_s(is_far=not self._is_on_gpu and not is_near)
 
     @property
     def stage_left_s(self) -> float | None:

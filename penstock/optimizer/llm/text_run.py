@@ -92,10 +92,8 @@ class TextRun(ModelRun[TextSubject, Prompts]):
 
 class TextConclusion(Conclusion):
     def __init__(self, evaluator: TextEvaluator, search: TextSearch, found: Optimization) -> None:
-        findings, budget, progress = search.findings, search.budget, search.progress
-        super().__init__(
-            evaluator.plan, evaluator.journal, findings, budget, progress, found, max_proofs=1
-        )
+        state = search.findings, search.budget, search.progress
+        super().__init__(evaluator.plan, evaluator.journal, *state, found, max_proofs=1)
         self._evaluator = evaluator
         # The search measures at highest rates.
         self.has_slo_load = False
