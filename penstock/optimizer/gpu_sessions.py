@@ -24,7 +24,7 @@ from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import Row, TimeTable
 from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.trial_child import TrialDone
-from penstock.optimizer.trials import TrialCrew, TrialLimits, TrialProcess
+from penstock.optimizer.trials import Told, TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
 
@@ -99,10 +99,7 @@ class GpuSession:
         )
 
     def answers(
-        self,
-        rows: Sequence[Row],
-        told: Callable[[int], None] | None = None,
-        rules: TrialLimits = trials.NO_LIMITS,
+        self, rows: Sequence[Row], told: Told | None = None, rules: TrialLimits = trials.NO_LIMITS
     ) -> list[dict[str, Array]]:
         return self._ask(lambda child: trials.answered(child, self.build, rows, told), rules)
 
@@ -130,9 +127,7 @@ class GpuSession:
         if child is not None:
             child.close()
 
-    def _ask(
-        self, question: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS
-    ) -> T:
+    def _ask(self, ask: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS) -> T:
         is_new = self._child is None
         try:
             if self._child is None:
@@ -140,13 +135,13 @@ class GpuSession:
                 self._child.ends_at = self.ends_at
                 self._child.load()
             self._child.ends_at, self._child.rules = self.ends_at, rules
-            return question(self._child)
+            return ask(self._child)
         except BaseException as error:
             # The next request must not receive this answer.
             self.close()
             if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
                 raise
-        return self._ask(question, rules)
+        return self._ask(ask, rules)
 
 
 class GpuProcesses:

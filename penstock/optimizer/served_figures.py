@@ -167,14 +167,12 @@ def _goodput(windows: Sequence[Window], slo: Slo) -> float:
     return verdicts.measured(windows, whole)["goodput"].value / 100
 
 
-def _verdicts(
-    rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan
-) -> list[TermVerdict]:
+def _verdicts(rounds: Sequence[Sequence[Window]], num_bytes: int, plan: Plan) -> list[TermVerdict]:
     found = verdicts.measured([window for each in rounds for window in each], plan.slo)
     turns = [verdicts.measured(each, plan.slo) for each in rounds]
     found = {n: spread(each, [turn[n].value for turn in turns]) for n, each in found.items()}
-    if memory_bytes:
-        found[Memory.name] = Interval(*3 * (float(memory_bytes),))
+    if num_bytes:
+        found[Memory.name] = Interval(*3 * (float(num_bytes),))
     return [_verdict(term, found.get(term.name)) for term in plan.slo.terms]
 
 

@@ -52,6 +52,8 @@ MAX_BATCH_S = 1.0
 # Lengths at which batches are timed; the second on a CPU with a small time budget.
 MAX_LENGTHS, FEW_LENGTHS = 6, 3
 A = TypeVar("A", bound=messages.Answer)
+# Receives the number of rows done.
+Told = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +114,11 @@ def compile_ahead(config: ModelConfig, path: Path, timeout_s: float) -> None:
 
 
 def answers(
-    build: Build,
-    rows: Sequence[Row],
-    told: Callable[[int], None] | None = None,
-    rules: TrialLimits = NO_LIMITS,
+    build: Build, rows: Sequence[Row], told: Told | None = None, rules: TrialLimits = NO_LIMITS
 ) -> list[dict[str, Array]]:
     """Return one answer per row, computed as when served: batched if the model may be, padded to
     buckets and cropped if it is padded. So effects of a row's neighbours (per-batch ranges,
-    padding) show. Rows with a leading 1 for the batch have it in their answers too. `told` receives
-    the number done."""
+    padding) show. Rows with a leading 1 for the batch have it in their answers too."""
     with TrialProcess(build.config, ends_at=rules.ends_at) as child:
         child.rules = rules
         child.load()
@@ -128,10 +126,7 @@ def answers(
 
 
 def answered(
-    child: TrialProcess,
-    build: Build,
-    rows: Sequence[Row],
-    told: Callable[[int], None] | None = None,
+    child: TrialProcess, build: Build, rows: Sequence[Row], told: Told | None = None
 ) -> list[dict[str, Array]]:
     """Compute answers by a loaded child; empty ones for rows that there is no time for."""
     config = build.config
