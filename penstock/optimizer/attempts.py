@@ -188,8 +188,7 @@ class Attempts:
         candidate = record.candidate
         build = self.evaluator.builder.build(candidate)
         record.facts = facts = self.evaluator.inspector.facts(build)
-        # Rows influence each other at any precision; the tolerance for a build's own rounding must
-        # not hide it.
+        # Rows influence each other at any precision: a tolerance for rounding must not hide it.
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
         problems = each.check(candidate.steps[-1], parent.facts, facts)
         if problems:

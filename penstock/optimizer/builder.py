@@ -20,8 +20,7 @@ from penstock.repository import layout
 
 # Share of the remaining search time that one compilation may take; it gets at least MIN_COMPILE_S.
 COMPILE_SHARE = 0.5
-# The same for tuning convolutions. Its time per batch size is known, and it gains far more than any
-# other step.
+# The same for tuning convolutions: its time is known, and it gains far more than other steps.
 TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
 # A build that was started this often and never finished crashes the run.

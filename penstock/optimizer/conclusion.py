@@ -274,8 +274,7 @@ class TensorConclusion(Conclusion):
         # In its serving configuration: users get its batching and padding too.
         judgement = judge(finalist.build, HELD_OUT, alpha)
         if not judgement.is_passed:
-            # Other ways to serve the same model fail too; but the original model itself is not
-            # refused.
+            # Other ways to serve the same model fail too; but the original is not refused.
             refused[model.key if model.steps else candidate.key] = judgement
             return None
         judgement = self._held_to_server(finalist, judgement)

@@ -130,8 +130,7 @@ def is_void(highest: Interval, answered: float) -> bool:
 
 def _pause_doubts(history: BuildHistory) -> Iterator[str]:
     """Yield a doubt if the SLO is missed because of pauses in which the generator could not run
-    either: without them it is kept, or missed by so little that the queue after a pause may explain
-    it."""
+    either: without them it is kept, or missed by so little that the queue after one explains it."""
     missed = [
         turn
         for turn in history.served.turns
@@ -157,9 +156,8 @@ def _spread_doubts(history: BuildHistory) -> Iterator[str]:
 
 
 def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
-    """Return the slowdown of the machine in the final measurement, and its cause; 1 if none is
-    known. Other processes may run on idle cores, so their CPU use has a higher threshold than a
-    slower clock."""
+    """Return the slowdown of the machine in the final measurement, and its cause; 1 if unknown.
+    Others may run on idle cores, so their CPU use has a higher threshold than a slower clock."""
     turns = chosen.served.turns
     drift = _drift(turns, [*chosen.turns, *original.turns])
     taken = max((each.conditions.foreign_cpu + each.conditions.steal for each in turns), default=0)

@@ -145,8 +145,7 @@ class Findings:
 
     def nearest(self, limit: int, *, is_fresh: bool = False) -> list[Shaped]:
         """Return what is predicted to come near the best: each contender in its best shape before
-        any in its second; among equals, the simpler first. `is_fresh` skips what was served
-        already."""
+        any in its second; among equals, the simpler first. `is_fresh` skips what was served."""
         best = self.best.rate
         found = [
             (
@@ -199,8 +198,7 @@ def arrangement(steps: Sequence[Step]) -> tuple[int, int]:
 
 def _different(ranked: Sequence[tuple[ServingSteps, float]]) -> list[tuple[ServingSteps, float]]:
     """Return the best shape of each of the best three arrangements of instances and threads:
-    predictions are more certain about batches than about how instances affect each other and the
-    server."""
+    predictions are more certain about batches than about how instances affect each other."""
     best: dict[tuple[int, int], tuple[ServingSteps, float]] = {}
     for each in ranked:
         best.setdefault(arrangement(each[0]), each)

@@ -21,8 +21,7 @@ VERSION = "1"
 # Copies or links a file.
 Place = Callable[[Path, Path], object]
 COPIED = {".txt", ".py", ".json", ".pbtxt"}
-# Files written by a commit, not part of a build. A version's own configuration would override that
-# of the build.
+# Files written by a commit. A version's own configuration would override that of the build.
 OF_A_COMMIT = (layout.CONFIG, manifest.NAME, "history.jsonl")
 
 

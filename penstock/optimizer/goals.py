@@ -10,8 +10,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.results import ServedMeasurement
 from penstock.slo import Cost, Latency, Slo, Throughput
 
-# Predictions are off by this much and more; candidates this close to the goal are worth a served
-# measurement.
+# Predictions are off by this much and more; candidates this close are worth a measurement.
 HOPE = 0.85
 # Rates that differ by less are equal: batch times do not repeat any better.
 NOISE = 0.05

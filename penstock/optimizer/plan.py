@@ -12,8 +12,7 @@ from penstock.slo import Cost, Slo
 class Plan:
     """Everything `penstock optimize` was asked for, from the command line or a plan file."""
 
-    # An .onnx or .pt2 file, a Hugging Face folder, a model's folder of a repository, or
-    # package.module:factory.
+    # An .onnx or .pt2 file, a Hugging Face folder, a model's folder, or package.module:factory.
     model: str
     name: str
     # The repository that the version is committed to.

@@ -28,8 +28,7 @@ from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
 from penstock.optimizer.time_plan import PROFILE_S, OutOfTime, smallest_budget_s
 
-# Parents below this share of the best are not used in the stage: BF16 may double the rate, INT8
-# more.
+# Parents below this share of the best are not used in the stage: BF16 may double the rate.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
 # Passes whose later steps, on a GPU, are at best as fast as the first: BF16 and TF32 after FP16,
 # FP8 for some matmuls after FP8 for all.

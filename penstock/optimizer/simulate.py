@@ -216,8 +216,7 @@ class _Nobody:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of one simulated load. Latencies in the order in which requests were due; infinite:
-    never answered."""
+    """Result of one simulated load. Latencies in the order of due times; infinite: no answer."""
 
     latencies_s: Array
     num_batches: int = 0

@@ -306,8 +306,7 @@ def _with_preprocessing(
 
 
 def _postprocessed(plan: Plan, build: Build, function: UserFunction) -> ModelConfig:
-    """Add the postprocessing function; the output signature is inferred from its results on the
-    examples."""
+    """Add the postprocessing function; its results on the examples give the output signature."""
     config = build.config
     if (known := config.postprocess) is not None:
         raise ConfigError([f"postprocess: the model has one already, {known.function}"])

@@ -82,8 +82,7 @@ class TimeBudget:
             return None
         findings = self._findings
         if len(findings.tries) <= 1:
-            # A one-round proof of an optimised candidate is worth more than a long proof of the
-            # original.
+            # A one-round proof of a candidate is worth more than a long one of the original.
             return left_s - self.estimates.shortest_kept_s
         # On GPUs the last steps reach far more than the first ones, and servers stay up.
         is_near = not findings.contenders or findings.is_in_reach(self._plan)

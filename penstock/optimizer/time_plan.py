@@ -27,8 +27,7 @@ LEVEL_OVERHEAD_S = 1.0
 # Start of one server until it is measured: 1.5 s with a small ONNX model (2 cores, 2026-11). On a
 # GPU the import of torch and the device context take most of it.
 START_S, START_ON_GPU_S = 3.0, 25.0
-# Before the original is served: open the model, audit the data, batch times. 5 s for a small ONNX
-# model.
+# Before the original is served: open the model, audit the data, batch times. 5 s for small ONNX.
 OPEN_S, OPEN_ON_GPU_S = 8.0, 40.0
 # Commit and report.
 CLOSE_S = 2.0

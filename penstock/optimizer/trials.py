@@ -194,9 +194,8 @@ def times(
     longest_s: float = MAX_BATCH_S,
     rules: TrialLimits = NO_LIMITS,
 ) -> TimeTable:
-    """Measure T(b) at 1, 8 and the largest batch size (by length, if that varies), with all
-    instances computing at once. Batches that would take longer than `longest_s` are left out: no
-    SLO has room for them."""
+    """Measure T(b) at 1, 8 and the largest batch size, by length if that varies, with all instances
+    computing at once. Batches longer than `longest_s`, for which no SLO has room, are left out."""
     config = with_instances(build.config, num_instances, num_threads)
     with contextlib.ExitStack() as stack:
         # Each on its own device.
