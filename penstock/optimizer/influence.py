@@ -20,8 +20,8 @@ from penstock.optimizer import columns, trials
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.simulate import fitted
-from penstock.optimizer.trials import Row, ServedRows, TrialProcess
+from penstock.optimizer.simulate import Row, fitted
+from penstock.optimizer.trials import ServedRows, TrialProcess
 from penstock.serving.proof import GPU_PADDING_TOLERANCE, PADDING_TOLERANCE, to_float64
 from penstock.types import Array, TensorSpec
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
+from penstock.repository import safetensors_file
 from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan, shortages
 from penstock.serving.placement import place
 from penstock.system import devices
@@ -34,17 +33,6 @@ WORKSPACE_BYTES = 256 << 20
 # Bytes of a float by `penstock.dtype`, and the safetensors datatypes that the setting converts.
 FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 FLOATS = ("F64", "F32", "F16", "BF16")
-MAX_HEADER_BYTES = 100 << 20
-
-
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-# Made when this is imported: msgspec crashes when several threads are the first to use a type.
-_headers = msgspec.json.Decoder(_Tensor)
 
 
 @dataclass(slots=True)
@@ -179,7 +167,7 @@ def weight_bytes(config: ModelConfig) -> int:
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
     An invalid file counts with its file size: loading it reports the error."""
-    tensors = _tensors(file) if float_bytes is not None else None
+    tensors = safetensors_file.read_header(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
     return sum(
@@ -188,20 +176,6 @@ def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
         else each.data_offsets[1] - each.data_offsets[0]
         for each in tensors
     )
-
-
-def _tensors(file: Path) -> list[_Tensor] | None:
-    """Return the tensors in the file's header; None if the header is invalid."""
-    try:
-        with open(file, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > MAX_HEADER_BYTES:
-                return None
-            header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        return [_headers.decode(raw) for raw in header.values()]
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def _size(file: Path) -> int:

@@ -13,7 +13,8 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.influence import RowCheck, batches
-from penstock.optimizer.trials import Row, TrialProcess
+from penstock.optimizer.simulate import Row
+from penstock.optimizer.trials import TrialProcess
 from penstock.types import TensorSpec
 
 PADDED = """
