@@ -302,11 +302,7 @@ def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
 def check(options: ServeOptions) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
-    problems = [
-        *_host_problems(options),
-        *_port_problems(options),
-        *_tls_problems(options),
-    ]
+    problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     if problems:
         raise CommandLineError(problems)
     problems = _front_problems(options)

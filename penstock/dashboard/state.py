@@ -128,9 +128,7 @@ def _load(model: Served) -> ModelLoad:
     return ModelLoad(model.num_waiting, metrics.num_success, sum(metrics.num_failures.values()))
 
 
-def _state(
-    management: ManagementApi,
-) -> Literal["loading", "ready", "not ready", "shutting down"]:
+def _state(management: ManagementApi) -> Literal["loading", "ready", "not ready", "shutting down"]:
     if management.lifecycle.is_draining:
         return "shutting down"
     if management.lifecycle.is_loading:

@@ -28,12 +28,7 @@ MAX_KNOWN_HEAD_BYTES = 1024
 # Smaller bodies are read before the handler looks at the head.
 SCREEN_BYTES = 1 << 20
 _ONCE = frozenset(
-    (
-        b"host",
-        b"content-length",
-        b"transfer-encoding",
-        b"inference-header-content-length",
-    )
+    (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length")
 )
 # Characters that need no escape in a segment of a path (RFC 3986, pchar).
 _PATH_CHARACTERS = "!$&'()*+,;=:@"
