@@ -38,9 +38,8 @@ from penstock.types import (
     num_elements,
     to_array,
 )
-from penstock.wire import openai_v1
-from penstock.wire.documented import EmbeddingsList
-from penstock.wire.openai_v1 import EmbeddingsBody, OpenAiModel, describe_model
+from penstock.wire.documented import EmbeddingsList, OpenAiModel, describe_model
+from penstock.wire.openai_prompts import EmbeddingsBody, read_embeddings
 
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
@@ -67,7 +66,7 @@ class EmbeddingsHttp:
         return list(found.values())
 
     def handle(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_embeddings(exchange.body)
+        asked = read_embeddings(exchange.body)
         model = self._catalog.find(asked.model)
         with counted(model, exchange.received):
             texts = [each for each in asked.input if isinstance(each, str)]

@@ -24,7 +24,7 @@ from penstock.config import HttpLimits
 from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
 from penstock.serving.lifecycle import Lifecycle
 from penstock.types import Buffer
-from penstock.wire.v2 import encode_error
+from penstock.wire.statuses import encode_error
 
 log = logging.getLogger("penstock.http")
 

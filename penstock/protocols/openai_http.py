@@ -27,15 +27,11 @@ from penstock.protocols.text_answers import (
 )
 from penstock.serving.catalog import Catalog
 from penstock.wire import documented as doc
-from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import (
-    ChatForm,
-    ChatRequest,
-    CompletionForm,
-    CompletionRequest,
-    OpenAiModel,
-    describe_model,
-)
+from penstock.wire import openai_prompts
+from penstock.wire.documented import OpenAiModel, describe_model
+from penstock.wire.openai_forms import ChatForm, CompletionForm
+from penstock.wire.openai_prompts import CompletionRequest
+from penstock.wire.openai_v1 import ChatRequest, check_tokens, read_chat, template_options
 
 MODELS = b"/v1/models"
 # Paths that the access log covers.
@@ -86,7 +82,8 @@ class OpenAiHttp:
 
     def _describe_tokenizer(self, exchange: Exchange) -> None:
         known = self._find(None).vocabulary
-        exchange.reply_json(openai_v1.tokenizer_info(known.names, known.template))
+        names = {"eos_token": None, "bos_token": None, **known.names}
+        exchange.reply_json(encode({**names, "chat_template": known.template or None}))
 
     def _find(self, name: str | None) -> LanguageModel:
         """Return the named model; without a name, as lm-eval asks for tokens, the only one."""
@@ -112,14 +109,14 @@ class OpenAiHttp:
         return [*self._ready_text_models(), *self._embeddings.ready_models()]
 
     def _completions(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_completion(exchange.body)
+        asked = openai_prompts.read_completion(exchange.body)
         form = CompletionForm(_new_id("cmpl"), int(time.time()), asked.model, asked.has_usage)
         echoed = asked.prompts if asked.is_echoed else ()
         call = self._generate_call(exchange, asked, form, "prompt", echoed)
         call.tokenize(asked.prompts, is_whole=asked.has_special_tokens)
 
     def _chats(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_chat(exchange.body)
+        asked = read_chat(exchange.body)
         form = ChatForm(_new_id("chatcmpl"), int(time.time()), asked.model, asked.has_usage)
         call = self._generate_call(exchange, asked, form, "messages")
         call.tokenize_chat(asked.messages, asked.template_options)
@@ -145,7 +142,7 @@ class OpenAiHttp:
         )
 
     def _tokenize(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_tokenize(exchange.body)
+        asked = openai_prompts.read_tokenize(exchange.body)
         call = TokenizeCall(
             exchange=exchange,
             model=self._find(asked.model),
@@ -154,14 +151,14 @@ class OpenAiHttp:
             has_texts=bool(asked.return_token_strs),
         )
         if asked.prompt is None:
-            call.tokenize_chat(asked.messages or (), openai_v1.template_options(asked))
+            call.tokenize_chat(asked.messages or (), template_options(asked))
         else:
             call.tokenize([asked.prompt], is_whole=asked.add_special_tokens)
 
     def _detokenize(self, exchange: Exchange) -> None:
-        name, tokens = openai_v1.read_detokenize(exchange.body)
+        name, tokens = openai_prompts.read_detokenize(exchange.body)
         model = self._find(name)
-        openai_v1.check_tokens("tokens", tokens, model.num_tokens)
+        check_tokens("tokens", tokens, model.num_tokens)
         text = model.vocabulary.decode(tokens, keeps_special=True)
         exchange.reply_json(encode(doc.DetokenizeAnswer(text)))
 

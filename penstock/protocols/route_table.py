@@ -19,10 +19,10 @@ import msgspec
 from penstock.errors import Unsupported
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
-from penstock.wire import openai_v1 as openai
+from penstock.wire import openai_prompts as openai
 from penstock.wire import server_state as state
 from penstock.wire.json_errors import JsonObject
-from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody
+from penstock.wire.openai_v1 import ChatBody
 
 Scope = Literal["open", "infer", "metrics", "admin"]
 Methods = tuple[str, ...]
@@ -185,10 +185,10 @@ _REPOSITORY = [
         answer=answer,
     )
     for path, handler, summary, body, answer, rpc in (
-        ("index", "index", "Models of the repository and their state", IndexBody,
+        ("index", "index", "Models of the repository and their state", doc.IndexBody,
          list[doc.IndexRow], "Index"),
-        ("models/{name}/load", "load", "Load or reload a model", LoadBody, None, "ModelLoad"),
-        ("models/{name}/unload", "unload", "Unload a model", UnloadBody, None, "ModelUnload"),
+        ("models/{name}/load", "load", "Load or reload a model", doc.LoadBody, None, "ModelLoad"),
+        ("models/{name}/unload", "unload", "Unload a model", doc.UnloadBody, None, "ModelUnload"),
     )
 ]  # fmt: skip
 
@@ -209,12 +209,12 @@ def _shared_memory(kind: str) -> list[Route]:
 
 _OPENAI = [
     _post("/v1/completions", "openai", "Complete a prompt", openai.CompletionBody, doc.TextAnswer),
-    _post("/v1/chat/completions", "openai", "Answer a chat", openai.ChatBody, doc.TextAnswer),
+    _post("/v1/chat/completions", "openai", "Answer a chat", ChatBody, doc.TextAnswer),
     _post("/v1/embeddings", "openai", "Embed texts", openai.EmbeddingsBody, doc.EmbeddingsList),
     _get("/v1/models", "infer", "openai", "Models for text and embeddings", doc.OpenAiModels),
     # Model names may contain slashes.
     _get("/v1/models/{name:path}", "infer", "openai", "One model for text or embeddings",
-         openai.OpenAiModel),
+         doc.OpenAiModel),
     _post("/tokenize", "openai", "Tokens of a text or chat", openai.TokenizeBody,
           doc.TokenizeAnswer),
     _post("/detokenize", "openai", "Text of tokens", openai.DetokenizeBody, doc.DetokenizeAnswer),

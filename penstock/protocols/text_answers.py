@@ -38,8 +38,8 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
 from penstock.wire.generate_v2 import GenerateForm
+from penstock.wire.openai_forms import AnswerChoice, CompletionForm, TokenLogprob, TokenUsage
 from penstock.wire.openai_messages import Message
-from penstock.wire.openai_v1 import AnswerChoice, CompletionForm, TokenLogprob, TokenUsage
 
 if TYPE_CHECKING:
     from penstock.llm.token_bytes import Detokenizer

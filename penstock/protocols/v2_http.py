@@ -28,7 +28,9 @@ from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.served import Served
 from penstock.types import Parameter, Request, Response, Servable, TensorSpec
 from penstock.wire import compression, json_errors
-from penstock.wire.v2 import Codec, IndexBody, LoadBody, decode_raw
+from penstock.wire.documented import IndexBody, LoadBody
+from penstock.wire.v2 import Codec
+from penstock.wire.v2_request import decode_raw
 
 # Smaller answers are not worth compressing.
 MIN_COMPRESSED_BYTES = 1024

@@ -1,6 +1,6 @@
-"""Answers of the HTTP API as types, for its description (`/openapi.json`). Pure.
+"""Messages of the HTTP API as types, for its description (`/openapi.json`). Pure.
 
-The codecs write these answers without them; a test compares each with a running server.
+The codecs write most answers without them; a test compares each with a running server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.types import Parameter, RequestedOutput, TensorSpec
 from penstock.wire.json_errors import JsonList, JsonObject
-from penstock.wire.openai_v1 import OpenAiModel, SamplingFields
+from penstock.wire.openai_v1 import SamplingFields
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -83,7 +83,7 @@ class InputTensor(msgspec.Struct):
 
 
 class InferFields(msgspec.Struct):
-    """The JSON of an inference request; the fields of `v2.InferBody`."""
+    """The JSON of an inference request; the fields of `v2_request.InferBody`."""
 
     inputs: list[InputTensor]
     outputs: list[RequestedOutput] = []
@@ -130,6 +130,24 @@ class GenerateAnswer(msgspec.Struct):
     id: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class IndexBody(msgspec.Struct):
+    """The JSON of a request for the repository's index."""
+
+    ready: bool = False
+
+
+class LoadBody(msgspec.Struct):
+    """The JSON of a request to load a model."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
+class UnloadBody(msgspec.Struct):
+    """The JSON of a request to unload a model. Its parameters are ignored."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
 class StatisticsAnswer(msgspec.Struct):
     model_stats: list[JsonObject]
 
@@ -141,6 +159,21 @@ class IndexRow(msgspec.Struct):
     version: str | msgspec.UnsetType = msgspec.UNSET
     state: str | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OpenAiModel(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+
+
+def describe_model(
+    name: str, created: int, max_length: int | msgspec.UnsetType = msgspec.UNSET
+) -> OpenAiModel:
+    """Describe a model: when it was loaded (seconds since 1970), and its context length."""
+    return OpenAiModel(name, "model", created, "penstock", max_length)
 
 
 class OpenAiModels(msgspec.Struct):

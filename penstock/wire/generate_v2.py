@@ -17,7 +17,9 @@ from penstock.errors import InvalidRequest, PenstockError
 from penstock.sampling_params import SamplingParams
 from penstock.wire import json_errors
 from penstock.wire.json_errors import JsonObject
-from penstock.wire.openai_v1 import AnswerChoice, Raw, TokenUsage, read_sampling_params
+from penstock.wire.openai_forms import AnswerChoice, TokenUsage
+from penstock.wire.openai_prompts import read_sampling_params
+from penstock.wire.openai_v1 import Raw
 
 # Parameters of Triton's backends that are not served; only empty values are accepted.
 UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")

@@ -2,7 +2,7 @@
 the other way round for clients. Pure.
 
 Tensors arrive raw (`raw_input_contents`) or typed (`contents`), never both, and leave raw. Every
-error names its input, with the same text as in `wire.v2` where both can fail.
+error names its input, with the same text as in `wire.v2_request` where both can fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.types import (
     pack_bytes,
     to_array,
 )
-from penstock.wire.v2 import MAX_TENSORS, apply_parameters, check_outputs, check_shape
+from penstock.wire.v2_request import MAX_TENSORS, apply_parameters, check_outputs, check_shape
 
 # Protobuf's generated classes have no types.
 Proto: TypeAlias = Any
