@@ -27,13 +27,15 @@ from penstock.llm.language_model import LanguageModel
 from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
-from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
+from penstock.protocols.gate import LOOPBACK_HOSTS, Gate
 from penstock.protocols.generate_http import GenerateHttp
-from penstock.protocols.http import HttpServer
+from penstock.protocols.handler_tasks import MetricsHttp
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.key_file import KeyFile
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import MetricsHttp, Models, V2Http
+from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog

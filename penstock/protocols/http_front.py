@@ -18,13 +18,15 @@ from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
-from penstock.protocols.http import Exchange, HttpServer
+from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import Refusal, reply_error
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.infer_http import InferCall, InferSink
 from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
 from penstock.protocols.remote import Remote, begin, gate_of
-from penstock.protocols.route_table import Match
+from penstock.protocols.route import Match
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import InferCall, InferSink, V2Http
+from penstock.protocols.v2_http import V2Http
 from penstock.types import Request
 from penstock.wire import frames
 from penstock.wire.v2 import Codec

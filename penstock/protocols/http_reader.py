@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote_to_bytes
 import httptools
 
 from penstock.config import HttpLimits
-from penstock.protocols.gate import CREDENTIALS
 from penstock.types import Buffer
 
 log = logging.getLogger("penstock.http")
@@ -30,6 +29,8 @@ SCREEN_BYTES = 1 << 20
 _ONCE = frozenset(
     (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length")
 )
+# Headers that may hold an API key.
+CREDENTIALS = (b"authorization", b"x-api-key")
 # Characters that need no escape in a segment of a path (RFC 3986, pchar).
 _PATH_CHARACTERS = "!$&'()*+,;=:@"
 # ASCII and Unicode control characters in a normalized path.

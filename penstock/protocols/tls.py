@@ -17,8 +17,8 @@ from pathlib import Path
 from penstock.config import TlsConfig
 from penstock.errors import ConfigError
 from penstock.protocols.certificate import Validity, read_validity
-from penstock.protocols.gate import file_stamp
-from penstock.protocols.http import HttpServer
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.key_file import file_stamp
 
 log = logging.getLogger("penstock.tls")
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.dashboard.openapi import STATUSES, TAGS, describe, path_of, tag_of
-from penstock.protocols.route_table import MISSING, ROUTES, Route
+from penstock.protocols.route import Route
+from penstock.protocols.route_table import MISSING, ROUTES
 from penstock.wire import statuses
 from penstock.wire.documented import GenerateBody, InferFields, InputTensor
 from penstock.wire.generate_v2 import BOOLEANS

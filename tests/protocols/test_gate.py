@@ -7,16 +7,9 @@ import pytest
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, InvalidRequest, NotAllowed
 from penstock.processes.channel import socket_pair
-from penstock.protocols.gate import (
-    MAX_KEYS,
-    Gate,
-    KeyFile,
-    digest_secret,
-    headers_of,
-    read_keys,
-    secret_of,
-)
+from penstock.protocols.gate import Gate, digest_secret, headers_of, secret_of
 from penstock.protocols.http_reader import MessageHead
+from penstock.protocols.key_file import MAX_KEYS, KeyFile, read_keys
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.protocols.v2_http import V2Http

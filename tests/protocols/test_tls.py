@@ -18,7 +18,8 @@ from certificates import make_certificates
 from penstock.config import HttpLimits, TlsConfig
 from penstock.errors import ConfigError
 from penstock.protocols import tls
-from penstock.protocols.http import Exchange, HttpServer
+from penstock.protocols.http import Exchange
+from penstock.protocols.http_server import HttpServer
 from penstock.protocols.tls import TlsFiles, watch
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
