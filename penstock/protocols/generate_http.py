@@ -13,15 +13,8 @@ from penstock.errors import NotReady, Unsupported
 from penstock.llm.language_model import LanguageModel
 from penstock.protocols.http import Exchange
 from penstock.protocols.route_table import find
-from penstock.protocols.text_answers import (
-    Answer,
-    GenerateCall,
-    OneEventAnswer,
-    StreamedAnswer,
-    WholeAnswer,
-    counted,
-    guarded,
-)
+from penstock.protocols.text_answers import Answer, GenerateCall, StreamedAnswer, counted, guarded
+from penstock.protocols.whole_answers import OneEventAnswer, WholeAnswer
 from penstock.serving.catalog import Catalog
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm

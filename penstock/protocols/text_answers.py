@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -29,8 +26,9 @@ from penstock.errors import (
 )
 from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
-from penstock.llm.messages import Logprobs, TokenEvent
+from penstock.llm.messages import TokenEvent
 from penstock.protocols import access_log
+from penstock.protocols.choice_logprobs import ChoiceLogprobs
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
@@ -38,14 +36,12 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
 from penstock.wire.generate_v2 import GenerateForm
-from penstock.wire.openai_forms import AnswerChoice, CompletionForm, TokenLogprob, TokenUsage
+from penstock.wire.openai_forms import AnswerChoice, CompletionForm, TokenUsage
+from penstock.wire.openai_logprobs import TokenLogprob
 from penstock.wire.openai_messages import Message
 
-if TYPE_CHECKING:
-    from penstock.llm.token_bytes import Detokenizer
-
 log = logging.getLogger("penstock.http")
-_EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
 
 @contextmanager
@@ -229,9 +225,8 @@ class PartialChoice:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
-    # Measures the text offsets of its tokens, in characters; None if logprobs were not requested.
-    stream: Detokenizer | None = None
-    num_chars: int = 0
+    # None if logprobs were not requested.
+    named: ChoiceLogprobs | None = None
 
 
 class Answer:
@@ -268,19 +263,10 @@ class Answer:
     def _logprobs(
         self, choice: PartialChoice, number: int, event: TokenEvent
     ) -> list[TokenLogprob]:
-        """Return the logprobs of a token; before the first, those of the prompt if wanted."""
-        found: list[TokenLogprob] = []
-        vocabulary, generation = self._model.vocabulary, self.generations[number]
-        if choice.stream is None:
-            tokens = generation.request.tokens
-            before = () if self.call.has_prompt_logprobs else tokens
-            choice.stream = vocabulary.stream(before)
-            if self.call.has_prompt_logprobs:
-                for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
-                    found.append(self._named(token, logprobs, choice))
-        if event.logprobs is not None and not self.call.is_prompt_only:
-            found.append(self._named(event.token, event.logprobs, choice))
-        return found
+        if choice.named is None:
+            generation, has_prompt = self.generations[number], self.call.has_prompt_logprobs
+            choice.named = ChoiceLogprobs(self._model.vocabulary, generation, has_prompt)
+        return choice.named.take(None if self.call.is_prompt_only else event)
 
     def finished(self, totals: Totals) -> None:
         known = self.usage
@@ -326,17 +312,6 @@ class Answer:
                 spans["first_token"] = min(firsts) - received
             access_log.record("http", what, spans, error, path)
 
-    def _named(self, token: int, logprobs: Logprobs | None, choice: PartialChoice) -> TokenLogprob:
-        """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
-        piece, place = self._model.vocabulary.piece, choice.num_chars
-        assert choice.stream is not None
-        choice.num_chars += len(choice.stream.add(token))
-        if logprobs is None:
-            return TokenLogprob(piece(token), math.nan, offset=place)
-        pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
-        top = [(piece(other), logprob) for other, logprob in pairs]
-        return TokenLogprob(piece(token), logprobs.logprob, top, place)
-
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
 
@@ -347,36 +322,10 @@ class Answer:
         reply_error(self.exchange, error)
 
 
-class WholeAnswer(Answer):
-    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
-        choice.text += new.text
-        choice.reason = new.reason
-        choice.logprobs += new.logprobs or ()
-
-    def end(self) -> None:
-        choices = [
-            AnswerChoice(
-                place, each.text, each.reason, each.logprobs if self._has_logprobs else None
-            )
-            for place, each in sorted(self.choices.items())
-        ]
-        self.reply(self.form.whole(choices, self.usage))
-
-    def reply(self, body: bytes) -> None:
-        self.exchange.reply_json(body)
-
-
-class OneEventAnswer(WholeAnswer):
-    """A whole answer in one event, for clients that read event streams."""
-
-    def reply(self, body: bytes) -> None:
-        self.exchange.reply(200, _EVENTS, (b"data: " + body + b"\n\n",))
-
-
 class StreamedAnswer(Answer):
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         if not self.exchange.is_streaming:
-            self.exchange.start_stream(200, _EVENTS)
+            self.exchange.start_stream(200, EVENTS)
         data = b"" if choice.has_begun else self.form.begin(new.index)
         # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
         if new.text or new.reason or new.logprobs:

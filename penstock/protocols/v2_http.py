@@ -6,12 +6,11 @@ The core and the front processes share this code; they differ only in their `Rou
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
 from penstock.config import HttpLimits
-from penstock.errors import InvalidRequest, NotReady, PenstockError, TooLarge
+from penstock.errors import NotReady, PenstockError
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.gate import Gate, no_route, short_path
 from penstock.protocols.handler_tasks import (
@@ -22,10 +21,10 @@ from penstock.protocols.handler_tasks import (
 )
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
+from penstock.protocols.infer_bodies import InferBodies, too_much_json
 from penstock.protocols.infer_http import InferCall, InferSink, LoggedSink
 from penstock.protocols.route import Match
 from penstock.serving.management import ManagementApi
-from penstock.wire import compression
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
 
@@ -137,7 +136,7 @@ class V2Http:
         self.screen = gate.screen
         self._router = router
         self._infer = router.infer
-        self._inflating: set[asyncio.Task[None]] = set()
+        self._bodies = InferBodies(limits, router.infer, self._refuse)
 
     def handle(self, exchange: Exchange) -> None:
         call = exchange.head.note
@@ -151,7 +150,7 @@ class V2Http:
                 call = InferCall(match, exchange.head.headers)
                 call.caller = self._gate.caller(exchange.head.headers)
                 self._router.count(call, exchange)
-                if not self._look(call, exchange):
+                if not self._bodies.read(call, exchange):
                     return
             else:
                 assert isinstance(call, InferCall)
@@ -174,70 +173,12 @@ class V2Http:
             access_log.refused("http", what, exchange.received, error, path)
 
     async def close(self) -> None:
-        for task in self._inflating:
-            task.cancel()
-        await asyncio.gather(*self._inflating, return_exceptions=True)
+        await self._bodies.close()
         await self._router.close()
-
-    def _look(self, call: InferCall, exchange: Exchange) -> bool:
-        """Check a head that was not seen before. False if its body has to be inflated first."""
-        head = exchange.head
-        encoding = head.headers.get(b"content-encoding", b"identity").lower()
-        if encoding not in (b"identity", *compression.ENCODINGS):
-            text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
-            raise WrongHead(415, text)
-        if encoding != b"identity":
-            task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
-            self._inflating.add(task)
-            task.add_done_callback(self._inflating.discard)
-            return False
-        call.json_bytes = self._json_bytes(exchange)
-        head.note = call
-        return True
-
-    async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
-        """Inflate off the loop, because a few bytes may expand to many."""
-        packed, limit = exchange.body, self._limits.max_body_bytes
-        try:
-            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
-            call.json_bytes = self._json_bytes(exchange)
-            self._infer(call, exchange)
-        except PenstockError as error:
-            exchange.body = packed
-            self._refuse(exchange, call, error)
-        except Exception:  # Keep serving.
-            exchange.reply_bug()
-
-    def _json_bytes(self, exchange: Exchange) -> int | None:
-        """Return the length of the JSON part; None when it is the whole body."""
-        text = exchange.head.headers.get(b"inference-header-content-length")
-        size = len(exchange.body)
-        if text is None:
-            length = None
-        else:
-            if not text.isdigit() or len(text) > 18:
-                raise InvalidRequest(
-                    "Inference-Header-Content-Length must be a number of bytes, "
-                    f"got '{text.decode('latin-1')}'"
-                )
-            length = int(text)
-            if length > size:
-                raise InvalidRequest(
-                    f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
-                )
-        if (size if length is None else length) > self._limits.max_json_bytes:
-            raise self._too_much_json("send large tensors as binary data, or ")
-        return length
 
     def _check_json_bytes(self, exchange: Exchange, match: Match) -> None:
         if len(exchange.body) > self._limits.max_json_bytes:
-            error = self._too_much_json()
+            error = too_much_json(self._limits)
             caller = self._gate.caller_name(exchange.head.headers)
             audit_log.record_refusal(match, caller, error)
             raise error
-
-    def _too_much_json(self, advice: str = "") -> TooLarge:
-        most = self._limits.max_json_bytes
-        return TooLarge(
-            f"the JSON of a request may have {most} bytes; {advice}raise --max-json-bytes"
-        )

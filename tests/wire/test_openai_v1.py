@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidRequest
 from penstock.wire import openai_prompts as openai
 from penstock.wire.documented import describe_model
-from penstock.wire.openai_forms import (
-    DONE,
-    AnswerChoice,
-    ChatForm,
-    CompletionForm,
-    TokenLogprob,
-    TokenUsage,
-)
+from penstock.wire.openai_forms import DONE, AnswerChoice, ChatForm, CompletionForm, TokenUsage
+from penstock.wire.openai_logprobs import TokenLogprob
 from penstock.wire.openai_v1 import read_chat, template_options
 from penstock.wire.statuses import openai_error
 
