@@ -44,30 +44,14 @@ class Datatype:
         return self.name
 
 
-def _fixed(name: str, code: str) -> Datatype:
-    dtype = np.dtype(code)
-    return Datatype(name, dtype.itemsize, dtype)
-
-
-BYTES = Datatype("BYTES", None, np.dtype(np.object_))
+_CODES = {
+    "BOOL": "?", "UINT8": "<u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8",
+    "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8",
+    "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BF16": "<u2", "BYTES": "O",
+}  # fmt: skip
 DATATYPES: Mapping[str, Datatype] = {
-    datatype.name: datatype
-    for datatype in (
-        _fixed("BOOL", "?"),
-        _fixed("UINT8", "<u1"),
-        _fixed("UINT16", "<u2"),
-        _fixed("UINT32", "<u4"),
-        _fixed("UINT64", "<u8"),
-        _fixed("INT8", "<i1"),
-        _fixed("INT16", "<i2"),
-        _fixed("INT32", "<i4"),
-        _fixed("INT64", "<i8"),
-        _fixed("FP16", "<f2"),
-        _fixed("FP32", "<f4"),
-        _fixed("FP64", "<f8"),
-        _fixed("BF16", "<u2"),
-        BYTES,
-    )
+    name: Datatype(name, None if name == "BYTES" else np.dtype(code).itemsize, np.dtype(code))
+    for name, code in _CODES.items()
 }
 
 
@@ -161,6 +145,19 @@ class Timings:
     def compute_output_s(self) -> float:
         return self.compute_s[2]
 
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase of an answered request, as Server-Timing names them."""
+        input_s, infer_s, output_s = self.compute_s
+        return {
+            "decode": self.queued - self.received,
+            "queue_batch": self.dispatched - self.queued - self.instance_wait_s,
+            "queue_instance": self.instance_wait_s,
+            "compute_input": input_s,
+            "compute_infer": infer_s,
+            "compute_output": output_s,
+            "total": self.completed - self.received,
+        }
+
 
 class RequestedOutput(msgspec.Struct, frozen=True):
     """An output the client asked for by name; `parameters` are interpreted by the protocol."""
@@ -197,26 +194,10 @@ class Request:
     """
 
     __slots__ = (
-        "caller",
-        "form",
-        "id",
-        "inputs",
-        "is_done",
-        "lost_with",
-        "num_deaths",
-        "num_rows",
-        "num_tokens",
-        "outputs",
-        "parameters",
-        "prefers_binary",
-        "priority",
-        "sink",
-        "ticket",
-        "timeout_s",
-        "timings",
-        "turn",
-    )
-
+        "caller", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
+        "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "sink", "ticket",
+        "timeout_s", "timings", "turn",
+    )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
 
@@ -264,10 +245,6 @@ class Request:
         except Exception:  # A sink must not raise; if it does, its batch-mates still get answers.
             log.exception("a reply sink raised")
         return True
-
-    def __repr__(self) -> str:
-        state = "done" if self.is_done else "open"
-        return f"<Request {self.id!r} {state} rows={self.num_rows}>"
 
 
 class Servable(Protocol):

@@ -57,19 +57,14 @@ def write(logger: logging.Logger, protocol: str, fields: dict[str, object]) -> N
 
 def _spans(timings: Timings) -> dict[str, float]:
     """Return the timings; stages that were not reached are left out."""
-    ended = timings.completed or time.monotonic()
-    spans = {"total": ended - timings.received}
-    if timings.queued:
-        spans["decode"] = timings.queued - timings.received
-    if timings.dispatched:
-        queue_s = timings.dispatched - timings.queued
-        spans["queue_batch"] = queue_s - timings.instance_wait_s
-        spans["queue_instance"] = timings.instance_wait_s
-    if timings.compute_infer_s:
-        spans["compute_input"] = timings.compute_input_s
-        spans["compute_infer"] = timings.compute_infer_s
-        spans["compute_output"] = timings.compute_output_s
-    return spans
+    reached = {
+        "decode": timings.queued,
+        "queue": timings.dispatched,
+        "compute": timings.compute_infer_s,
+    }
+    total_s = (timings.completed or time.monotonic()) - timings.received
+    phases = timings.phases().items()
+    return {"total": total_s, **{name: s for name, s in phases if reached.get(name.split("_")[0])}}
 
 
 def _quoted(value: object) -> str:

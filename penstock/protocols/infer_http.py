@@ -69,7 +69,9 @@ class InferSink:
         headers = _BINARY % len(head) if tail else JSON
         call = self._call
         if call.wants_timing:
-            headers += _server_timing(request)
+            phases = request.timings.phases().items()
+            text = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in phases)
+            headers += f"Server-Timing: {text}\r\n".encode()
         if call.accepts and len(head) + sum(map(len, tail)) >= MIN_COMPRESSED_BYTES:
             body = compression.deflate(b"".join((head, *tail)), call.accepts)
             headers += b"Content-Encoding: %b\r\n" % call.accepts
@@ -95,18 +97,3 @@ def _accepted(header: bytes) -> bytes:
         if name.strip() in compression.ENCODINGS and quality.strip() not in (b"q=0", b"q=0.0"):
             return name.strip()
     return b""
-
-
-def _server_timing(request: Request) -> bytes:
-    timings = request.timings
-    parts = (
-        ("decode", timings.queued - timings.received),
-        ("queue_batch", timings.dispatched - timings.queued - timings.instance_wait_s),
-        ("queue_instance", timings.instance_wait_s),
-        ("compute_input", timings.compute_input_s),
-        ("compute_infer", timings.compute_infer_s),
-        ("compute_output", timings.compute_output_s),
-        ("total", timings.completed - timings.received),
-    )
-    text = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in parts)
-    return f"Server-Timing: {text}\r\n".encode()
