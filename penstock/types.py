@@ -246,6 +246,10 @@ class Request:
             log.exception("a reply sink raised")
         return True
 
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "open"
+        return f"<Request {self.id!r} {state} rows={self.num_rows}>"
+
 
 class Servable(Protocol):
     """Anything that takes requests; protocols know nothing else."""

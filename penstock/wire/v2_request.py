@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -62,19 +63,26 @@ _decode = msgspec.json.Decoder(InferBody).decode
 def read_infer(
     head: Buffer, tail: memoryview, sink: ReplySink, received: float
 ) -> tuple[InferBody, Request]:
-    wire = _parse(head)
-    request = _decode_parsed(wire, tail, sink, received)
-    # The decoder does not validate what it skips.
-    text = bytes(head) if isinstance(head, memoryview) else head
-    if not text.isascii():
-        try:
-            text.decode()
-        except UnicodeDecodeError:
-            raise InvalidRequest("failed to parse the request JSON: not UTF-8") from None
+    """Return the JSON as it was parsed, and the request that it makes with the tensors after it."""
+    try:
+        wire = _decode(head)
+        request = _make_request(wire, tail, sink, received)
+        # The decoder does not validate what it skips.
+        if not isinstance(head, bytes) or not head.isascii():
+            str(head, "utf-8")
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(head, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
     return wire, request
 
 
-def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received: float) -> Request:
+def _make_request(wire: InferBody, tail: memoryview, sink: ReplySink, received: float) -> Request:
+    if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
+        raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
+    for name, value in wire.parameters.items():
+        # No frame and no other protocol can hold them.
+        if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
+            raise InvalidRequest(f"parameter '{name}' does not fit 64 bits")
     inputs: list[Tensor] = []
     position = 0
     for item in wire.inputs:
@@ -89,24 +97,10 @@ def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received:
             f"the last binary tensor"
         )
     request = Request(sink, inputs, received, id=wire.id, outputs=wire.outputs)
-    if wire.outputs:
-        check_outputs(wire.outputs)
+    check_outputs(wire.outputs)
     if wire.parameters:
         apply_parameters(request, wire.parameters)
     return request
-
-
-def _parse(head: Buffer) -> InferBody:
-    try:
-        wire = _decode(head)
-    except json_errors.UNREADABLE as error:
-        raise InvalidRequest(
-            f"failed to parse the request JSON: {json_errors.explain(head, error)}"
-        ) from None
-    if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
-        raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
-    _check_integers(wire.parameters)
-    return wire
 
 
 def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: float) -> Request:
@@ -121,16 +115,15 @@ def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: flo
     itemsize = DATATYPES[spec.datatype].itemsize
     if itemsize is None:
         if any(size not in (-1, 1) for size in shape):
-            raise InvalidRequest(f"input '{spec.name}': a raw request is one string, not {shape}")
+            raise wrong_input(spec.name, f"a raw request is one string, not {shape}")
         data, shape = struct.pack("<I", len(body)) + bytes(body), [1] * len(shape)
     elif shape.count(-1) > 1:
-        raise InvalidRequest(
-            f"input '{spec.name}': a raw request cannot fill two variable dimensions of {shape}"
-        )
+        text = f"a raw request cannot fill two variable dimensions of {shape}"
+        raise wrong_input(spec.name, text)
     elif -1 in shape:
         fixed = num_elements([size for size in shape if size != -1]) * itemsize
         if len(body) % fixed:
-            raise InvalidRequest(f"input '{spec.name}': {len(body)} bytes do not fill {shape}")
+            raise wrong_input(spec.name, f"{len(body)} bytes do not fill {shape}")
         shape[shape.index(-1)] = len(body) // fixed
     full = (1, *shape) if config.max_batch_size > 0 else tuple(shape)
     request = Request(sink, [Tensor(spec.name, spec.datatype, full, data)], received)
@@ -145,31 +138,22 @@ def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]
     size = item.parameters.get("binary_data_size")
     if size is None:
         return position, _from_json(item)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InvalidRequest(
-            f"input '{item.name}': binary_data_size must be a number of bytes, got {size!r}"
-        )
+    if not _is_count(size):
+        raise wrong_input(item.name, f"binary_data_size must be a number of bytes, got {size!r}")
     if item.data:
         raise InvalidRequest(
             f"input '{item.name}' has both 'data' and 'binary_data_size'; expected one of them"
         )
     end = position + size
     if end > len(tail):
-        raise InvalidRequest(
-            f"input '{item.name}': binary_data_size {size} but only {len(tail) - position} "
-            "bytes are left in the request body"
-        )
+        left = f"only {len(tail) - position} bytes are left in the request body"
+        raise wrong_input(item.name, f"binary_data_size {size} but {left}")
     check_shape(item.name, item.shape)
     return end, tail[position:end]
 
 
 def _from_json(item: _Input) -> Buffer:
-    datatype = DATATYPES.get(item.datatype)
-    if datatype is None:
-        raise InvalidRequest(
-            f"input '{item.name}': unknown datatype '{item.datatype}'; "
-            f"expected one of {', '.join(DATATYPES)}"
-        )
+    datatype = known_datatype(item.name, item.datatype)
     if item.datatype in ("FP16", "BF16"):
         raise InvalidRequest(
             f"sending {item.datatype} data via JSON is not supported. "
@@ -180,24 +164,19 @@ def _from_json(item: _Input) -> Buffer:
     check_shape(item.name, item.shape)
     kind = datatype.numpy.kind
     values = _elements(item, kind)
-    expected = num_elements(item.shape)
-    if len(values) != expected:
-        raise InvalidRequest(
-            f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
-            f"'data' has {len(values)}"
-        )
+    check_count(item.name, item.shape, len(values), "'data'")
     if kind == "O":
         try:
             encoded: Array = np.array([v.encode() for v in values] or [], dtype=np.object_)
         except UnicodeEncodeError:
-            raise InvalidRequest(f"input '{item.name}': a string is not valid Unicode") from None
+            raise wrong_input(item.name, "a string is not valid Unicode") from None
         return pack_bytes(encoded)
-    if not expected:
+    if not values:
         return b""
     try:
         return _pack(datatype, values)
     except (OverflowError, struct.error):
-        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
+        raise wrong_input(item.name, f"a value does not fit {item.datatype}") from None
 
 
 def _pack(datatype: Datatype, values: JsonList) -> Buffer:
@@ -217,59 +196,64 @@ def _elements(item: _Input, kind: str) -> JsonList:
     """Return the elements of `data` in row-major order, from a flat or nested list."""
     try:
         return flat_lists[kind](item.data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as flat_error:
+    except json_errors.UNREADABLE as flat_error:
         # Not a flat list of the right type: nested, or invalid.
         try:
             level = msgspec.json.decode(item.data)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise InvalidRequest(f"input '{item.name}': 'data' cannot be parsed") from None
+        except json_errors.UNREADABLE:
+            raise wrong_input(item.name, "'data' cannot be parsed") from None
         if not isinstance(level, list) or not any(isinstance(each, list) for each in level):
-            raise InvalidRequest(
-                f"input '{item.name}': 'data' does not hold {item.datatype} values: {flat_error}"
-            ) from None
+            raise _wrong_values(item, flat_error) from None
     return _flatten(item, level, element_types[kind])
 
 
 def _flatten(item: _Input, level: JsonList, element: type) -> JsonList:
     """Flatten regular nesting: at each depth all are lists of one length, or none is. As in Triton,
     the nesting need not match the shape; the number of elements is checked later."""
-    while level and isinstance(level[0], list):
-        size = len(level[0])
-        if not all(isinstance(each, list) and len(each) == size for each in level):
-            raise _ragged(item)
+    while any(isinstance(each, list) for each in level):
+        sizes = {len(each) if isinstance(each, list) else None for each in level}
+        if len(sizes) > 1:
+            expected = f"expected {num_elements(item.shape)} elements in one list, or in nested"
+            raise wrong_input(item.name, f"'data' is ragged; {expected} lists of equal lengths")
         level = [each for row in level for each in row]
-    if any(isinstance(each, list) for each in level):
-        raise _ragged(item)
     try:
         return msgspec.convert(level, list[element])  # type: ignore[valid-type]
     except msgspec.ValidationError as error:
-        raise InvalidRequest(
-            f"input '{item.name}': 'data' does not hold {item.datatype} values: {error}"
-        ) from None
+        raise _wrong_values(item, error) from None
 
 
-def _ragged(item: _Input) -> InvalidRequest:
-    return InvalidRequest(
-        f"input '{item.name}': 'data' is ragged; expected {num_elements(item.shape)} elements in "
-        "one list, or in nested lists of equal lengths"
-    )
+def _wrong_values(item: _Input, error: Exception) -> InvalidRequest:
+    return wrong_input(item.name, f"'data' does not hold {item.datatype} values: {error}")
+
+
+def wrong_input(name: str, text: str) -> InvalidRequest:
+    return InvalidRequest(f"input '{name}': {text}")
+
+
+def known_datatype(name: str, datatype: str) -> Datatype:
+    """Return the datatype of an input by its name on the wire."""
+    found = DATATYPES.get(datatype)
+    if found is None:
+        expected = f"expected one of {', '.join(DATATYPES)}"
+        raise wrong_input(name, f"unknown datatype '{datatype}'; {expected}")
+    return found
+
+
+def check_count(name: str, shape: Sequence[int], num_given: int, where: str) -> None:
+    expected = num_elements(shape)
+    if num_given != expected:
+        needs = f"shape {list(shape)} needs {expected} elements"
+        raise wrong_input(name, f"{needs}, {where} has {num_given}")
 
 
 def check_shape(name: str, shape: Sequence[int]) -> None:
     """Reject sizes that are invalid for any model; the planner checks them against the model."""
     if len(shape) > MAX_RANK:
-        raise InvalidRequest(
-            f"input '{name}': a shape of {len(shape)} dimensions; at most {MAX_RANK}"
-        )
-    total = 1
-    for size in shape:
-        if size > MAX_SHAPE:
-            raise InvalidRequest(f"input '{name}': shape {list(shape)} is too large")
-        if size < 0:
-            raise InvalidRequest(f"input '{name}': shape {list(shape)} has a negative dimension")
-        total *= size
-    if total > MAX_SHAPE:
-        raise InvalidRequest(f"input '{name}': shape {list(shape)} is too large")
+        raise wrong_input(name, f"a shape of {len(shape)} dimensions; at most {MAX_RANK}")
+    if min(shape, default=0) < 0:
+        raise wrong_input(name, f"shape {list(shape)} has a negative dimension")
+    if max(shape, default=0) > MAX_SHAPE or num_elements(shape) > MAX_SHAPE:
+        raise wrong_input(name, f"shape {list(shape)} is too large")
 
 
 def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
@@ -285,28 +269,20 @@ def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
 def _check_output(output: RequestedOutput) -> None:
     if "shared_memory_region" in output.parameters:
         raise Unsupported(f"output '{output.name}': shared memory regions are not supported")
+    where = f"output '{output.name}': parameter"
     classes = output.parameters.get("classification", 1)
-    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
-        raise InvalidRequest(
-            f"output '{output.name}': parameter 'classification' must be a number of classes, "
-            f"at least 1; got {classes!r:.40}"
-        )
+    if not _is_count(classes) or classes < 1:
+        expected = f"must be a number of classes, at least 1; got {classes!r:.40}"
+        raise InvalidRequest(f"{where} 'classification' {expected}")
     if classes > MAX_CLASSES:
-        raise InvalidRequest(
-            f"output '{output.name}': parameter 'classification' asks for {classes} classes; "
-            f"at most {MAX_CLASSES}"
-        )
+        text = f"'classification' asks for {classes} classes; at most {MAX_CLASSES}"
+        raise InvalidRequest(f"{where} {text}")
     if not isinstance(output.parameters.get("binary_data", False), bool):
-        raise InvalidRequest(
-            f"output '{output.name}': parameter 'binary_data' must be true or false"
-        )
+        raise InvalidRequest(f"{where} 'binary_data' must be true or false")
 
 
-def _check_integers(parameters: Mapping[str, Parameter]) -> None:
-    """Reject integers beyond 64 bits: no frame and no other protocol can hold them."""
-    for name, value in parameters.items():
-        if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
-            raise InvalidRequest(f"parameter '{name}' does not fit 64 bits")
+def _is_count(value: Parameter) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
@@ -324,10 +300,10 @@ def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None
         if parameters.get(name):
             raise Unsupported(f"parameter '{name}': sequences are not supported")
     priority = parameters.pop("priority", 0)
-    if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
+    if not _is_count(priority):
         raise InvalidRequest(f"parameter 'priority' must be an integer from 0, got {priority!r}")
     timeout = parameters.pop("timeout", 0)
-    if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 0:
+    if not _is_count(timeout):
         raise InvalidRequest(f"parameter 'timeout' must be microseconds, got {timeout!r}")
     request.priority = priority
     request.timeout_s = timeout / 1e6 if timeout else None
