@@ -299,7 +299,6 @@ WITHOUT_OWN_TEST = {
     "wire/v2_request.py": "tests/wire/test_v2.py reads every request by it",
     "wire/v2_templates.py": "tests/wire/test_v2.py decodes and encodes twice, first without them",
     "wire/documented.py": "types only; tests/e2e/test_openapi_conformance.py compares answers",
-    "wire/server_state.py": "types only; tests/dashboard/test_state.py makes them",
 }
 
 

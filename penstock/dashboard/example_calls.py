@@ -16,8 +16,8 @@ import msgspec
 
 from penstock.config import IMAGE, LLM, ModelConfig
 from penstock.types import DATATYPES, TensorSpec, num_elements
+from penstock.wire.documented import ExampleCall, Form
 from penstock.wire.json_errors import JsonObject
-from penstock.wire.server_state import ExampleCall, Form
 
 # Stands for the server's address, where it comes first; names may contain it too.
 URL = "{url}"

@@ -12,8 +12,13 @@ import penstock
 from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
 from penstock.types import TensorSpec
-from penstock.wire.documented import describe_tensors
-from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
+from penstock.wire.documented import (
+    ExampleCall,
+    ModelLoad,
+    ModelState,
+    ServerState,
+    describe_tensors,
+)
 
 if TYPE_CHECKING:
     from penstock.llm.language_model import LanguageModel

@@ -300,7 +300,6 @@ class Connection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
-        limits = self._limits
         if self._is_write_blocked(now):
             self.abort()
         elif self._is_closing:
@@ -309,16 +308,10 @@ class Connection(asyncio.Protocol):
         elif self._running is not None:
             return
         elif self._reader.at_boundary:
-            if now - self.since > limits.keep_alive_s:
+            if now - self.since > self._limits.keep_alive_s:
                 self.close()
-        elif not self._reader.has_head:
-            if now - self.since > limits.header_timeout_s:
-                self._reject(Rejection(408, "the request head took too long"))
-        else:
-            allowed_s = limits.body_timeout_s + self._reader.num_body_bytes / limits.min_body_rate
-            is_silent = now - self.received > limits.body_timeout_s
-            if is_silent or now - self.since > allowed_s:
-                self._reject(Rejection(408, "the request body took too long"))
+        elif (late := self._reader.find_late(now - self.since, now - self.received)) is not None:
+            self._reject(late)
 
     def _is_write_blocked(self, now: float) -> bool:
         """Whether the client has read nothing for too long."""

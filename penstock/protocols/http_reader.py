@@ -105,9 +105,15 @@ class MessageReader:
         # Between two messages.
         self.at_boundary = True
 
-    @property
-    def num_body_bytes(self) -> int:
-        return len(self._body)
+    def find_late(self, since_s: float, silent_s: float) -> Rejection | None:
+        """Refuse a message that began `since_s` ago, if it takes too long."""
+        limits = self._limits
+        if not self.has_head:
+            is_late, part = since_s > limits.header_timeout_s, "head"
+        else:
+            allowed_s = limits.body_timeout_s + len(self._body) / limits.min_body_rate
+            is_late, part = silent_s > limits.body_timeout_s or since_s > allowed_s, "body"
+        return Rejection(408, f"the request {part} took too long") if is_late else None
 
     def feed(self, data: bytes) -> Message | Rejection | None:
         """Parse; complete messages go to `receive`. Return a refusal if no bytes after

@@ -16,7 +16,6 @@ from penstock.protocols.route import Body, Methods, Route, RouteTable, Scope
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
 from penstock.wire import openai_prompts as openai
-from penstock.wire import server_state as state
 from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_v1 import ChatBody
 
@@ -57,7 +56,7 @@ def _paths(*rpcs: str) -> tuple[str, ...]:
 
 
 # The server's own pages. They are static and open; data comes from the state route.
-_START = _get("/", "open", "start_page", "Start page; links, for clients but browsers", state.Links)
+_START = _get("/", "open", "start_page", "Start page; links, for clients but browsers", doc.Links)
 _PAGES = [
     replace(_START, media="text/html"),
     _asset("/docs", "Description of the API, to read", "text/html"),
@@ -66,7 +65,7 @@ _PAGES = [
     _asset("/dashboard/docs.js", "Script of /docs", "text/javascript"),
     _asset("/dashboard/style.css", "Style of the pages", "text/css"),
     _get("/dashboard/state", "infer", "state", "Models, their state and example calls",
-         state.ServerState),
+         doc.ServerState),
 ]  # fmt: skip
 _HEALTH = [
     _get("/v2/health/live", "open", "live", "Whether the server runs", doc.LiveAnswer,

@@ -6,7 +6,6 @@ in the order of the inputs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,10 +23,9 @@ from penstock.types import (
     num_elements,
     pack_bytes,
 )
-from penstock.wire.v2_request import InferBody, read_infer
+from penstock.wire.v2_request import has_one_list, is_plain, read_infer
 from penstock.wire.v2_templates import (
-    FORMATS,
-    MAX_PACKED,
+    DATA,
     AnswerTemplate,
     InferTemplate,
     encode_answer,
@@ -39,8 +37,6 @@ MAX_FORM_BYTES = 4096
 
 _ID_KEY = b'{"id":'
 _ID = _ID_KEY + b'"'
-_SECOND_ID = re.compile(rb'"id"\s*:')
-_DATA = b'"data":'
 
 
 class Codec:
@@ -65,7 +61,7 @@ class Codec:
             if request is not None:
                 return request
         wire, request = read_infer(head, tail, sink, received)
-        if _is_plain(wire, id, rest) and not any(item.data for item in wire.inputs):
+        if is_plain(wire, id, rest) and not any(item.data for item in wire.inputs):
             self._remember(rest, request)
         return request
 
@@ -74,7 +70,7 @@ class Codec:
             return read_infer(body, memoryview(b""), sink, received)[1]
         body = bytes(body)
         id, rest = _split_id(body)
-        start = rest.find(_DATA) + len(_DATA)
+        start = rest.find(DATA) + len(DATA)
         end = rest.find(b"]", start) + 1
         around = rest[:start] + rest[end:]
         form = self._forms.get(around)
@@ -83,7 +79,7 @@ class Codec:
             if request is not None:
                 return request
         wire, request = read_infer(body, memoryview(b""), sink, received)
-        if _is_plain(wire, id, around) and _has_one_list(wire, rest[start:end], around):
+        if is_plain(wire, id, around) and has_one_list(wire, rest[start:end], around):
             self._remember(around, request)
         return request
 
@@ -173,19 +169,3 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
             if id and id.isascii() and id.isprintable() and "\\" not in id:
                 return id, head[end:]
     return "", head if head.startswith(b"{") else b""
-
-
-def _is_plain(wire: InferBody, id: str, around: bytes) -> bool:
-    """Whether the leading id is the one that counts: no second one, and no key is escaped."""
-    return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
-
-
-def _has_one_list(wire: InferBody, data: bytes, around: bytes) -> bool:
-    """Whether the one input is this flat list of numbers and nothing else is called data: then
-    another list in its place changes only the values."""
-    if len(wire.inputs) != 1 or b'"data"' in around[around.find(_DATA) + len(_DATA) :]:
-        return False
-    (item,) = wire.inputs
-    size = num_elements(item.shape)
-    is_plain = item.datatype in FORMATS and 0 < size <= MAX_PACKED
-    return is_plain and bytes(item.data) == data.strip() and data.count(b"[") == 1

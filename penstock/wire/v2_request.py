@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -29,7 +30,7 @@ from penstock.types import (
 )
 from penstock.wire import json_errors
 from penstock.wire.json_errors import JsonList
-from penstock.wire.v2_templates import MAX_PACKED, element_types, flat_lists, packer
+from penstock.wire.v2_templates import DATA, FORMATS, MAX_PACKED, element_types, flat_lists, packer
 
 MAX_TENSORS = 1024
 MAX_SHAPE = 1 << 62
@@ -57,6 +58,7 @@ class InferBody(msgspec.Struct):
     parameters: dict[str, Parameter] = {}
 
 
+_SECOND_ID = re.compile(rb'"id"\s*:')
 _decode = msgspec.json.Decoder(InferBody).decode
 
 
@@ -129,6 +131,22 @@ def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: flo
     request = Request(sink, [Tensor(spec.name, spec.datatype, full, data)], received)
     request.prefers_binary = True
     return request
+
+
+def is_plain(wire: InferBody, id: str, around: bytes) -> bool:
+    """Whether the leading id is the one that counts: no second one, and no key is escaped."""
+    return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
+
+
+def has_one_list(wire: InferBody, data: bytes, around: bytes) -> bool:
+    """Whether the one input is this flat list of numbers and nothing else is called data: then
+    another list in its place changes only the values."""
+    if len(wire.inputs) != 1 or b'"data"' in around[around.find(DATA) + len(DATA) :]:
+        return False
+    (item,) = wire.inputs
+    size = num_elements(item.shape)
+    is_plain = item.datatype in FORMATS and 0 < size <= MAX_PACKED
+    return is_plain and bytes(item.data) == data.strip() and data.count(b"[") == 1
 
 
 def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:

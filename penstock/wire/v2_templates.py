@@ -25,6 +25,7 @@ from penstock.types import (
 )
 from penstock.wire.json_errors import JsonList
 
+DATA = b'"data":'
 # Placeholder for data in a template; no JSON text contains it.
 _HOLE = msgspec.Raw(b"\0")
 FORMATS = {
