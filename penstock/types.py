@@ -73,32 +73,15 @@ class TensorSpec:
         """True when one row always takes the same number of bytes."""
         return self.datatype != "BYTES" and all(size >= 0 for size in self.shape)
 
+    @property
+    def is_text(self) -> bool:
+        """True when one row is one string."""
+        return self.datatype == "BYTES" and all(size in (1, -1) for size in self.shape)
+
     def row_bytes(self, shape: Sequence[int]) -> int:
         itemsize = DATATYPES[self.datatype].itemsize
         assert itemsize is not None, "BYTES rows have no fixed size"
         return num_elements(shape) * itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The tensors that a model's file declares. Shapes include the batch dimension, which exists if
-    the first dimension of every tensor is variable."""
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    # Most rows that the file allows, if it says so; 0: the first dimension is not a batch.
-    max_batch: int | None = None
-    # The batch size that the model's author chose; 0: no batching.
-    chosen_batch: int | None = None
-    # Notes for the user about how the file is served.
-    notes: tuple[str, ...] = ()
-
-    @property
-    def has_batch(self) -> bool:
-        tensors = (*self.inputs, *self.outputs)
-        if self.max_batch == 0 or self.chosen_batch == 0:
-            return False
-        return all(spec.shape[:1] == (-1,) for spec in tensors)
 
 
 @dataclass(slots=True, eq=False)

@@ -211,7 +211,7 @@ WITHOUT_OWN_TEST = {
     "config.py": "values only; tests/repository/test_repository_layout.py resolves them",
     "system/exit_codes.py": "names only; tests/test_commands.py meets each of them",
     "kernels/__init__.py": "names only",
-    "repository/__init__.py": "empty",
+    "repository/__init__.py": "values only; tests/repository/test_pbtxt.py reads them",
     "system/__init__.py": "empty",
     "system/memory.py": "tests/system/test_machine_memory.py, whose name was taken",
     "processes/__init__.py": "empty",

@@ -19,8 +19,9 @@ from typing import Annotated, get_args, get_origin
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
+from penstock.repository import Signature
 from penstock.repository.python_model import MARK, Declaration, TensorType
-from penstock.types import DATATYPES, Array, Signature, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec
 
 TRITON = "TritonPythonModel"
 # Names of functions and methods that are the model without further marks.

@@ -173,8 +173,7 @@ def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
 def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
     """Return the column that is meant by an input of one text, by its usual names; empty if there
     is none, or if a column has the input's name."""
-    is_text = spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
-    if not is_text or spec.name in names:
+    if not spec.is_text or spec.name in names:
         return {}
     usual = (spec.name.lower(), *TEXT_NAMES)
     found = next((name for each in usual for name in names if name.lower() == each), None)

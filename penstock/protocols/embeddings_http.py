@@ -106,7 +106,7 @@ def embedder_of(config: ModelConfig) -> Embedder:
             f"model. Ask /v2/models/{config.name}/infer for labels and scores",
             "model",
         )
-    texts = [each for each in config.inputs if _is_text(each)]
+    texts = [each for each in config.inputs if each.is_text]
     others = [each for each in config.inputs if each not in texts and not each.is_optional]
     vectors = [each for each in config.outputs if _is_vector(each)]
     if len(texts) != 1 or others or len(vectors) != 1:
@@ -135,10 +135,6 @@ def _written_at(artifact: str) -> int:
         return int(os.stat(artifact).st_mtime)
     except OSError:
         return 0
-
-
-def _is_text(spec: TensorSpec) -> bool:
-    return spec.datatype == "BYTES" and all(each in (1, -1) for each in spec.shape)
 
 
 def _is_vector(spec: TensorSpec) -> bool:

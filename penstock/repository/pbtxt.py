@@ -31,6 +31,7 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.repository import (
+    Signature,
     onnx_file,
     openvino_file,
     parameters,
@@ -43,7 +44,7 @@ from penstock.repository import (
 from penstock.repository.parameters import MAX_WAIT, SLO, ParameterReader, check_names
 from penstock.repository.pbtxt_fields import Proto
 from penstock.system import devices
-from penstock.types import Signature, TensorSpec, TimeoutAction
+from penstock.types import TensorSpec, TimeoutAction
 
 # Files that each backend loads; of several, the first that exists.
 FILES = {

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.repository import model_code
-from penstock.types import Signature
+from penstock.repository import Signature, model_code
 
 READER = "penstock.backends.python_reader"
 
