@@ -19,8 +19,8 @@ from typing import Annotated, get_args, get_origin
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.repository import Signature
 from penstock.repository.python_model import MARK, Declaration, TensorType
+from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, Array, TensorSpec
 
 TRITON = "TritonPythonModel"

@@ -49,7 +49,8 @@ from penstock.backends.torch_transformers import load_network
 from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
-from penstock.repository import Signature, pt2_file
+from penstock.repository import pt2_file
+from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, Array, TensorSpec
 
 # Configuration of a Hugging Face folder.

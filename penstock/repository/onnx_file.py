@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
-from penstock.repository import Signature
 from penstock.repository.links import is_shared
+from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, TensorSpec
 
 if TYPE_CHECKING:

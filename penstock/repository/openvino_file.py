@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element, ParseError, TreeBuilder
 from xml.parsers import expat
 
 from penstock.errors import ConfigError
-from penstock.repository import Signature
+from penstock.repository.signature import Signature
 from penstock.types import TensorSpec
 
 # v2 datatypes by the precision of a port.

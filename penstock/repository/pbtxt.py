@@ -31,7 +31,6 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.repository import (
-    Signature,
     onnx_file,
     openvino_file,
     parameters,
@@ -43,6 +42,7 @@ from penstock.repository import (
 )
 from penstock.repository.parameters import MAX_WAIT, SLO, ParameterReader, check_names
 from penstock.repository.pbtxt_fields import Proto
+from penstock.repository.signature import Signature
 from penstock.system import devices
 from penstock.types import TensorSpec, TimeoutAction
 

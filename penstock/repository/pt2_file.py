@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.repository import Signature
+from penstock.repository.signature import Signature
 from penstock.types import TensorSpec
 
 SCHEMA = 8

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.repository import Signature, model_code
+from penstock.repository import model_code
+from penstock.repository.signature import Signature
 
 READER = "penstock.backends.python_reader"
 
