@@ -32,7 +32,7 @@ from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.handler_tasks import MetricsHttp
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import KeyFile
-from penstock.protocols.line import listen_problem, reserve, why_not_listen
+from penstock.protocols.line import cannot_listen, reserve, why_not_listen
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import Models, V2Http
@@ -281,7 +281,7 @@ class Server:
         try:
             self._reserved = reserve(*place)
         except OSError as error:
-            raise ConfigError([cannot_listen(*place, "HTTP", listen_problem(error))]) from None
+            raise cannot_listen(*place, "HTTP", error) from None
         self.http_port = self._reserved.getsockname()[1]
         settings = (options.limits, self._gate, options.log_requests, options.tls)
         self._fronts += [
@@ -294,11 +294,7 @@ class Server:
         try:
             return await http.start(host, port, tls=self._context)
         except OSError as error:
-            raise ConfigError([cannot_listen(host, port, what, listen_problem(error))]) from None
-
-
-def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
-    return f"cannot listen on {host}:{port} for {what}: {reason}"
+            raise cannot_listen(host, port, what, error) from None
 
 
 def check(options: ServeOptions) -> None:
@@ -325,7 +321,7 @@ def _front_problems(options: ServeOptions) -> list[str]:
     http, grpc = ("HTTP", options.http_port), ("gRPC", options.grpc_port)
     ports = [*([http] if options.fronts else []), *([grpc] if options.grpc else [])]
     return [
-        cannot_listen(options.host, port, what, reason)
+        str(cannot_listen(options.host, port, what, reason))
         for what, port in ports
         if (reason := why_not_listen(options.host, port))
     ]

@@ -45,15 +45,8 @@ class MessageHead:
     the same segments have one spelling."""
 
     __slots__ = (
-        "content_length",
-        "headers",
-        "is_http_1_0",
-        "keep_alive",
-        "method",
-        "note",
-        "path",
-        "query",
-    )
+        "content_length", "headers", "is_http_1_0", "keep_alive", "method", "note", "path", "query",
+    )  # fmt: skip
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
         self.method = method

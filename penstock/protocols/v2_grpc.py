@@ -33,7 +33,7 @@ from penstock.errors import (
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.line import why_not_listen
+from penstock.protocols.line import cannot_listen, why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
@@ -408,7 +408,7 @@ def _listen(server: grpc.aio.Server, settings: frames.OpenFront) -> int:
             return int(server.add_insecure_port(address))
     except (RuntimeError, ConfigError) as error:
         reason = str(error)
-    raise ConfigError([f"cannot listen on {address} for gRPC: {reason}"])
+    raise cannot_listen(host, settings.port, "gRPC", reason)
 
 
 if __name__ == "__main__":

@@ -65,15 +65,9 @@ class InferTemplate:
     is JSON, around its data."""
 
     __slots__ = (
-        "_inputs",
-        "_pack",
-        "_parameters",
-        "_priority",
-        "_read_list",
-        "_timeout_s",
-        "outputs",
+        "_inputs", "_pack", "_parameters", "_priority", "_read_list", "_timeout_s", "outputs",
         "prefers_binary",
-    )
+    )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.prefers_binary = request.prefers_binary
