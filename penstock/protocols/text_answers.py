@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -196,9 +195,6 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
-# Answers.
-
-
 @dataclass(slots=True)
 class PromptSink:
     """The sink of one prompt; its choices are numbered after those of earlier prompts."""
@@ -256,17 +252,14 @@ class Answer:
         text = "" if self.call.is_prompt_only else event.text
         if not choice.has_begun:
             text = echo + text
-        logprobs = self._logprobs(choice, number, event) if self._has_logprobs else None
+        logprobs = None
+        if self._has_logprobs:
+            if choice.named is None:
+                generation, has_prompt = self.generations[number], self.call.has_prompt_logprobs
+                choice.named = ChoiceLogprobs(self._model.vocabulary, generation, has_prompt)
+            logprobs = choice.named.take(None if self.call.is_prompt_only else event)
         self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
-
-    def _logprobs(
-        self, choice: PartialChoice, number: int, event: TokenEvent
-    ) -> list[TokenLogprob]:
-        if choice.named is None:
-            generation, has_prompt = self.generations[number], self.call.has_prompt_logprobs
-            choice.named = ChoiceLogprobs(self._model.vocabulary, generation, has_prompt)
-        return choice.named.take(None if self.call.is_prompt_only else event)
 
     def finished(self, totals: Totals) -> None:
         known = self.usage
@@ -298,19 +291,9 @@ class Answer:
         """Write a line to the access log. A failed stream gets its error's status there, though its
         client saw 200."""
         if self.call.is_logged:
-            totals = [each.totals for each in self.generations]
-            what = {
-                **access_log.about(self._model.config),
-                "request_id": self.call.id,
-                "prompt_tokens": sum(each.num_prompt for each in totals),
-                "generation_tokens": sum(each.num_generated for each in totals),
-            }
             path, received = self.exchange.head.path, self.exchange.received
-            spans = {"total": time.monotonic() - received}
-            firsts = [each.first_at for each in self.generations if each.first_at is not None]
-            if firsts:
-                spans["first_token"] = min(firsts) - received
-            access_log.record("http", what, spans, error, path)
+            what = {**access_log.about(self._model.config), "request_id": self.call.id}
+            access_log.generated(what, self.generations, received, error, path)
 
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
