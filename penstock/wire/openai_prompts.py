@@ -13,13 +13,13 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.sampling_params import SamplingParams
+from penstock.types import Buffer
 from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_fields import OF_CHATS, OF_COMPLETIONS, OF_EMBEDDINGS, OF_TOKENIZE
 from penstock.wire.openai_messages import read_messages
 from penstock.wire.openai_v1 import (
     LARGEST,
     MAX_LOGPROBS,
-    Raw,
     SamplingFields,
     check_range,
     check_served,
@@ -95,7 +95,7 @@ _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
-def read_completion(body: Raw) -> CompletionRequest:
+def read_completion(body: Buffer) -> CompletionRequest:
     found = decode(_completion, body, OF_COMPLETIONS)
     prompts = _prompts(found.prompt, "prompt")
     num_logprobs = found.logprobs
@@ -126,7 +126,7 @@ def read_sampling_params(fields: JsonObject) -> SamplingParams:
     return read_params(found, most, None)
 
 
-def read_embeddings(body: Raw) -> EmbeddingsBody:
+def read_embeddings(body: Buffer) -> EmbeddingsBody:
     """Read a request; its `input` is a list of texts, or of lists of tokens."""
     found = decode(_embeddings, body, OF_EMBEDDINGS)
     check_range("dimensions", found.dimensions, 1, LARGEST)
@@ -134,7 +134,7 @@ def read_embeddings(body: Raw) -> EmbeddingsBody:
     return found
 
 
-def read_tokenize(body: Raw) -> TokenizeBody:
+def read_tokenize(body: Buffer) -> TokenizeBody:
     """Read a request for the tokens of a text, or of the messages of a chat."""
     found = decode(_tokenize, body, OF_TOKENIZE)
     if (found.prompt is None) == (found.messages is None):
@@ -144,7 +144,7 @@ def read_tokenize(body: Raw) -> TokenizeBody:
     return found
 
 
-def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
+def read_detokenize(body: Buffer) -> tuple[str | None, list[int]]:
     """Return the model (None: the only one) and the tokens."""
     found = decode(_detokenize, body)
     check_tokens("tokens", found.tokens, LARGEST + 1)

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.sampling_params import SamplingParams
+from penstock.types import Buffer
 from penstock.wire import json_errors
 from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_fields import OF_CHATS, OF_STREAMS, Asks
@@ -24,7 +25,6 @@ from penstock.wire.openai_messages import Message, read_messages
 if TYPE_CHECKING:
     from penstock.wire.openai_prompts import TokenizeBody
 
-Raw = bytes | bytearray | memoryview
 Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
 MAX_LOGPROBS = 20
@@ -107,7 +107,7 @@ _chat = msgspec.json.Decoder(ChatBody)
 _any = msgspec.json.Decoder(JsonObject)
 
 
-def read_chat(body: Raw) -> ChatRequest:
+def read_chat(body: Buffer) -> ChatRequest:
     found = decode(_chat, body, OF_CHATS)
     messages = read_messages(found.messages)
     if found.top_logprobs and not found.logprobs:
@@ -135,7 +135,7 @@ def template_options(found: ChatBody | TokenizeBody) -> JsonObject:
 
 
 def decode(
-    decoder: msgspec.json.Decoder[Body], body: Raw, refused: Mapping[str, Asks] = NOTHING_REFUSED
+    decoder: msgspec.json.Decoder[Body], body: Buffer, refused: Mapping[str, Asks] = NOTHING_REFUSED
 ) -> Body:
     try:
         found, fields = decoder.decode(body), _any.decode(body)
