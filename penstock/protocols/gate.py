@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import InvalidRequest, NotAllowed
@@ -18,10 +18,9 @@ from penstock.protocols import audit_log
 from penstock.protocols.http_errors import WrongHead
 from penstock.protocols.http_reader import CREDENTIALS, MessageHead
 from penstock.protocols.route import Match, Scope
-from penstock.protocols.route_table import RPC_ROUTES, find
+from penstock.protocols.route_table import find
 from penstock.serving.quotas import Quota
 
-Metadata = Iterable[tuple[str, str | bytes]]
 SCOPES = ("infer", "metrics", "admin")
 REFUSALS = (NotAllowed, InvalidRequest, WrongHead)
 # Characters of a path in errors and logs.
@@ -146,27 +145,6 @@ class Gate:
             raise NotAllowed("the API key is not known", needs_key=True)
         if scope not in scopes:
             raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
-
-    def check_rpc(self, method: str, metadata: Metadata) -> bool:
-        """Like `check_scope`, for a gRPC call; InvalidRequest if a key is given twice. Return False
-        if there is no such method."""
-        route = RPC_ROUTES.get(method)
-        if route is None:
-            return False
-        headers = headers_of(metadata)
-        self.check_keys(headers, "metadata")
-        self.check_scope(route.scope, headers)
-        return True
-
-
-def headers_of(metadata: Metadata) -> dict[bytes, bytes]:
-    """Return the metadata of a gRPC call as headers, with repeated keys joined."""
-    headers: dict[bytes, bytes] = {}
-    for name, given in metadata:
-        header, value = name.encode(), given if isinstance(given, bytes) else given.encode()
-        is_repeated = header in headers and header in CREDENTIALS
-        headers[header] = headers[header] + b"\n" + value if is_repeated else value
-    return headers
 
 
 def no_route(head: MessageHead) -> WrongHead:
