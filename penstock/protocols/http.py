@@ -51,11 +51,8 @@ class Peer(Protocol):
         """Bytes that the client has not read yet."""
 
     def will_keep_alive(self, head: MessageHead) -> bool: ...
-
     def write(self, data: bytes) -> None: ...
-
     def finish(self, data: bytes, keep_alive: bool) -> None: ...
-
     def abort(self) -> None: ...
 
 
@@ -247,8 +244,6 @@ class Connection(asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
 
-    # Exchanges.
-
     def will_keep_alive(self, head: MessageHead) -> bool:
         return head.keep_alive and not self._lifecycle.is_draining
 
@@ -380,10 +375,5 @@ def _status_line(status: int) -> bytes:
 
 
 def _refusal(status: int, text: str) -> bytes:
-    body = encode_error(text)
-    return b"%b%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
-        _STATUS_LINES[status],
-        JSON,
-        len(body),
-        body,
-    )
+    body, head = encode_error(text), _STATUS_LINES[status] + JSON + b"Connection: close\r\n"
+    return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)

@@ -13,12 +13,7 @@ from penstock.config import HttpLimits
 from penstock.errors import NotReady, PenstockError
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.gate import Gate, no_route, short_path
-from penstock.protocols.handler_tasks import (
-    HandlerTasks,
-    RouteHandler,
-    make_handlers,
-    with_audit,
-)
+from penstock.protocols.handler_tasks import HandlerTasks, RouteHandler, make_handlers, with_audit
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
 from penstock.protocols.infer_bodies import InferBodies, too_much_json

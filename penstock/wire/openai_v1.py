@@ -117,12 +117,7 @@ def read_chat(body: Buffer) -> ChatRequest:
     newer = found.max_completion_tokens
     params = read_params(found, found.max_tokens if newer is None else newer, num_logprobs)
     return ChatRequest(
-        found.model,
-        messages,
-        params,
-        bool(found.stream),
-        template_options(found),
-        has_usage(found),
+        found.model, messages, params, bool(found.stream), template_options(found), has_usage(found)
     )
 
 

@@ -24,12 +24,7 @@ from penstock.types import (
     pack_bytes,
 )
 from penstock.wire.v2_request import has_one_list, is_plain, read_infer
-from penstock.wire.v2_templates import (
-    DATA,
-    AnswerTemplate,
-    InferTemplate,
-    encode_answer,
-)
+from penstock.wire.v2_templates import DATA, AnswerTemplate, InferTemplate, encode_answer
 
 MAX_FORMS = 1024
 MAX_FORM_BYTES = 4096
