@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -116,22 +116,22 @@ class TextCall:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Count refusals, and name the request field in errors about its text."""
-        is_counted = self.is_counted
-        with counted(self.model, self.exchange.received) if is_counted else nullcontext():
-            try:
-                yield
-            except InvalidRequest as error:
-                raise with_field(error, self.field) from None
+        try:
+            yield
+        except PenstockError as error:
+            add_field(error, self.field)
+            if self.is_counted:
+                self.model.refused(error, self.exchange.received)
+            raise
 
 
-def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
-    """Return the error with `field`, unless it names one already."""
-    if not error.field:
+def add_field(error: PenstockError, field: str) -> None:
+    """Let an error about a request name `field`, unless it names one already."""
+    if isinstance(error, InvalidRequest) and not error.field:
         error.field = field
         if isinstance(error, TooLarge):
             # Only a text that cannot fit the context is too large here.
             error.code = CONTEXT_LENGTH_EXCEEDED
-    return error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,8 +276,7 @@ class Answer:
 
     def failed(self, error: PenstockError) -> None:
         if not self.is_over:
-            if isinstance(error, InvalidRequest):
-                error = with_field(error, self.call.field)
+            add_field(error, self.call.field)
             self._give_up()
             self.fail(error)
             self._note(error)
