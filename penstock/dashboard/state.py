@@ -121,12 +121,9 @@ def batching(model: Served) -> str:
 def _key(catalog: Catalog, model: Served) -> CallKey:
     config = model.config
     is_latest = catalog.versions(config.name)[-1:] == [config.version]
-    return CallKey(config.name, config.version, _has_chat(model), is_latest)
-
-
-def _has_chat(model: Served) -> bool:
-    is_loaded = model.config.backend == LLM and model.is_ready
-    return is_loaded and cast("LanguageModel", model).vocabulary.has_template
+    is_loaded = config.backend == LLM and model.is_ready
+    has_chat = is_loaded and cast("LanguageModel", model).vocabulary.has_template
+    return CallKey(config.name, config.version, has_chat, is_latest)
 
 
 def _state(management: ManagementApi) -> Literal["loading", "ready", "not ready", "shutting down"]:

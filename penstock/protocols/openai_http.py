@@ -22,10 +22,9 @@ from penstock.protocols.tokenize_http import TokenizeHttp
 from penstock.protocols.whole_answers import WholeAnswer
 from penstock.serving.catalog import Catalog
 from penstock.wire import documented as doc
-from penstock.wire import openai_prompts
 from penstock.wire.documented import OpenAiModel, describe_model
 from penstock.wire.openai_forms import ChatForm, CompletionForm
-from penstock.wire.openai_prompts import CompletionRequest
+from penstock.wire.openai_prompts import CompletionRequest, read_completion
 from penstock.wire.openai_v1 import ChatRequest, read_chat
 
 MODELS = b"/v1/models"
@@ -100,7 +99,7 @@ class OpenAiHttp:
         return [*self._ready_text_models(), *self._embeddings.ready_models()]
 
     def _completions(self, exchange: Exchange) -> None:
-        asked = openai_prompts.read_completion(exchange.body)
+        asked = read_completion(exchange.body)
         form = CompletionForm(_new_id("cmpl"), int(time.time()), asked.model, asked.has_usage)
         echoed = asked.prompts if asked.is_echoed else ()
         call = self._generate_call(exchange, asked, form, "prompt", echoed)

@@ -33,16 +33,15 @@ _PLACE = re.compile(r" \(_?ssl\.c:\d+\)")
 WATCH_S = 1.0
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class TlsFiles:
     """Certificate chain, private key and optional CA of client certificates. `warns`: log a
     certificate that is not valid at load time; only one process of a server does."""
 
     def __init__(
-        self, config: TlsConfig, warns: bool = True, now: Callable[[], datetime] = _utc_now
+        self,
+        config: TlsConfig,
+        warns: bool = True,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.config = config
         self._warns = warns
@@ -67,8 +66,9 @@ class TlsFiles:
             return None
         try:
             context, validity = self._read()
-            problem, was_valid = validity.problem(self._now()), self._is_valid
-            if problem and was_valid:
+            now, current = self._now(), self._validity
+            problem = validity.problem(now)
+            if problem and current is not None and not current.problem(now):
                 raise ConfigError([f"--tls-cert {self.config.cert}: the new certificate {problem}"])
         except ConfigError as error:
             log.error("the TLS certificate stays as it is: %s", error)
@@ -79,10 +79,6 @@ class TlsFiles:
         if problem:
             log.warning("--tls-cert %s: the certificate is %s", self.config.cert, problem)
         return context
-
-    @property
-    def _is_valid(self) -> bool:
-        return self._validity is not None and not self._validity.problem(self._now())
 
     def _read(self) -> tuple[ssl.SSLContext, Validity]:
         self._stamps = self._read_stamps()
