@@ -175,8 +175,7 @@ def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
 
 def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
     """Return the column meant by an input of one text whose name no column has, if any."""
-    is_text = spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
-    if not is_text or spec.name in names:
+    if not spec.is_text or spec.name in names:
         return {}
     usual = (spec.name.lower(), *TEXT_NAMES)
     found = next((name for each in usual for name in names if name.lower() == each), None)

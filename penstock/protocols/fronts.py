@@ -568,13 +568,8 @@ class Front:
                     self._first_listening.set_result(None)
                 if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.line.send(frames.Drain())
-                log.info(
-                    "%s listens on port %d (pid %d)",
-                    self._spec.name,
-                    frame.port,
-                    self.pid,
-                    extra={"front_pid": self.pid},
-                )
+                text, extra = "%s listens on port %d (pid %d)", {"front_pid": self.pid}
+                log.info(text, self._spec.name, frame.port, self.pid, extra=extra)
             case frames.StartFailed():
                 self._problems = frame.problems
 
