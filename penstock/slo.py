@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from penstock.errors import ConfigError
 
@@ -72,59 +72,46 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class _Bound:
+    """A limit on one figure, and how it is written."""
+
+    limit: float
+    name: ClassVar[str]
+    comparison: ClassVar[str] = "<="
+    unit: ClassVar[str] = ""
+
+    def is_kept_by(self, value: float) -> bool:
+        return value <= self.limit if self.comparison == "<=" else value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.comparison} {_number_text(self.limit)}{self.unit}"
+
+
+class Throughput(_Bound):
     """`throughput >= 500/s`."""
 
-    min_per_s: float
-    name = "throughput"
-
-    def is_kept_by(self, per_s: float) -> bool:
-        return per_s >= self.min_per_s
-
-    def __str__(self) -> str:
-        return f"throughput >= {_number_text(self.min_per_s)}/s"
+    name, comparison, unit = "throughput", ">=", "/s"
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(_Bound):
     """`goodput >= 99 %`: the share of requests answered well and in time."""
 
-    min_percent: float
-    name = "goodput"
-
-    def is_kept_by(self, percent: float) -> bool:
-        return percent >= self.min_percent
-
-    def __str__(self) -> str:
-        return f"goodput >= {_number_text(self.min_percent)}%"
+    name, comparison, unit = "goodput", ">=", "%"
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(_Bound):
     """`cost <= 0.5 per million` answers, in the currency of the given price."""
 
-    max_per_million: float
-    name = "cost"
-
-    def is_kept_by(self, per_million: float) -> bool:
-        return per_million <= self.max_per_million
-
-    def __str__(self) -> str:
-        return f"cost <= {_number_text(self.max_per_million)} per million"
+    name, unit = "cost", " per million"
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(_Bound):
     """`memory <= 2GiB`."""
 
-    max_bytes: int
     name = "memory"
 
-    def is_kept_by(self, num_bytes: float) -> bool:
-        return num_bytes <= self.max_bytes
-
     def __str__(self) -> str:
-        return f"memory <= {format_size(self.max_bytes)}"
+        return f"memory <= {format_size(round(self.limit))}"
 
 
 Term = Latency | Throughput | Goodput | Cost | Memory

@@ -582,7 +582,7 @@ def load_of(slo: Slo) -> Load:
     fewer requests than asked for, whatever the server does."""
     if slo.rate is not None:
         return _open(slo.rate.per_s, slo)
-    asked = [term.min_per_s for term in slo.terms if isinstance(term, Throughput)]
+    asked = [term.limit for term in slo.terms if isinstance(term, Throughput)]
     if not asked:
         return Closed(1)
     is_timed = any(isinstance(term, Latency | Goodput) for term in slo.terms)
@@ -788,13 +788,7 @@ def _verdict(term: Term, measured: Interval | None) -> TermVerdict:
 def _limit(term: Term) -> tuple[float, str]:
     if isinstance(term, Latency):
         return term.limit_s, "s"
-    if isinstance(term, Throughput):
-        return term.min_per_s, "/s"
-    if isinstance(term, Goodput):
-        return term.min_percent, "%"
-    if isinstance(term, Memory):
-        return float(term.max_bytes), "bytes"
-    return term.max_per_million, "per million"
+    return term.limit, "bytes" if isinstance(term, Memory) else term.unit.strip()
 
 
 # The highest rate.
