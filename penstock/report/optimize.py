@@ -153,7 +153,7 @@ def tiles(optimization: Optimization) -> list[Card]:
     for row in rows:
         if row.name not in LESS_TOLD:
             value = row.after if has_after else row.before
-            detail = f"original: {row.before.text}" if has_after else row.before.range
+            detail = f"original: {row.before.text}" if has_after else row.before.detail
             found.append(Card(row.name, value.text, detail))
     return [first_tile(optimization), *found] if found else []
 
@@ -198,15 +198,15 @@ def _outcome_style(told: StepOutcome) -> str:
     """Return the style of the chip with a try's outcome."""
     if told.is_chosen:
         return "chosen"
-    return {"kept": "kept", "rejected": "error", "failed": "error"}.get(told.outcome, "note")
+    styles = {"kept": "kept", "rejected": "error", "failed": "error"}
+    return styles.get(told.attempt.outcome, "note")
 
 
 def _fallback(optimization: Optimization) -> list[list[Cell]]:
     """Return the layers kept in float by the chosen candidate, or else by all that have some."""
-    chosen = optimization.chosen
-    line = [] if chosen is None else [chosen.key, *_parents(optimization)]
+    steps = () if optimization.chosen is None else optimization.chosen.steps
     found = [each for each in optimization.tries if each.fallback]
-    of_chosen = [each for each in found if each.candidate.key in line]
+    of_chosen = [t for t in found if t.candidate.steps == steps[: len(t.candidate.steps)]]
     rows = []
     for each in of_chosen or found:
         step = Cell(wording.last_step(each.candidate), style="words")
@@ -216,15 +216,6 @@ def _fallback(optimization: Optimization) -> list[list[Cell]]:
             texts = layer.name, layer.operator, regained, units.duration(layer.lost_s)
             rows.append([*map(Cell, texts), step])
     return rows
-
-
-def _parents(optimization: Optimization) -> list[str]:
-    found = []
-    candidate = optimization.chosen
-    while candidate is not None and candidate.steps:
-        candidate = candidate.parent
-        found.append(candidate.key)
-    return found
 
 
 def _record(optimization: Optimization) -> dict[str, str]:
