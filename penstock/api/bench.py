@@ -171,27 +171,20 @@ def _run(conductor: Conductor) -> BenchRun:
 
 
 async def _interruptible(conductor: Conductor) -> BenchRun:
-    with _signals(conductor):
-        return await conductor.measure()
-
-
-@contextlib.contextmanager
-def _signals(conductor: Conductor) -> Iterator[None]:
     """Handle Ctrl-C: the first ends the level and keeps its measurements; the second ends the run,
     as does the first if nothing was measured yet."""
     loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
+    measuring = asyncio.ensure_future(conductor.measure())
 
     def interrupt() -> None:
         if conductor.is_interrupted or not conductor.is_measuring:
-            task.cancel()
+            measuring.cancel()
         conductor.interrupt()
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, interrupt)
     try:
-        yield
+        return await measuring
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:

@@ -17,20 +17,13 @@ from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import PenstockError
 from penstock.types import Array, Tensor
 from penstock.wire import v2_client
+from penstock.wire.statuses import STATUSES
 
 # Errors by HTTP status; other statuses are BackendFailed. The text decides which error 503 is.
 ERRORS: Mapping[int, type[PenstockError]] = {
-    400: errors.InvalidRequest,
+    **{status.http: kind for kind, status in STATUSES.items()},
     401: errors.NotAllowed,
-    403: errors.NotAllowed,
-    404: errors.NotFound,
-    413: errors.TooLarge,
-    422: errors.Quarantined,
-    429: errors.QuotaExceeded,
     499: errors.DeadlineExceeded,
-    501: errors.Unsupported,
-    503: errors.Overloaded,
-    504: errors.DeadlineExceeded,
 }
 NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32

@@ -15,7 +15,7 @@ from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Breakdown, Figures
-from penstock.report.tables import TERMINAL_STYLES, figure_table
+from penstock.report.tables import TERMINAL_STYLES, bar, figure_table
 
 # Styles of the headline on a page.
 OUTCOME_STYLES: dict[Outcome, str] = {
@@ -192,10 +192,9 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
     table = figure_table("batch size", *columns, words=("load", ""))
     table.columns[0].justify = "right"
     for (run, row), rate in zip(rows, rates, strict=True):
-        bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
         p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
         figures = (units.number(row.throughput.value), units.number(rate))
-        curve = Text(bar, style="cyan")
+        curve = bar(rate, best, BAR_WIDTH) if best else ""
         failed = str(row.num_failed)
         table.add_row(str(run.batch_size), row.label, *figures, curve, p50, p99, failed)
     target = runs[0].target
