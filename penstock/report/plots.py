@@ -216,7 +216,7 @@ def waterfall(
     last and infinite ones (nothing was answered) begin at zero, others at the value before."""
     top = top or max(step.value for step in steps if math.isfinite(step.value)) or 1.0
     edge = top * 1.12
-    spans, colours, notes, connectors = [], [], [], []
+    spans, colours, texts, notes, marks = [], [], [], [], list[Mark]()
     for index, step in enumerate(steps):
         start, colour = 0.0, BLUE
         if 0 < index < len(steps) - 1 and math.isfinite(step.value):
@@ -225,13 +225,14 @@ def waterfall(
         low, high = sorted((start, step.value))
         spans.append((min(low, edge), min(high, edge)))
         colours.append(colour)
+        texts.append(f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}")
         text = step.text + (" ↑" if step.value > top else "")
         at, dy = (edge, -4.0) if high > top else (high, -5.0)
         notes.append(Note(float(index), at, text, dy=dy))
         if index < len(steps) - 1 and step.value <= top:
             x, y = (index + HALF_BAR, index + 1 - HALF_BAR), (step.value, step.value)
             line = Series("", x, y, GREY, width=1.0, dash="2 3", in_legend=False)
-            connectors.append(line)
+            marks.append(line)
     lows, highs = zip(*spans, strict=True)
     trace = Bars(
         title,
@@ -239,11 +240,11 @@ def waterfall(
         lows,
         highs,
         tuple(colours),
-        [f"{each.label}: {each.text}{' (predicted)' * (not each.is_measured)}" for each in steps],
+        texts,
         outlined=tuple(not each.is_measured for each in steps),
         thickness=2 * HALF_BAR,
         in_legend=False,
     )
     x_axis = Axis(categories=tuple(step.name for step in steps), has_grid=False)
-    y_axis, marks = Axis(title, low=0.0, high=edge), (*connectors, trace)
-    return Plot(x_axis, y_axis, marks, limits=limits, notes=notes, has_legend=False)
+    y_axis = Axis(title, low=0.0, high=edge)
+    return Plot(x_axis, y_axis, [*marks, trace], limits=limits, notes=notes, has_legend=False)
