@@ -31,15 +31,13 @@ class Commands(click.Group):
             return super().main(args, prog_name, complete_var, standalone_mode, **extra)
         try:
             result = super().main(args, prog_name, complete_var, False, **extra)
-        except click.MissingParameter as error:
-            _tell_missing(error)
-            sys.exit(ExitCode.USAGE)
-        except click.UsageError as error:
-            error.show()
-            sys.exit(ExitCode.USAGE)
         except click.ClickException as error:
-            error.show()
-            sys.exit(ExitCode.FAILED)
+            if isinstance(error, click.MissingParameter):
+                _tell_missing(error)
+            else:
+                error.show()
+            is_usage = isinstance(error, click.UsageError)
+            sys.exit(ExitCode.USAGE if is_usage else ExitCode.FAILED)
         except click.Abort:
             # click's name for Ctrl-C.
             click.echo("interrupted", err=True)

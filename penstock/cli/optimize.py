@@ -105,30 +105,25 @@ def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]
 def _show(found: Optimization, plan: Plan, outputs: PageOutputs) -> None:
     from penstock.api import optimize as api
     from penstock.api import terminal
-    from penstock.optimizer import optimization_files
+    from penstock.optimizer.optimization_files import to_json, write_optimization
     from penstock.optimizer.workspace import report_path
     from penstock.report import optimize_table
 
     console = terminal.console()
     if outputs.json == STDOUT:
-        print_json(optimization_files.to_json(found))
+        print_json(to_json(found))
     elif outputs.quiet:
         click.echo(found.headline)
     else:
         console.print(optimize_table.shown(found))
     html = Path(outputs.html) if outputs.html else report_path(plan)
     html = _write(html, found.name, lambda path: api.write_html(found, path))
-    [*json_paths] = files(outputs.json)
-    if not json_paths and not found.version:
+    json = Path(outputs.json) if files(outputs.json) else None
+    if json is None and not found.version:
         # Nothing else keeps the verdict.
-        json_paths = [str(html.with_suffix(".json"))]
-    json = None
-    for name in json_paths:
-        json = _write(
-            Path(name),
-            found.name,
-            lambda path: optimization_files.write_optimization(found, path),
-        )
+        json = html.with_suffix(".json")
+    if json is not None:
+        json = _write(json, found.name, lambda path: write_optimization(found, path))
     if not found.version:
         _explain(found, html, json)
     elif outputs.json != STDOUT and not outputs.quiet:

@@ -181,8 +181,12 @@ FIGURES = (
     _Figure("highest rate", lambda each: _rate(each.max_rate, "none")),
     _Figure("p50", lambda each: _duration(each.p50), True, True),
     _Figure("p99", lambda each: _duration(each.p99), True, True),
-    _Figure("p99 first token", lambda s: _duration(s.streams.ttft if s.streams else None), True, True),
-    _Figure("p99 per token", lambda s: _duration(s.streams.tpot if s.streams else None), True, True),
+    _Figure(
+        "p99 first token", lambda s: _duration(s.streams.ttft if s.streams else None), True, True
+    ),
+    _Figure(
+        "p99 per token", lambda s: _duration(s.streams.tpot if s.streams else None), True, True
+    ),
     _Figure("tokens/s", _tokens, has_change=False),
     _Figure("answers/s", lambda each: _rate(each.throughput)),
     _Figure(

@@ -13,14 +13,7 @@ from html import escape
 from typing import Literal
 
 from penstock.report import scales
-from penstock.report.marks import (
-    PlotFrame,
-    draw_bars,
-    draw_series,
-    draw_strips,
-    short,
-    text_lines,
-)
+from penstock.report.marks import PlotFrame, draw_bars, draw_series, draw_strips, short, text_lines
 from penstock.report.plots import Bars, Limit, Mark, Note, Plot, Series
 
 WIDTH, HEIGHT = 560.0, 320.0
@@ -37,9 +30,11 @@ MAX_LABELS = 0.42
 LIMIT_COLOUR = "#d9822b"
 
 
-def draw(plot: Plot, label: str = "", width: float = WIDTH, height: float = HEIGHT) -> str:
+def draw(plot: Plot, label: str = "", width: float = WIDTH) -> str:
     """Return an `<svg>` element for a page."""
-    height = _height(plot, height)
+    has_rows = any(isinstance(mark, Bars) and mark.is_horizontal for mark in plot.marks)
+    usual = TOP + 44 + ROW * max(1, len(plot.y.categories)) if has_rows else HEIGHT
+    height = usual if plot.height is None else plot.height
     body = "".join(_body(plot, width, height))
     name = f' aria-label="{escape(label)}"' if label else ""
     return f'<svg viewBox="0 0 {short(width)} {short(height)}" role="img"{name}>{body}</svg>'
@@ -61,14 +56,6 @@ def _legend_key(mark: Mark) -> LegendKey:
     if isinstance(mark, Bars):
         return LegendKey(mark.name, mark.colour(0), "box")
     return LegendKey(mark.name, mark.colour, "line" if mark.width else "dot")
-
-
-def _height(plot: Plot, usual: float) -> float:
-    if plot.height is not None:
-        return plot.height
-    if any(isinstance(mark, Bars) and mark.is_horizontal for mark in plot.marks):
-        return TOP + 44 + ROW * max(1, len(plot.y.categories))
-    return usual
 
 
 def _body(plot: Plot, width: float, height: float) -> Iterator[str]:
