@@ -14,7 +14,7 @@ from penstock.benchmark import findings, headline, summary
 from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
 from penstock.benchmark.results import BenchRun
-from penstock.benchmark.summary import Breakdown, Figures
+from penstock.benchmark.summary import Figures
 from penstock.report.tables import TERMINAL_STYLES, bar, figure_table
 
 # Styles of the headline on a page.
@@ -50,7 +50,11 @@ def shown(run: BenchRun) -> Group:
     parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
     found = findings.grouped(findings.find(run))
     if found:
-        parts += ["", *(finding_line(run, each) for each in found)]
+        parts.append("")
+    for group in found:
+        place, finding = place_of(run, group), group[0]
+        severity = (f"{finding.severity}: ", SEVERITY_STYLES[finding.severity])
+        parts.append(Text.assemble(severity, f"{place}: " if place else "", finding.text))
     return Group(*parts)
 
 
@@ -94,14 +98,6 @@ def cold_start_text(run: BenchRun) -> str | None:
     named = {"loading": cold.load_s, "connecting": cold.connect_s, "first request": cold.first_s}
     parts = [f"{name} {units.duration(s)}" for name, s in named.items() if s is not None]
     return ", ".join(parts) or None
-
-
-def finding_line(run: BenchRun, group: Sequence[Finding]) -> Text:
-    place, finding = place_of(run, group), group[0]
-    style = SEVERITY_STYLES[finding.severity]
-    return Text.assemble(
-        (f"{finding.severity}: ", style), f"{place}: " if place else "", finding.text
-    )
 
 
 def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
@@ -170,17 +166,14 @@ def _breakdown_table(
     columns = ("request", "overhead", "queue", "input", "infer", "output", "outside")
     table = figure_table(head, *columns)
     for name, part in zip(names, parts, strict=True):
-        table.add_row(Text(name), *_breakdown_cells(part, unit, len(columns)))
+        cells = [units.UNKNOWN] * len(columns)
+        if part is not None:
+            inside = (part.server_s, part.overhead_s, part.queue_s)
+            compute = (part.input_s, part.infer_s, part.output_s)
+            cells = [units.in_unit(each, unit) for each in (*inside, *compute, part.outside_s)]
+        table.add_row(Text(name), *cells)
     title = f"In the server, mean per request in {unit} (outside: network and client)"
     return Text(title, style="bold"), table
-
-
-def _breakdown_cells(part: Breakdown | None, unit: str, num_cells: int) -> list[str]:
-    if part is None:
-        return [units.UNKNOWN] * num_cells
-    inside = (part.server_s, part.overhead_s, part.queue_s)
-    compute = (part.input_s, part.infer_s, part.output_s)
-    return [units.in_unit(seconds, unit) for seconds in (*inside, *compute, part.outside_s)]
 
 
 def sweep(runs: Sequence[BenchRun]) -> Group:

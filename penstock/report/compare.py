@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -67,13 +67,6 @@ def _pairs(runs: Sequence[Named]) -> list[Pair]:
     return [pair_of(runs[0], other) for other in runs[1:]]
 
 
-def _with_load_once(pair: Pair) -> Iterator[tuple[str, ComparisonRow]]:
-    """Yield rows, with the load named in its first row only."""
-    for last, row in zip((None, *pair.rows), pair.rows, strict=False):
-        is_new = last is None or last.load != row.load or row.figure == "throughput"
-        yield row.load if is_new else "", row
-
-
 def page(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
     labels = [summary.label_of(level) for level in runs[0].run.levels]
@@ -122,30 +115,21 @@ def tiles(pairs: Sequence[Pair]) -> list[Card]:
     at that load, and other comparisons."""
     found = []
     for pair in pairs:
-        row = _most(pair, "p99")
-        if row is not None:
-            found.append(_tile(pair, row, len(pairs) > 1))
-            found += [
-                _tile(pair, other, len(pairs) > 1)
-                for other in pair.rows
-                if other.load == row.load and other.figure in ("throughput", "p50")
-            ]
+        tails = [row for row in pair.rows if row.figure == "p99" and row.ratio.value > 0]
+        if tails:
+            most = max(tails, key=_difference)
+            at_load = [row for row in pair.rows if row.load == most.load]
+            others = [row for row in at_load if row.figure in ("throughput", "p50")]
+            for row in (most, *others):
+                name = f"{row.figure}, {pair.other.name}" if len(pairs) > 1 else row.figure
+                text = f"{row.base} → {row.other} at {row.load}"
+                found.append(Card(name, speed_text(row), text))
     return found
 
 
-def _most(pair: Pair, figure: str) -> ComparisonRow | None:
-    """Return the row of a figure that differs most; differences that are shown come first."""
-    rows = [row for row in pair.rows if row.figure == figure and row.ratio.value > 0]
-    return max(
-        rows,
-        key=lambda row: (row.verdict != "no difference shown", abs(math.log(row.ratio.value))),
-        default=None,
-    )
-
-
-def _tile(pair: Pair, row: ComparisonRow, is_named: bool) -> Card:
-    name = f"{row.figure}, {pair.other.name}" if is_named else row.figure
-    return Card(name, speed_text(row), f"{row.base} → {row.other} at {row.load}")
+def _difference(row: ComparisonRow) -> tuple[bool, float]:
+    """Order rows by how much they differ; differences that are shown come first."""
+    return row.verdict != "no difference shown", abs(math.log(row.ratio.value))
 
 
 def speed_text(row: ComparisonRow) -> str:
@@ -172,13 +156,14 @@ def _head(base: str, other: str) -> list[str]:
 
 
 def _cells(pair: Pair) -> list[list[Cell]]:
-    return [
-        [
-            *map(Cell, (load, row.figure, row.base, row.other, ratio_text(row.ratio))),
-            Cell(row.verdict, style=CELL_STYLES[row.verdict]),
-        ]
-        for load, row in _with_load_once(pair)
-    ]
+    """Return the rows of the table; a load is named in its first row only."""
+    cells, last = [], ""
+    for row in pair.rows:
+        load = row.load if row.load != last or row.figure == "throughput" else ""
+        texts = (load, row.figure, row.base, row.other, ratio_text(row.ratio))
+        cells.append([*map(Cell, texts), Cell(row.verdict, style=CELL_STYLES[row.verdict])])
+        last = row.load
+    return cells
 
 
 def _cdf(runs: Sequence[Named], index: int) -> Plot | None:

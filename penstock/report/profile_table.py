@@ -16,7 +16,7 @@ from penstock.report.tables import bar, figure_table, section
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8
-KERNEL_WIDTH = 60
+NAME_WIDTH, KERNEL_WIDTH = 44, 60
 # Width of a full bar, and what is shown of one that is shorter than a letter.
 BAR = (20, "▏")
 BOUND_STYLES = {
@@ -29,10 +29,8 @@ BOUND_STYLES = {
 
 
 def shown(profile: Profile) -> Group:
-    parts: list[RenderableType] = [
-        Text(profile.recommendation, style="bold"),
-        Text(about(profile), style="dim"),
-    ]
+    parts: list[RenderableType] = [Text(profile.recommendation, style="bold")]
+    parts.append(Text(about(profile), style="dim"))
     parts += [Text(f"- {line}") for line in profile.findings]
     if profile.operators:
         parts += [section("By type"), _types(profile)]
@@ -58,10 +56,8 @@ def about(profile: Profile) -> str:
 
 def peaks_text(peaks: Peaks) -> str:
     flops = [f"{name.upper()} {scaled(value, 'FLOP/s')}" for name, value in peaks.flops.items()]
-    threads = units.count(peaks.num_threads, "thread")
-    text = (
-        f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"
-    )
+    threads, memory = units.count(peaks.num_threads, "thread"), scaled(peaks.bytes_per_s, "B/s")
+    text = f"{peaks.device}, {threads}: {', '.join(flops)}; memory {memory}"
     if peaks.cache_bytes_per_s:
         text += f", caches {scaled(peaks.cache_bytes_per_s, 'B/s')}"
     if peaks.host_bytes_per_s:
@@ -98,9 +94,8 @@ def whole_s(profile: Profile) -> float:
 def _types(profile: Profile) -> Table:
     whole = whole_s(profile)
     unit = units.unit_of([whole])
-    table = figure_table(
-        "type", "", "share", unit, "calls", "FLOP", "bytes", "of roof", words=("",)
-    )
+    columns = ("", "share", unit, "calls", "FLOP", "bytes", "of roof")
+    table = figure_table("type", *columns, words=("",))
     groups = roofline.by_type(profile.operators)
     for kind, operators in groups[:NUM_TYPES]:
         seconds = sum(each.seconds for each in operators)
@@ -135,7 +130,8 @@ def _operators(profile: Profile) -> Table:
     table = figure_table("operator", *columns, words=("type", "bound"))
     for each in profile.operators[:NUM_OPERATORS]:
         table.add_row(
-            Text(_short(each.name)),
+            # The end of a name says most.
+            Text(each.name if len(each.name) <= NAME_WIDTH else f"…{each.name[1 - NAME_WIDTH :]}"),
             Text(each.type),
             Text(each.bound, style=BOUND_STYLES[each.bound]),
             units.share(each.seconds, whole),
@@ -175,11 +171,6 @@ def intensity_text(operator: Operator) -> str:
     if not operator.num_bytes or operator.flops is None:
         return units.UNKNOWN
     return units.number(operator.flops / operator.num_bytes)
-
-
-def _short(name: str, width: int = 44) -> str:
-    """Keep the end of the name, which says most."""
-    return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
 def _buckets(buckets: Sequence[RequestPhase]) -> Table:
