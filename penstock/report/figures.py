@@ -170,30 +170,23 @@ def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 def _limit_line(limit: Limit, frame: PlotFrame) -> str:
     style = f'stroke="{LIMIT_COLOUR}" stroke-width="1.5" stroke-dasharray="5 4"'
     title = f"<title>{escape(limit.text)}</title>" if limit.text else ""
+    line = f"M{short(frame.left)} {short(frame.y(limit.at))}H{short(frame.right)}"
     if limit.axis == "x":
         line = f"M{short(frame.x(limit.at))} {short(frame.top)}V{short(frame.bottom)}"
-    else:
-        line = f"M{short(frame.left)} {short(frame.y(limit.at))}H{short(frame.right)}"
     return f'<path d="{line}" {style}>{title}</path>'
 
 
 def _limit_label(limit: Limit, plot: Plot, frame: PlotFrame) -> str:
     """Label a limit where there is room: beside an upright line, above the freer end of another."""
     if limit.axis == "x":
-        x = frame.x(limit.at)
+        x, y = frame.x(limit.at), frame.top + 10
         is_left = x > (frame.left + frame.right) / 2
-        anchor, at = ("end", x - 5) if is_left else ("start", x + 5)
-        return _limit_text(limit, at, frame.top + 10, anchor)
-    y = frame.y(limit.at) - 5
-    width = LETTER * len(limit.text)
-    left = _clearance(plot, frame, (frame.left, frame.left + width), y - 5)
-    right = _clearance(plot, frame, (frame.right - width, frame.right), y - 5)
-    if left > right:
-        return _limit_text(limit, frame.left + 4, y, "start")
-    return _limit_text(limit, frame.right - 2, y, "end")
-
-
-def _limit_text(limit: Limit, x: float, y: float, anchor: str) -> str:
+        anchor, x = ("end", x - 5) if is_left else ("start", x + 5)
+    else:
+        y, width = frame.y(limit.at) - 5, LETTER * len(limit.text)
+        left = _clearance(plot, frame, (frame.left, frame.left + width), y - 5)
+        right = _clearance(plot, frame, (frame.right - width, frame.right), y - 5)
+        anchor, x = ("start", frame.left + 4) if left > right else ("end", frame.right - 2)
     return text_lines(limit.text, x, y, anchor, f'class="l" style="fill:{LIMIT_COLOUR}"')
 
 

@@ -67,6 +67,7 @@ def page(optimization: Optimization) -> str:
     has_after = before_after.has_after(optimization)
     head, rows = before_after.table(optimization)
     plots = all_plots(optimization)
+    chosen, profiled = optimization.chosen, try_of(optimization.tries, optimization.profiled)
     values = {
         "headline": optimize_table.headline(optimization),
         "style": optimize_table.style(optimization),
@@ -84,13 +85,11 @@ def page(optimization: Optimization) -> str:
         "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
         "fallback": _fallback(optimization),
         "profile": optimization.profile,
-        "profiled": _profiled(optimization),
+        "profiled": "" if profiled is None else str(profiled.candidate),
         "next_step": wording.next_step(optimization),
         "steps_of": reproduce.steps_code,
         "files_of": lambda candidate: reproduce.files(optimization, candidate),
-        "build_code": reproduce.build_code(optimization, optimization.chosen)
-        if optimization.chosen is not None
-        else "",
+        "build_code": "" if chosen is None else reproduce.build_code(optimization, chosen),
         "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
         "is_text": optimization.form == "text",
@@ -128,12 +127,6 @@ def about(optimization: Optimization) -> dict[str, str]:
     }
 
 
-def _profiled(optimization: Optimization) -> str:
-    """Return the candidate that was profiled; empty if unknown."""
-    found = try_of(optimization.tries, optimization.profiled)
-    return "" if found is None else str(found.candidate)
-
-
 def _run_text(optimization: Optimization) -> str:
     tries = units.count(len(optimization.tries), "candidate")
     text = f"{tries} in {wording.span(optimization.elapsed_s)}"
@@ -148,9 +141,8 @@ def tiles(optimization: Optimization) -> list[Card]:
     """Return what came of it, then a tile for each main figure of the table: the new value, with
     the original's below."""
     has_after = before_after.has_after(optimization)
-    rows = before_after.rows(optimization)
     found = []
-    for row in rows:
+    for row in before_after.rows(optimization):
         if row.name not in LESS_TOLD:
             value = row.after if has_after else row.before
             detail = f"original: {row.before.text}" if has_after else row.before.detail
@@ -160,15 +152,14 @@ def tiles(optimization: Optimization) -> list[Card]:
 
 def first_tile(optimization: Optimization) -> Card:
     """Say how many times faster it is, or at which rate the SLO is kept."""
-    faster = _faster(optimization)
-    if faster is not None:
+    if (faster := _faster(optimization)) is not None:
         return faster
     served = optimization.after or optimization.before
     rate = None if served is None else served.max_rate
     if optimization.outcome == "kept" and optimization.slo:
         at = "" if rate is None or not rate.value > 0 else f" at {units.number(rate.value)}/s"
-        by = "by the original" if not before_after.has_after(optimization) else ""
-        return Card("result", f"SLO kept{at}", by or optimization.slo)
+        by = optimization.slo if before_after.has_after(optimization) else "by the original"
+        return Card("result", f"SLO kept{at}", by)
     return Card("result", optimize_table.headline(optimization).partition(":")[0], optimization.slo)
 
 
@@ -184,11 +175,8 @@ def _faster(optimization: Optimization) -> Card | None:
         "p50": (after.p50, before.p50),
     }
     for name, (low, high) in sides.items():
-        row = rows.get(name)
-        if row is None or not row.is_better or low is None or high is None:
-            continue
-        ratio = wording.ratio(low, high)
-        if ratio is not None:
+        row, ratio = rows.get(name), wording.ratio(low, high)
+        if row is not None and row.is_better and ratio is not None:
             times = wording.times(ratio).removesuffix("x")
             return Card(name, f"{times} times faster", f"{row.before.text} → {row.after.text}")
     return None

@@ -73,10 +73,10 @@ def _log_limits(values: list[float]) -> tuple[float, float]:
     if not positive:
         return 1.0, 10.0
     low, high = math.log10(min(positive)), math.log10(max(positive))
-    if high - low < math.log10(NARROW):
-        middle = (low + high) / 2
-        return 10 ** (middle - math.log10(NARROW)), 10 ** (middle + math.log10(NARROW))
     room = (high - low) * ROOM
+    if high - low < math.log10(NARROW):
+        low = high = (low + high) / 2
+        room = math.log10(NARROW)
     return float(10 ** (low - room)), float(10 ** (high + room))
 
 
