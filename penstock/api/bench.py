@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,9 +103,8 @@ def bench(model: str, options: BenchOptions, *, progress: bool = False) -> Bench
 
 def _as_typed(model: str, options: BenchOptions) -> str:
     """Return the call in Python, for the report."""
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    defaults = BenchOptions()
-    changed = [f"{k}={v!r}" for k, v in given.items() if v != getattr(defaults, k)]
+    defaults = asdict(BenchOptions())
+    changed = [f"{k}={v!r}" for k, v in asdict(options).items() if v != defaults[k]]
     return f"penstock.bench({', '.join([repr(model), *changed])})"
 
 

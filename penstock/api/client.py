@@ -39,9 +39,8 @@ class Client:
         self._model = model or endpoint.model
         self._version = endpoint.version
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
-        self._opened: HttpCalls | GrpcCalls | None = _open(
-            endpoint, Access(api_key, timeout_s, ca_file)
-        )
+        access = Access(api_key, timeout_s, ca_file)
+        self._opened: HttpCalls | GrpcCalls | None = _open(endpoint, access)
 
     def __enter__(self) -> Client:
         return self

@@ -54,22 +54,16 @@ class GrpcCalls:
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
         found = self._ask("ModelMetadata", name=model, version=version)
-        return ModelMetadata(
-            found.name,
-            tuple(found.versions),
-            found.platform,
-            tuple(map(_spec, found.inputs)),
-            tuple(map(_spec, found.outputs)),
-        )
+        inputs, outputs = (tuple(map(_spec, each)) for each in (found.inputs, found.outputs))
+        return ModelMetadata(found.name, tuple(found.versions), found.platform, inputs, outputs)
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
         message = v2_pb.make_infer(model, version, tensors)
         return v2_pb.read_answer(self._send("ModelInfer", message))
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
-        raise errors.Unsupported(
-            f"{self._endpoint.url}: text is generated over HTTP; use an http:// URL"
-        )
+        text = "text is generated over HTTP; use an http:// URL"
+        raise errors.Unsupported(f"{self._endpoint.url}: {text}")
 
     def close(self) -> None:
         self._channel.close()

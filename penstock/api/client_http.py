@@ -74,10 +74,8 @@ class HttpCalls:
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
         head_length, body = v2_client.encode_infer(tensors)
-        headers = {v2_client.HEAD_LENGTH: str(head_length)}
-        status, answered, answer = self._send(
-            "POST", f"{_path(model, version)}/infer", body, headers
-        )
+        headers, path = {v2_client.HEAD_LENGTH: str(head_length)}, f"{_path(model, version)}/infer"
+        status, answered, answer = self._send("POST", path, body, headers)
         if status != 200:
             raise self._error(status, answer)
         length = answered.get(v2_client.HEAD_LENGTH.lower(), str(len(answer)))
@@ -132,10 +130,9 @@ class HttpCalls:
             if self._idle:
                 return self._idle.pop(), False
         place, timeout_s = (self._endpoint.host, self._endpoint.port), self._access.timeout_s
-        if self._context is not None:
-            secure = http.client.HTTPSConnection(*place, timeout=timeout_s, context=self._context)
-            return secure, True
-        return http.client.HTTPConnection(*place, timeout=timeout_s), True
+        if self._context is None:
+            return http.client.HTTPConnection(*place, timeout=timeout_s), True
+        return http.client.HTTPSConnection(*place, timeout=timeout_s, context=self._context), True
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:

@@ -123,9 +123,7 @@ def _batches(
         limit = config.max_batch_size or "one row, without a batch dimension"
         raise InvalidRequest(f"batch_size {batch_size}: the model takes at most {limit}")
     is_even = all(isinstance(column, np.ndarray) for column in columns.by_name.values())
-    size = 1
-    if config.max_batch_size and is_even:
-        size = batch_size or config.max_batch_size
+    size = batch_size or config.max_batch_size if config.max_batch_size and is_even else 1
     for start in range(0, columns.num_examples, size):
         end = min(start + size, columns.num_examples)
         tensors: dict[str, Array] = {}
