@@ -1,5 +1,4 @@
-"""Options of `penstock bench` to a plan: parsed, checked together, and every problem reported at
-once, under the name of its flag."""
+"""Options of `penstock bench` to a plan; all problems are reported at once, under their flags."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A client of the v2 protocol: numpy arrays and texts in, numpy arrays out, over HTTP or gRPC.
-
-Works with Penstock, Triton and other v2 servers. Thread-safe; connections are kept open.
-"""
+"""A client of Penstock, Triton and other v2 servers: numpy arrays and texts in, numpy arrays out,
+over HTTP or gRPC. Thread-safe; connections are kept open."""
 
 from __future__ import annotations
 

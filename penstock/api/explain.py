@@ -1,5 +1,4 @@
-"""Explanations of a running server's batcher. Used by `penstock.explain` and `penstock
-explain`."""
+"""Explanations of a running server's batcher, for `penstock.explain` and `penstock explain`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Resolve a MODEL without loading it. Used by `penstock.inspect` and `penstock
-inspect`."""
+"""Resolve a MODEL without loading it, for `penstock.inspect` and `penstock inspect`."""
 
 from __future__ import annotations
 

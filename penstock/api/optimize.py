@@ -1,5 +1,4 @@
-"""Optimisations: options to a plan, a plan to a version in a repository. Used by
-`penstock.optimize` and `penstock optimize`."""
+"""Options to a plan, a plan to a version in a repository: `optimize` in Python and as a command."""
 
 from __future__ import annotations
 

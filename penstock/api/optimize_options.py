@@ -12,8 +12,7 @@ step_flag = flags_of("Functions around the model")
 
 @dataclass(frozen=True, slots=True)
 class OptimizeOptions:
-    """What must hold, on which data, and how much may be tried. Empty texts and None are not
-    given."""
+    """What must hold, on which data, how much may be tried. Empty texts and None: not given."""
 
     slo: str = goal_flag(
         "Latency target, e.g. 'p99 < 20 ms at 200/s'",

@@ -47,8 +47,8 @@ WATCH_S = 1.0
 QUIET_S = 10.0
 
 
-def console(is_error: bool = False) -> Console:
-    made = Console(stderr=is_error)
+def console() -> Console:
+    made = Console()
     if not made.is_terminal:
         made.width = 1000  # Wide enough that no line of a file is broken.
     return made
@@ -278,8 +278,7 @@ def explained(answer: Explanation) -> Group:
 
 def watch(ask: Callable[[], Explanation]) -> NoReturn:
     """Show a new answer every second until Ctrl-C, which raises KeyboardInterrupt. In a terminal
-    each answer replaces the last one, cut to its height; other outputs get one after the other.
-    """
+    each answer replaces the last one, cut to its height; other outputs get all of them."""
     out = console()
     with Live(console=out, auto_refresh=False) if out.is_terminal else nullcontext() as live:
         while True:

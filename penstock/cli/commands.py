@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -98,6 +99,10 @@ def fail(error: PenstockError) -> NoReturn:
         click.echo(coloured(f"error: {problem}", "red"), err=True)
     is_usage = isinstance(error, CommandLineError)
     sys.exit(ExitCode.USAGE if is_usage else ExitCode.FAILED)
+
+
+def typed_command() -> str:
+    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 def coloured(text: str, colour: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.api.optimize_options import OptimizeOptions
-from penstock.cli.commands import fail
+from penstock.cli.commands import fail, typed_command
 from penstock.cli.options import Command, add_options
 from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
 from penstock.errors import ConfigError, PenstockError
@@ -92,7 +91,7 @@ def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]
     from penstock.optimizer.run import optimize as run
     from penstock.report.optimize_live import OptimizeDisplay
 
-    command = shlex.join(["penstock", *sys.argv[1:]])
+    command = typed_command()
     if is_quiet:
         with Interruption(lambda count: None) as interruption:
             found = run(plan, lambda progress: None, command)

@@ -1,5 +1,4 @@
-"""A run as a self-contained HTML page: no network, no other file. Its first line says whether the
-SLO was kept."""
+"""A run as a self-contained HTML page, whose first line says whether the SLO was kept."""
 
 from __future__ import annotations
 

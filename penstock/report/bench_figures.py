@@ -144,8 +144,7 @@ def nines(percent: float) -> float:
 def cdf_series(
     histogram: DurationHistogram, name: str, colour: str, dash: str = ""
 ) -> Series | None:
-    """Return a distribution up to the last percentile with at least one request beyond; None if it
-    is empty."""
+    """Return a distribution up to the last percentile with a request beyond; None if empty."""
     total = histogram.total
     shown = [each for each in CDF_PERCENTS if total * (1 - each / 100) >= 1]
     if not shown:

@@ -1,8 +1,5 @@
-"""Plots as SVG elements of a page. Pure.
-
-Colours of text and grid are CSS variables that the page sets, so that one drawing fits a light and
-a dark theme.
-"""
+"""Plots as SVG elements of a page. Pure. Colours of text and grid are CSS variables that the page
+sets, so that one drawing fits a light and a dark theme."""
 
 from __future__ import annotations
 

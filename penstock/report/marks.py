@@ -1,7 +1,5 @@
-"""Bars, lines, symbols and hover strips of plots, as SVG. Pure.
-
-`figures` draws what is around them. A mark has its exact values in a `<title>`.
-"""
+"""Bars, lines, symbols and hover strips of plots, as SVG. Pure. `figures` draws what is around
+them. A mark has its exact values in a `<title>`."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ def short(value: float) -> str:
 
 
 def text_lines(text: str, x: float, y: float, anchor: str, look: str = "", most: int = 1000) -> str:
-    """Draw text of one or more lines with the attributes `look`; lines that are too long are cut,
-    and whole in a title."""
+    """Draw text with the attributes `look`; lines that are too long are cut, and in a title."""
     if not text:
         return ""
     place = "" if anchor == "start" else f' text-anchor="{anchor}"'

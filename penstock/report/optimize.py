@@ -138,8 +138,7 @@ def _run_text(optimization: Optimization) -> str:
 
 
 def tiles(optimization: Optimization) -> list[Card]:
-    """Return what came of it, then a tile for each main figure of the table: the new value, with
-    the original's below."""
+    """Return what came of it, then each main figure: the new value, with the original's below."""
     has_after = before_after.has_after(optimization)
     found = []
     for row in before_after.rows(optimization):

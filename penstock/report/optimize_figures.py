@@ -1,7 +1,5 @@
 """Plots of an optimisation: what each step gave, what was tried, before and after. Pure.
-
-Predicted figures are outlined bars and hollow marks, measured ones are solid.
-"""
+Predicted figures are outlined bars and hollow marks, measured ones are solid."""
 
 from __future__ import annotations
 
@@ -97,8 +95,7 @@ def slo_of(optimization: Optimization) -> Slo | None:
 def _waterfall(
     phases: Sequence[Phase], quantity: _Quantity, limit_s: float | None = None
 ) -> Plot | None:
-    """Return a waterfall: the first and last bar start at zero, each one between runs from the
-    previous value to its own. Steps without a value are left out."""
+    """Return a waterfall of the steps that have a value."""
     phases = [phase for phase in phases if not math.isnan(quantity.value(phase))]
     finite = [value for phase in phases if math.isfinite(value := quantity.value(phase))]
     if len(finite) < 2:
@@ -170,8 +167,7 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
 
 
 def _accuracy_limit(optimization: Optimization) -> float | None:
-    """Return the lowest score that the budget allows; None for a relative budget, or one that
-    limits a rise."""
+    """Return the lowest score that the budget allows; None if it is relative or limits a rise."""
     found, budget = optimization.held_out, optimization.accuracy_budget
     if found is None or wording.is_relative(budget) or " rise " in budget:
         return None

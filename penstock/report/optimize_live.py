@@ -105,8 +105,7 @@ def _best(progress: Progress) -> str:
 
 
 def _place(progress: Progress) -> list[str]:
-    """Return what is known of stage, candidate and activity. How far an activity is follows after a
-    comma and is cut off."""
+    """Return what is known of stage, candidate and activity, without how far it is (", 3 of 5")."""
     parts = (progress.stage, progress.candidate, progress.doing.partition(",")[0])
     return [part for part in parts if part]
 

@@ -1,7 +1,5 @@
-"""The skeleton of every self-contained HTML page, and the pieces pages are made of.
-
-A page needs no network and no other file. `fragment` is the same for notebooks, without a script.
-"""
+"""The skeleton and the pieces of every self-contained HTML page: it needs no network and no other
+file. `fragment` is the same for notebooks, without a script."""
 
 from __future__ import annotations
 

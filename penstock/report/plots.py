@@ -1,8 +1,5 @@
-"""Plots as values: axes, series of points, bars, limits and notes. Pure.
-
-`figures` draws them as SVG. Nothing here knows runs or optimisations; the modules `*_figures` make
-plots of results.
-"""
+"""Plots as values: axes, series of points, bars, limits and notes. Pure. `figures` draws them as
+SVG; the modules `*_figures` make plots of results, which nothing here knows."""
 
 from __future__ import annotations
 
@@ -138,13 +135,6 @@ class Plot:
     has_legend: bool = True
     # None: as usual.
     height: float | None = None
-
-    def named(self, name: str) -> Mark:
-        """Return the mark with this name; KeyError if it is missing."""
-        for mark in self.marks:
-            if mark.name == name:
-                return mark
-        raise KeyError(name)
 
 
 def ramp(number: int) -> list[str]:

@@ -1,5 +1,4 @@
-"""How to reproduce a candidate: its steps, code that builds it, commands that measure it. Pure
-text."""
+"""How to reproduce a candidate: its steps, code that builds it, commands that measure it. Pure."""
 
 from __future__ import annotations
 
