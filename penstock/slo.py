@@ -208,7 +208,10 @@ def _make_term(head: str, metric: str, value: str) -> Term:
         case "throughput":
             return Throughput(_parse_with_suffix(value, PER_SECOND, "500/s"))
         case "goodput":
-            return Goodput(_parse_percent(value))
+            percent = _parse_with_suffix(value, "%", "99 %")
+            if percent > 100:
+                raise ValueError(f"'{value}' is more than 100 %")
+            return Goodput(percent)
         case "cost":
             return Cost(_parse_with_suffix(value, r"per\s+million", "0.5 per million"))
         case "memory":
@@ -271,13 +274,6 @@ def format_size(num_bytes: int) -> str:
         if num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
     raise AssertionError("every size is a number of bytes")
-
-
-def _parse_percent(text: str) -> float:
-    percent = _parse_with_suffix(text, "%", "99 %")
-    if percent > 100:
-        raise ValueError(f"'{text}' is more than 100 %")
-    return percent
 
 
 def _parse_with_suffix(text: str, suffix: str, example: str) -> float:

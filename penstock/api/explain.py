@@ -80,8 +80,7 @@ class ExplainedModel:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=TIMEOUT_S) as answer:
-                body: bytes = answer.read()
-                return body
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             with error:
                 problem = _refusal(error.code, error.read())

@@ -76,10 +76,6 @@ def profile(model: str, options: ProfileOptions) -> ProfileResult:
     return ProfileResult(found)
 
 
-def to_json(profile: Profile) -> str:
-    return msgspec.json.format(msgspec.json.encode(profile)).decode()
-
-
 def write_html(profile: Profile, path: Path, command: str = "") -> None:
     from penstock.report import profile as report
 
@@ -87,7 +83,7 @@ def write_html(profile: Profile, path: Path, command: str = "") -> None:
 
 
 def write_json(profile: Profile, path: Path) -> None:
-    run_files.write_text(to_json(profile), path)
+    run_files.write_text(msgspec.json.format(msgspec.json.encode(profile)).decode(), path)
 
 
 def _source(config: ModelConfig, options: ProfileOptions) -> Source:

@@ -163,14 +163,13 @@ def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
 
 def memory_table(plan: Sequence[GpuPlan]) -> Table:
     table = Table(title="GPU memory", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("GPU", overflow="fold")
-    table.add_column("model", overflow="fold")
+    for column in ("GPU", "model"):
+        table.add_column(column, overflow="fold")
     for column in ("workers", "each", "together"):
         table.add_column(column, no_wrap=True, justify="right")
     table.add_column("", no_wrap=True)
     for each in plan:
-        gpu = each.gpu
-        name = f"{gpu.index} {gpu.name}"
+        gpu, name = each.gpu, f"{each.gpu.index} {each.gpu.name}"
         for share in each.shares:
             cells = (gib(share.need.num_bytes), gib(share.num_bytes), share.need.source)
             model = escape(f"{share.model}/{share.version}")
@@ -188,13 +187,12 @@ def memory_table(plan: Sequence[GpuPlan]) -> Table:
 def start_table(server: Server, names: Sequence[str]) -> Table:
     title = f"Penstock {penstock.__version__}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    index = server.catalog.index(names)
     table.add_column("model", overflow="fold")
     for column in ("version", "state", "backend", "batching", "instances", "loaded in"):
         is_figure = column in ("version", "instances", "loaded in")
         table.add_column(column, no_wrap=True, justify="right" if is_figure else "left")
     models = {(model.config.name, model.config.version): model for model in server.catalog}
-    for entry in index:
+    for entry in server.catalog.index(names):
         state = entry.state or "not loaded"
         style = STATE_STYLES.get(state, "dim")
         cells = [escape(entry.name), entry.version, f"[{style}]{state}[/{style}]"]
@@ -205,8 +203,7 @@ def start_table(server: Server, names: Sequence[str]) -> Table:
 def _model_cells(model: Served | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
-    config = model.config
-    ready = num_ready(model)
+    config, ready = model.config, num_ready(model)
     count = str(config.num_instances)
     if ready != config.num_instances:
         count = f"{ready} of {count}"

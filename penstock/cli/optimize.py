@@ -142,17 +142,13 @@ def _write(path: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 
 def _explain(found: Optimization, html: Path, json: Path | None) -> None:
-    reason, advice = found.uncommitted, "free some space and run the same command again: it resumes"
-    advice += " from the journal and commits"
+    reason, again = found.uncommitted, "run the same command again"
+    advice = f"free some space and {again}: it resumes from the journal and commits"
     if found.proof_failure:
-        advice = "run the same command again: it resumes from the journal and repeats the proof"
+        advice = f"{again}: it resumes from the journal and repeats the proof"
     if found.kept_version:
-        reason = f"version {found.kept_version} of {found.name} keeps its SLO and stays served; "
-        reason += "this result is not proven"
-        advice = "run the same command again on a quiet machine"
-    lines = [
-        f"no version was committed: {reason}",
-        f"the verdict is kept: report {html}, JSON {json}; the build is in {found.build_folder}",
-        advice,
-    ]
-    click.echo("\n".join(f"penstock optimize: {each}" for each in lines), err=True)
+        served = f"version {found.kept_version} of {found.name} keeps its SLO and stays served"
+        reason, advice = f"{served}; this result is not proven", f"{again} on a quiet machine"
+    kept = f"report {html}, JSON {json}; the build is in {found.build_folder}"
+    for each in (f"no version was committed: {reason}", f"the verdict is kept: {kept}", advice):
+        click.echo(f"penstock optimize: {each}", err=True)

@@ -10,7 +10,7 @@ import click
 from penstock.api.profile_options import ProfileOptions
 from penstock.cli.commands import fail, typed_command
 from penstock.cli.options import Command, add_options
-from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
+from penstock.cli.outputs import STDOUT, PageOutputs, files, write_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _show(found: Profile, source: str, options: ProfileOptions, outputs: PageOut
     from penstock.report import profile_table
 
     if outputs.json == STDOUT:
-        print_json(api.to_json(found))
+        write_json(found, STDOUT)
     elif outputs.quiet:
         click.echo(found.recommendation)
     else:
@@ -63,4 +63,4 @@ def _show(found: Profile, source: str, options: ProfileOptions, outputs: PageOut
     if outputs.html:
         api.write_html(found, Path(outputs.html), typed_command())
     for name in files(outputs.json):
-        api.write_json(found, Path(name))
+        write_json(found, name)

@@ -132,18 +132,18 @@ def busy_text(row: Figures) -> str:
 
 
 def _streams_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
-    metrics = [name for name in summary.STREAM_METRICS if any(name in f.streams for f in figures)]
-    columns = []
-    in_units = {}
-    for metric in metrics:
+    columns, in_units = [], {}
+    for metric in summary.STREAM_METRICS:
         found = [row.streams[metric] for row in figures if metric in row.streams]
-        in_units[metric] = units.unit_of(each[p].value for each in found for p in ("p50", "p99"))
-        columns += [f"{metric.upper()} p50", f"p99 {in_units[metric]}"]
+        if found:
+            unit = units.unit_of(each[p].value for each in found for p in ("p50", "p99"))
+            in_units[metric] = unit
+            columns += [f"{metric.upper()} p50", f"p99 {unit}"]
     table = figure_table(head, *columns, "tokens/s")
     for name, row in zip(names, figures, strict=True):
         cells = [
-            units.in_unit(stream_s(row, metric, percentile), in_units[metric])
-            for metric in metrics
+            units.in_unit(stream_s(row, metric, percentile), unit)
+            for metric, unit in in_units.items()
             for percentile in ("p50", "p99")
         ]
         tokens = row.output_tokens_per_s
@@ -198,11 +198,10 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
 
 def sweep_headline(runs: Sequence[BenchRun]) -> str:
     """Say at which batch size most rows are computed."""
-    rates = [
-        (summary.figures_of(run, level).throughput.value * run.batch_size, run.batch_size)
-        for run in runs
-        for level in run.levels
+    rows = [
+        (summary.figures_of(run, level), run.batch_size) for run in runs for level in run.levels
     ]
+    rates = [(row.throughput.value * size, size) for row, size in rows]
     rate, size = max(rates, default=(0.0, 0), key=lambda each: each[0])
     if not rate:
         return "nothing was measured"
