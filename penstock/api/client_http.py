@@ -60,7 +60,7 @@ class HttpCalls:
         return self._send("GET", "/v2/health/ready")[0] == 200
 
     def is_model_ready(self, model: str, version: str) -> bool:
-        status, _, body = self._send("GET", f"{_path(model, version)}/ready")
+        status, _, body = self._send("GET", f"{model_path(model, version)}/ready")
         if status == 404:
             raise self._error(status, body)
         return status == 200
@@ -70,11 +70,14 @@ class HttpCalls:
         return [each.name for each in _decode(body, _INDEX)]
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
-        return _decode(self._ask("GET", _path(model, version)), _METADATA)
+        return _decode(self._ask("GET", model_path(model, version)), _METADATA)
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
         head_length, body = v2_client.encode_infer(tensors)
-        headers, path = {v2_client.HEAD_LENGTH: str(head_length)}, f"{_path(model, version)}/infer"
+        headers, path = (
+            {v2_client.HEAD_LENGTH: str(head_length)},
+            f"{model_path(model, version)}/infer",
+        )
         status, answered, answer = self._send("POST", path, body, headers)
         if status != 200:
             raise self._error(status, answer)
@@ -83,7 +86,7 @@ class HttpCalls:
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
         body = msgspec.json.encode(fields)
-        answer = self._ask("POST", f"{_path(model, version)}/generate", body)
+        answer = self._ask("POST", f"{model_path(model, version)}/generate", body)
         return _decode(answer, _GENERATED).text_output
 
     def close(self) -> None:
@@ -142,11 +145,7 @@ class HttpCalls:
         connection.close()
 
     def _error(self, status: int, body: bytes) -> PenstockError:
-        try:
-            text = msgspec.json.decode(body, type=dict[str, object])["error"]
-        except (msgspec.DecodeError, KeyError):
-            text = f"status {status}"
-        text = f"{self._endpoint.url}: {text}"
+        text = f"{self._endpoint.url}: {error_text(status, body)}"
         if status == 401:
             text += "; give a key by api_key="
         if status == 503 and any(word in text for word in NOT_READY):
@@ -154,7 +153,14 @@ class HttpCalls:
         return ERRORS.get(status, errors.BackendFailed)(text)
 
 
-def _path(model: str, version: str) -> str:
+def error_text(status: int, body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=dict[str, str])["error"]
+    except (msgspec.DecodeError, KeyError):
+        return f"status {status}"
+
+
+def model_path(model: str, version: str) -> str:
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 

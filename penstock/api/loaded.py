@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,9 +100,10 @@ class LoadedModel:
         `batch_size` 0 uses the model's largest batch. `progress` shows a bar on stderr."""
         if self._text is not None:
             prompts = predictions.read_prompts(dataset)
-            generate = partial(self.generate, **parameters)
             with predictions.show_bar(len(prompts), progress) as advance:
-                texts = predictions.generate_all(generate, prompts, advance)
+                texts = predictions.generate_all(
+                    lambda prompt: self.generate(prompt, **parameters), prompts, advance
+                )
             return {"text": np.array(texts, dtype=np.object_)}
         assert self._tensors is not None
         columns = predictions.read_rows(dataset, self.config)

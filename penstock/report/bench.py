@@ -10,8 +10,7 @@ from penstock.benchmark.headline import headline_of, level_outcome
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Figures
 from penstock.report import bench_figures, bench_table
-from penstock.report.page import Card, Drawn, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report.page import Card, Drawn, Remark, drawn, render_fragment, rendered
 from penstock.report.tables import Cell
 
 RUN_PLOTS = {
@@ -88,7 +87,7 @@ def fragment(run: BenchRun) -> str:
     if len(figures) == 1:
         plots |= bench_figures.level_plots(run, run.levels[0]) | {"utilisation": None}
     words = {name: (RUN_PLOTS | LEVEL_PLOTS)[name] for name in ("curve", "cdf", "over_time")}
-    return page_fragment(
+    return render_fragment(
         verdict.text,
         bench_table.OUTCOME_STYLES[verdict.outcome],
         tiles(run, figures)[:5],

@@ -177,11 +177,8 @@ def _cdf(run: BenchRun) -> Plot | None:
 
 def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Plot | None:
     title, names = summary.short_loads(list(loads))
-    rows = [
-        (name, row.breakdown.phases())
-        for name, row in zip(names, figures, strict=True)
-        if row.breakdown is not None
-    ]
+    both = zip(names, figures, strict=True)
+    rows = [(name, row.breakdown.phases()) for name, row in both if row.breakdown is not None]
     return stacked(rows, title, PHASE_COLOURS) if rows else None
 
 

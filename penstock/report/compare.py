@@ -10,20 +10,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark import stats, summary
-from penstock.benchmark.comparison import (
-    ComparisonRow,
-    Named,
-    Pair,
-    Verdict,
-    pair_of,
-    ratio_text,
-    summary_text,
-)
+from penstock.benchmark import comparison, stats, summary
+from penstock.benchmark.comparison import ComparisonRow, Named, Pair, Verdict
 from penstock.benchmark.headline import headline_of
 from penstock.report import bench_figures, bench_table, plots
-from penstock.report.page import Card, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.plots import Plot
 from penstock.report.tables import TERMINAL_STYLES, Cell, terminal_table
 
@@ -49,7 +40,7 @@ PLOTS = {
 def shown(runs: Sequence[Named]) -> Group:
     parts: list[RenderableType] = []
     for pair in _pairs(runs):
-        parts.append(Text(summary_text(pair), style="bold"))
+        parts.append(Text(comparison.summary_text(pair), style="bold"))
         parts += [
             Text(f"warning: not the same: {each}", style="yellow") for each in pair.differences
         ]
@@ -64,7 +55,7 @@ def shown(runs: Sequence[Named]) -> Group:
 
 
 def _pairs(runs: Sequence[Named]) -> list[Pair]:
-    return [pair_of(runs[0], other) for other in runs[1:]]
+    return [comparison.pair_of(runs[0], other) for other in runs[1:]]
 
 
 def page(runs: Sequence[Named]) -> str:
@@ -72,8 +63,8 @@ def page(runs: Sequence[Named]) -> str:
     labels = [summary.label_of(level) for level in runs[0].run.levels]
     curve = _curve(runs)
     values = {
-        "title": "; ".join(map(summary_text, pairs)),
-        "sentences": [summary_text(pair) for pair in pairs],
+        "title": "; ".join(map(comparison.summary_text, pairs)),
+        "sentences": [comparison.summary_text(pair) for pair in pairs],
         "style": style(pairs),
         "tiles": tiles(pairs),
         "verdicts": {each.name: headline_of(each.run).text for each in runs},
@@ -101,8 +92,8 @@ def page(runs: Sequence[Named]) -> str:
 def fragment(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
     shown = [_curve(runs), _cdf(runs, len(runs[0].run.levels) - 1) if runs[0].run.levels else None]
-    return page_fragment(
-        "; ".join(map(summary_text, pairs)),
+    return render_fragment(
+        "; ".join(map(comparison.summary_text, pairs)),
         style(pairs),
         tiles(pairs),
         drawn(dict(zip(PLOTS, shown, strict=True)), PLOTS),
@@ -160,7 +151,7 @@ def _cells(pair: Pair) -> list[list[Cell]]:
     cells, last = [], ""
     for row in pair.rows:
         load = row.load if row.load != last or row.figure == "throughput" else ""
-        texts = (load, row.figure, row.base, row.other, ratio_text(row.ratio))
+        texts = (load, row.figure, row.base, row.other, comparison.ratio_text(row.ratio))
         cells.append([*map(Cell, texts), Cell(row.verdict, style=CELL_STYLES[row.verdict])])
         last = row.load
     return cells

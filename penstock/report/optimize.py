@@ -8,19 +8,12 @@ import math
 from penstock import units
 from penstock.optimizer import wording
 from penstock.optimizer.results import Optimization, try_of
-from penstock.report import (
-    before_after,
-    optimize_figures,
-    optimize_table,
-    profile_figures,
-    reproduce,
-    tried,
-)
-from penstock.report.page import Card, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report import before_after, optimize_figures, optimize_table, reproduce
+from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.plots import Plot
+from penstock.report.profile_figures import roof
 from penstock.report.tables import Cell
-from penstock.report.tried import StepOutcome
+from penstock.report.tried import StepOutcome, by_stage
 
 # Rows of the table without a card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")
@@ -81,7 +74,7 @@ def page(optimization: Optimization) -> str:
         "step_figures": drawn(plots, STEP_PLOTS),
         "figures": drawn(plots, PLOTS),
         "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),
-        "stages": tried.by_stage(optimization),
+        "stages": by_stage(optimization),
         "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
         "fallback": _fallback(optimization),
         "profile": optimization.profile,
@@ -100,7 +93,7 @@ def page(optimization: Optimization) -> str:
 
 
 def fragment(optimization: Optimization) -> str:
-    return page_fragment(
+    return render_fragment(
         optimize_table.headline(optimization),
         optimize_table.style(optimization),
         tiles(optimization)[:5],
@@ -111,11 +104,17 @@ def fragment(optimization: Optimization) -> str:
 
 def all_plots(optimization: Optimization) -> dict[str, Plot | None]:
     profile = optimization.profile
-    roof = None if profile is None else profile_figures.roof(profile.operators, profile.peaks)
-    return {**optimize_figures.plots_of(optimization), "roofline": roof}
+    roofline = None if profile is None else roof(profile.operators, profile.peaks)
+    return {**optimize_figures.plots_of(optimization), "roofline": roofline}
 
 
 def about(optimization: Optimization) -> dict[str, str]:
+    tries = units.count(len(optimization.tries), "candidate")
+    run = f"{tries} in {wording.span(optimization.elapsed_s)}"
+    if optimization.num_measured or optimization.num_remembered:
+        run += f", {units.count(optimization.num_measured, 'measurement')}"
+    if optimization.num_remembered:
+        run += f" and {optimization.num_remembered} remembered from an earlier run"
     return {
         "model": f"{optimization.source} ({optimization.source_text})",
         "SLO": optimization.slo,
@@ -123,18 +122,8 @@ def about(optimization: Optimization) -> dict[str, str]:
         "data": optimization.data_text,
         "chosen": "" if optimization.chosen is None else str(optimization.chosen),
         "version": wording.place(optimization),
-        "run": _run_text(optimization),
+        "run": run,
     }
-
-
-def _run_text(optimization: Optimization) -> str:
-    tries = units.count(len(optimization.tries), "candidate")
-    text = f"{tries} in {wording.span(optimization.elapsed_s)}"
-    if optimization.num_measured or optimization.num_remembered:
-        text += f", {units.count(optimization.num_measured, 'measurement')}"
-    if optimization.num_remembered:
-        text += f" and {optimization.num_remembered} remembered from an earlier run"
-    return text
 
 
 def tiles(optimization: Optimization) -> list[Card]:

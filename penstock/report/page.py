@@ -1,5 +1,5 @@
 """The skeleton and the pieces of every self-contained HTML page: it needs no network and no other
-file. `fragment` is the same for notebooks, without a script."""
+file. A fragment is the same for notebooks, without a script."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def rendered(template: str, values: Mapping[str, object], folder: Path = TEMPLAT
     return environment.get_template(template).render(**values, **shared)
 
 
-def fragment(
+def render_fragment(
     headline: str,
     style: str,
     tiles: Sequence[Card],

@@ -5,8 +5,7 @@ from __future__ import annotations
 from penstock import units
 from penstock.profiling.results import Profile
 from penstock.report import profile_figures, profile_table
-from penstock.report.page import Card, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.tables import Cell
 
 NUM_OPERATORS = 40
@@ -47,7 +46,7 @@ def page(profile: Profile, command: str = "") -> str:
 
 def fragment(profile: Profile) -> str:
     shown = drawn(profile_figures.plots_of(profile), PLOTS)
-    return page_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
+    return render_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
 
 
 def about(profile: Profile) -> dict[str, str]:

@@ -46,8 +46,7 @@ def figure_table(first: str, *others: str, words: Collection[str] = ()) -> Table
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(Text(first), overflow="fold")
     for name in others:
-        is_word = name in words
-        table.add_column(Text(name), justify="left" if is_word else "right", no_wrap=True)
+        table.add_column(Text(name), justify="left" if name in words else "right", no_wrap=True)
     return table
 
 
