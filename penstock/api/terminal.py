@@ -165,9 +165,8 @@ def memory_table(plan: Sequence[GpuPlan]) -> Table:
     table = Table(title="GPU memory", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("GPU", "model"):
         table.add_column(column, overflow="fold")
-    for column in ("workers", "each", "together"):
-        table.add_column(column, no_wrap=True, justify="right")
-    table.add_column("", no_wrap=True)
+    for column in ("workers", "each", "together", ""):
+        table.add_column(column, no_wrap=True, justify="right" if column else "left")
     for each in plan:
         gpu, name = each.gpu, f"{each.gpu.index} {each.gpu.name}"
         for share in each.shares:

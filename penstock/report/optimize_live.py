@@ -94,10 +94,8 @@ def stopping_text(progress: Progress | None) -> str:
     if progress.to_measure:
         saving = f"measuring {progress.to_measure}; saving it if it is better, else"
         saving += f" {progress.to_save}"
-    return (
-        f"stopping: {running} is dropped; {saving}{about}; press Ctrl-C again to stop now "
-        "without saving"
-    )
+    hint = "press Ctrl-C again to stop now without saving"
+    return f"stopping: {running} is dropped; {saving}{about}; {hint}"
 
 
 def _best(progress: Progress) -> str:
