@@ -67,15 +67,13 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
     except PenstockError as error:
         fail(error)
     except workspace.WriteFailed as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(ExitCode.FAILED)
+        fail(ConfigError([str(error)]))
     except OSError as error:
         if not staging.is_full(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
         hint = "free some space and run the same command again: it resumes"
-        click.echo(f"error: {place}{error.strerror}; {hint}", err=True)
-        sys.exit(ExitCode.FAILED)
+        fail(ConfigError([f"{place}{error.strerror}; {hint}"]))
     except KeyboardInterrupt:
         click.echo("interrupted; run the same command again to resume", err=True)
         sys.exit(ExitCode.INTERRUPTED)

@@ -288,19 +288,11 @@ def _hover(point: Point, name: str) -> str:
 
 def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Series]:
     chosen, measured = chosen_try(optimization), _measured_rate(optimization.after)
-    return [
-        Series(
-            "chosen",
-            (point.rate if measured is None else measured,),
-            (point.loss,),
-            plots.AMBER,
-            width=0.0,
-            radii=(10.0,),
-            symbols=("ring",),
-        )
-        for point in points
-        if point.attempt is chosen
-    ][:1]
+    point = next((each for each in points if each.attempt is chosen), None)
+    if point is None:
+        return []
+    place = (point.rate if measured is None else measured,), (point.loss,)
+    return [Series("chosen", *place, plots.AMBER, width=0.0, radii=(10.0,), symbols=("ring",))]
 
 
 def _sides(optimization: Optimization) -> list[tuple[str, ServedMeasurement, str]]:
