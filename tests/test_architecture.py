@@ -204,7 +204,7 @@ WITHOUT_OWN_TEST = {
     "cli/options.py": "tests/test_cli.py reads the help",
     "cli/outputs.py": "the tests of the commands that write",
     "cli/profile.py": "tests/test_profile_cli.py",
-    "cli/report.py": "tests/test_bench_cli.py and tests/report/test_saved.py",
+    "cli/report.py": "tests/test_report_cli.py and tests/test_bench_cli.py",
     "cli/serve.py": "tests/test_cli.py",
     "config.py": "values only; tests/repository/test_repository_layout.py resolves them",
     "system/exit_codes.py": "names only; tests/test_commands.py meets each of them",
