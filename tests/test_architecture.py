@@ -192,7 +192,6 @@ WITHOUT_OWN_TEST = {
     "benchmark/results.py": "values only; tests/benchmark/test_run_files.py keeps them",
     "data/__init__.py": "tests/data/test_datasets.py and others open it",
     "data/samples.py": "values only",
-    "benchmark/targets/http_target.py": "the tests of the targets that inherit from it",
     "benchmark/targets/__init__.py": "tests/suites/target.py and benchmark/targets/test_kinds.py",
     "benchmark/progress.py": "values only; tests/report/test_live.py shows them",
     "cli/__init__.py": "tests/test_cli.py",

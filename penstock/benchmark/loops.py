@@ -192,9 +192,7 @@ class OpenLoop(LoadLoop):
         for _ in range(MAX_GIVEN_UP):
             if self._next_due is None:
                 break
-            exchange = TimedExchange(self._next_due, None, self._finish)
-            exchange.done, exchange.failure = now, "cancelled"
-            self.collector.add(exchange)
+            TimedExchange(self._next_due, None, self.collector.add).end(now, "cancelled")
             self._advance()
         self._end_if_done()
         return self._next_due is None

@@ -100,7 +100,8 @@ class Target(Protocol):
         ...
 
     async def open(self, num_connections: int) -> None:
-        """Prepare for this many concurrent exchanges; ConfigError if that fails."""
+        """Prepare for this many concurrent exchanges, after `describe`; ConfigError if that
+        fails."""
         ...
 
     def encode(self, sample: Sample) -> Any:

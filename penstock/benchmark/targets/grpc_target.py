@@ -12,8 +12,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -204,11 +205,9 @@ class GrpcTarget:
             await asyncio.gather(*(self._ask("ServerLive", each) for each in self._channels))
         except GrpcRefused as error:
             raise self._problem(_why_no_server(error)) from None
-        if self._form is None:
-            await self.describe()
 
     def encode(self, sample: Sample) -> bytes:
-        assert self._form is not None, "inputs are encoded after `describe` or `open`"
+        assert self._form is not None, "inputs are encoded after `describe`"
         tensors = shared.tensors_of(self._form, sample)
         key = tuple((tensor.name, tensor.shape) for tensor in tensors)
         prefix = self._prefixes.get(key)
@@ -222,7 +221,7 @@ class GrpcTarget:
     def send(self, exchange: TimedExchange) -> None:
         if self._is_closed:
             exchange.sent = time.monotonic()
-            asyncio.get_running_loop().call_soon(_end, exchange, "cancelled")
+            asyncio.get_running_loop().call_soon(exchange.end, exchange.sent, "cancelled")
             return
         if not self._places and self.num_connections < self._spec.max_connections:
             self._add_connection()
@@ -238,7 +237,7 @@ class GrpcTarget:
         while self._waiting:
             exchange = self._waiting.popleft()
             exchange.sent = now
-            _end(exchange, "cancelled")
+            exchange.end(now, "cancelled")
         for call in list(self._calls):
             call.cancel()
         channels = [each for each in (self._question_channel, *self._channels) if each is not None]
@@ -271,7 +270,8 @@ class GrpcTarget:
         self._channels.append(channel)
         # Interleave the places of all connections, so that calls spread evenly.
         places = [channel.unary_unary(SERVICE + "ModelInfer")] * CALLS_PER_CONNECTION
-        self._places = deque(_interleaved(list(self._places), places))
+        pairs = zip_longest(self._places, places)
+        self._places = deque(place for pair in pairs for place in pair if place is not None)
 
     def _start(self, place: UnaryUnaryMultiCallable, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
@@ -282,20 +282,19 @@ class GrpcTarget:
     def _ended(
         self, place: UnaryUnaryMultiCallable, exchange: TimedExchange, call: UnaryUnaryCall
     ) -> None:
-        exchange.done = time.monotonic()
+        done, failure = time.monotonic(), None
         self._calls.discard(call)
-        code = _at_once(call.code()).name
         if self._is_closed:
-            exchange.failure = "cancelled"
+            failure = "cancelled"
         else:
-            if code != "OK":
+            if (code := _at_once(call.code()).name) != "OK":
                 details = _at_once(call.details()) or ""
-                exchange.failure = failure_text(code, details, self._spec.timeout_s)
+                failure = failure_text(code, details, self._spec.timeout_s)
             if self._waiting:
                 self._start(place, self._waiting.popleft())
             else:
                 self._places.append(place)
-        exchange.finish(exchange)
+        exchange.end(done, failure)
 
 
 def parse_address(spec: TargetSpec) -> Address:
@@ -313,12 +312,9 @@ def parse_address(spec: TargetSpec) -> Address:
     names = [unquote(name) for name in parts.path.split("/") if name]
     if len(names) > 2 or parts.query or parts.fragment:
         problems.append(f"{where}: expected a model and perhaps a version after the port")
-    named = (*names[:2], "", "")
-    asked = (spec.model, spec.version)
-    for what, in_address, given in zip(("model", "version"), named, asked, strict=False):
-        if in_address and given and in_address != given:
-            problems.append(f"{where}: names the {what} '{in_address}', but '{given}' is asked for")
-    model, version = named[0] or spec.model, named[1] or spec.version
+    model, version, *_ = (*names, "", "")
+    problems += [f"{where}: {text}" for text in shared.contradictions(spec, model, version)]
+    model, version = model or spec.model, version or spec.version
     if not model:
         problems.append(f"{where}: names no model; expected grpc://host:port/model, or --model")
     if problems:
@@ -336,11 +332,8 @@ def failure_text(code: str, details: str, timeout_s: float) -> str:
 
 
 def _cause(details: str) -> str:
-    if match := CONNECTION.search(details):
-        return match[1]
-    if match := RESOLVING.search(details):
-        return match[1]
-    return details
+    match = CONNECTION.search(details) or RESOLVING.search(details)
+    return match[1] if match else details
 
 
 def _why_no_server(error: GrpcRefused) -> str:
@@ -358,12 +351,6 @@ def _needs_key(error: GrpcRefused) -> str:
     return f"{error.details}; give a key with the scope 'infer' by --api-key or PENSTOCK_API_KEY"
 
 
-def _end(exchange: TimedExchange, failure: str) -> None:
-    exchange.done = time.monotonic()
-    exchange.failure = failure
-    exchange.finish(exchange)
-
-
 def _at_once(answer: Coroutine[object, None, Value]) -> Value:
     """Return the result of a coroutine that never suspends: a question to a call that has ended."""
     try:
@@ -372,12 +359,6 @@ def _at_once(answer: Coroutine[object, None, Value]) -> Value:
         value: Value = ended.value
         return value
     raise AssertionError("the call has not ended")
-
-
-def _interleaved(first: list[Value], second: list[Value]) -> Iterator[Value]:
-    for index in range(max(len(first), len(second))):
-        yield from first[index : index + 1]
-        yield from second[index : index + 1]
 
 
 def _varint(number: int) -> bytes:

@@ -1,7 +1,7 @@
 """An HTTP/1.1 client for load: one request in flight per connection, connections on demand.
 
 A request is bytes ready to write; the answer goes to the exchange, through an `AnswerReader` if one
-is given. Knows nothing of models. Lives on one event loop.
+is given. Lives on one event loop. `HttpTarget` adds what targets over HTTP share.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets.http_connection import (
-    LOST,
-    AnswerReader,
-    ClientConnection,
-    Read,
-    StatusReader,
+from penstock.benchmark.targets import Counters, TargetSpec
+from penstock.benchmark.targets.http_connection import LOST, ClientConnection, Read, StatusReader
+from penstock.benchmark.targets.http_messages import (
+    Causes,
+    HttpAnswer,
+    Url,
+    check_headers,
+    request_bytes,
 )
-from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.errors import ConfigError
 
 SWEEP_S = 1.0
 # Connections opened in parallel: fewer than a server's accept backlog.
 MAX_OPENING = 64
 ASK_TIMEOUT_S = 10.0
+MAX_MODELS_TOLD = 20
 CANCELLED = "cancelled"
 
 
@@ -55,7 +57,8 @@ class HttpClient:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.now = now
-        self.read: Read = read or self._read_status
+        self._causes = Causes()
+        self.read: Read = read or (lambda exchange: StatusReader(exchange, self._causes))
         self.remembers_heads = read is None
         # Heads of good answers, with the length of the body that follows.
         self.known_heads: dict[bytes, int] = {}
@@ -66,7 +69,6 @@ class HttpClient:
         self._max_connections = max_connections
         self._host = url.host
         self._tls = ssl.create_default_context() if url.is_tls else None
-        self._causes = Causes()
         self._connections: set[ClientConnection] = set()
         self._idle: list[ClientConnection] = []
         self._waiting: deque[TimedExchange] = deque()
@@ -89,7 +91,7 @@ class HttpClient:
                     for _ in range(min(MAX_OPENING, missing - start)):
                         group.create_task(self._connect())
         except* OSError as errors:
-            text = connect_failure(_first(errors), self._timeout_s)
+            text = connect_failure(errors.exceptions[0], self._timeout_s)
             problem = f"{self._url.text}: the server cannot be reached: {text}"
             if self._connections:
                 problem += f", after {len(self._connections)} connections"
@@ -107,10 +109,9 @@ class HttpClient:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        tasks = list(self._connecting)
-        for task in tasks:
+        for task in self._connecting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._connecting, return_exceptions=True)
         self._idle.clear()
         while self._waiting:
             self.end(self._waiting.popleft(), CANCELLED)
@@ -152,9 +153,7 @@ class HttpClient:
         self._waiting.appendleft(exchange)
 
     def end(self, exchange: TimedExchange, failure: str) -> None:
-        exchange.done = self.now()
-        exchange.failure = failure
-        exchange.finish(exchange)
+        exchange.end(self.now(), failure)
 
     # Connections.
 
@@ -224,9 +223,6 @@ class HttpClient:
         self._start_timer()
         self.sweep()
 
-    def _read_status(self, exchange: TimedExchange) -> AnswerReader:
-        return StatusReader(exchange, self._causes)
-
 
 def connect_failure(error: BaseException, timeout_s: float) -> str:
     """Describe why connecting failed, in the same words for the same cause."""
@@ -246,11 +242,6 @@ def connect_failure(error: BaseException, timeout_s: float) -> str:
     return f"no connection: {text.lower()}"
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
 async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> HttpAnswer:
     """Send one request on its own connection; NoAnswer if it fails."""
     answer = HttpAnswer()
@@ -265,3 +256,39 @@ async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Htt
     if exchange.failure is not None:
         raise NoAnswer(exchange.failure)
     return answer
+
+
+class HttpTarget(HttpClient):
+    """Headers and questions to the server; a target adds `describe` and `encode`."""
+
+    load_s: float | None = None
+
+    def __init__(self, spec: TargetSpec, url: Url, read: Read | None = None) -> None:
+        super().__init__(url, spec.timeout_s, spec.max_connections, read)
+        self._spec = spec
+        self._headers = dict(spec.headers)
+        if spec.api_key and "authorization" not in map(str.lower, spec.headers):
+            self._headers["Authorization"] = f"Bearer {spec.api_key}"
+        check_headers(self._headers)
+
+    async def counters(self) -> Counters | None:
+        return None
+
+    async def _ask(self, path: str) -> HttpAnswer:
+        """Ask the server; ConfigError if it does not answer, or requires a key."""
+        origin = self._url.origin
+        try:
+            answer = await ask(self._url, request_bytes(self._url, "GET", path, self._headers))
+        except NoAnswer as error:
+            raise ConfigError([f"{origin}: the server cannot be reached: {error}"]) from None
+        if answer.status in (401, 403):
+            text = f"{answer.error_text}; give a key by --api-key or PENSTOCK_API_KEY"
+            raise ConfigError([f"{origin}: {text}"])
+        return answer
+
+
+def list_models(names: Iterable[str], otherwise: str) -> str:
+    """List the models of a server, the first ones if there are many."""
+    found = sorted(set(names))
+    listed = ", ".join(found[:MAX_MODELS_TOLD]) or otherwise
+    return listed + (", …" if len(found) > MAX_MODELS_TOLD else "")

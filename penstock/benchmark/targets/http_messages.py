@@ -161,9 +161,9 @@ def error_text(body: bytes | bytearray) -> str:
     return shortened(str(decoded)) if decoded else ""
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = MAX_TEXT) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 class Causes:

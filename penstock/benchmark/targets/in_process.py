@@ -1,5 +1,4 @@
 """A model in this process: no network and no protocol, but the server's batcher and workers.
-Measures the model with its batching.
 
 `describe` only reads files; `open` loads. The batcher runs on the sender's event loop, so that a
 request needs no thread switch; workers are processes, as in the server, so that driving a device
@@ -124,12 +123,8 @@ class LocalTarget(Generic[Job]):
 
     def _end(self, job: Job, failure: str | None) -> None:
         """End an exchange, unless it has already ended."""
-        exchange = self._open.pop(job, None)
-        if exchange is None:
-            return
-        exchange.done = time.monotonic()
-        exchange.failure = failure
-        exchange.finish(exchange)
+        if (exchange := self._open.pop(job, None)) is not None:
+            exchange.end(time.monotonic(), failure)
 
 
 class InProcess(LocalTarget[Request]):
@@ -144,9 +139,7 @@ class InProcess(LocalTarget[Request]):
 
     async def describe(self) -> tuple[Description, RequestForm]:
         folder, config = await asyncio.to_thread(find, self._spec)
-        self._form = RequestForm(
-            kind="tensors", inputs=tuple(config.inputs), has_batch=config.max_batch_size > 0
-        )
+        self._form = RequestForm("tensors", tuple(config.inputs), config.max_batch_size > 0)
         digest = await asyncio.to_thread(model_digest, folder, config)
         description = self._description(config, "in process", digest)
         description.max_batch_size = config.max_batch_size
@@ -156,11 +149,6 @@ class InProcess(LocalTarget[Request]):
         """Return None until the model is loaded."""
         return None if self._model is None else counters_of(self._model.metrics.statistics())
 
-    async def open(self, num_connections: int) -> None:
-        if self._form is None:
-            await self.describe()
-        await super().open(num_connections)
-
     async def _load(self, config: ModelConfig) -> Model | StagePipeline:
         return await local.start(await asyncio.to_thread(local.place_here, config), ProcessLife)
 
@@ -169,7 +157,7 @@ class InProcess(LocalTarget[Request]):
         self._model.cancel(job)
 
     def encode(self, sample: Sample) -> Item:
-        assert self._form is not None, "inputs are encoded after `describe` or `open`"
+        assert self._form is not None, "inputs are encoded after `describe`"
         return Item(tensors_of(self._form, sample))
 
     def send(self, exchange: TimedExchange) -> None:
@@ -187,14 +175,14 @@ class InProcess(LocalTarget[Request]):
         exchange = self._open.pop(request, None)
         if exchange is None:
             return  # It timed out before.
-        exchange.done = time.monotonic()
+        done, failure = time.monotonic(), None
         if isinstance(answer, PenstockError):
-            exchange.failure = failure_text(answer)
+            failure = failure_text(answer)
         elif self._spec.timing_every:
             self._num_answered += 1
             if self._num_answered % self._spec.timing_every == 0:
                 exchange.phases = phases_of(request.timings)
-        exchange.finish(exchange)
+        exchange.end(done, failure)
 
 
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
@@ -221,8 +209,7 @@ def model_digest(folder: Path, config: ModelConfig) -> str:
         return files_digest(folder / config.version)
     path = Path(config.artifact)
     weights = onnx_file.weight_files(path) if path.suffix == ".onnx" else []
-    digests = {name: file_digest(path.parent / name) for name in (path.name, *weights)}
-    return _digest(digests)
+    return _digest({name: file_digest(path.parent / name) for name in (path.name, *weights)})
 
 
 def files_digest(folder: Path) -> str:
@@ -230,14 +217,9 @@ def files_digest(folder: Path) -> str:
     committed version, otherwise computed. Both give the same digest."""
     manifest = manifests.read(folder)
     if manifest is not None:
-        digests = {name: entry.sha256 for name, entry in manifest.files.items()}
-    else:
-        digests = {
-            name: file_digest(folder / name)
-            for name in manifests.names_below(folder)
-            if (folder / name).is_file()
-        }
-    return _digest(digests)
+        return _digest({name: entry.sha256 for name, entry in manifest.files.items()})
+    names = [name for name in manifests.names_below(folder) if (folder / name).is_file()]
+    return _digest({name: file_digest(folder / name) for name in names})
 
 
 def _digest(digests: Mapping[str, str]) -> str:

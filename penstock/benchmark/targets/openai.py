@@ -12,9 +12,9 @@ import msgspec
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Description, TargetSpec, http_messages
+from penstock.benchmark.targets.http_client import HttpTarget, list_models
 from penstock.benchmark.targets.http_connection import CUT, StatusReader
 from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
-from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import in_short
 from penstock.benchmark.targets.sse import EventParser, NotEvents
 from penstock.data import RequestForm, Sample
@@ -140,22 +140,17 @@ class StreamReader(StatusReader):
         if event.error is not None:
             self._failure = f"error in the stream: {in_short(http_messages.error_text(data))}"
             return
-        if event.usage is not None:
-            self._note_usage(event.usage)
-        if any(map(_has_text, event.choices or ())):
-            self._stream.times.append(now)
-
-    def _note_usage(self, usage: _Usage) -> None:
+        usage = event.usage or _Usage()
         if usage.prompt_tokens is not None:
             self._stream.num_input_tokens = usage.prompt_tokens
         if usage.completion_tokens is not None:
             self._num_told = usage.completion_tokens
+        if any(map(_has_text, event.choices or ())):
+            self._stream.times.append(now)
 
 
 def _has_text(choice: _Choice) -> bool:
-    if choice.text:
-        return True
-    return choice.delta is not None and any(msgspec.structs.astuple(choice.delta))
+    return bool(choice.text) or any(msgspec.structs.astuple(choice.delta or _Delta()))
 
 
 class OpenAI(HttpTarget):
@@ -166,14 +161,11 @@ class OpenAI(HttpTarget):
         super().__init__(spec, url, self._read_answer)
         self._extra = parse_extra(spec.extra)
         self._model = spec.model
-        self._is_described = False
-        self._causes = Causes()
 
     async def describe(self) -> tuple[Description, RequestForm]:
         answer = await self._ask(f"{self._base}/models")
         model = self._find_model(answer)
         self._model = model.id
-        self._is_described = True
         description = Description(
             protocol=f"OpenAI {self._api}",
             address=self._spec.address,
@@ -181,11 +173,6 @@ class OpenAI(HttpTarget):
             server=await self._server(model, answer.headers.get(b"server", b"")),
         )
         return description, RequestForm(kind=FORMS[self._api])
-
-    async def open(self, num_connections: int) -> None:
-        if not self._is_described:
-            await self.describe()
-        await super().open(num_connections)
 
     def encode(self, sample: Sample) -> bytes:
         data = body_of(self._model, self._api, sample, self._extra)

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 
 from penstock.benchmark.targets import Description, TargetSpec
-from penstock.benchmark.targets.http_client import HttpClient
+from penstock.benchmark.targets.http_client import HttpClient, HttpTarget
 from penstock.benchmark.targets.http_messages import parse_url, request_bytes
-from penstock.benchmark.targets.http_target import HttpTarget
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.benchmark.targets import Counters
+from penstock.benchmark.targets import Counters, TargetSpec
+from penstock.benchmark.targets.http_messages import shortened
 from penstock.data import RequestForm, Sample
 from penstock.data.fitting import fits
 from penstock.errors import ConfigError
@@ -25,9 +26,18 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 def in_short(text: str) -> str:
     """Shorten an error to its first line with N for every number: failures are counted by text, so
     the same cause must give the same text."""
-    lines = text.strip().splitlines()
-    short = _NUMBER.sub("N", " ".join(lines[0].split())) if lines else ""
-    return short if len(short) <= MAX_TEXT else short[: MAX_TEXT - 1] + "…"
+    line = next(iter(text.strip().splitlines()), "")
+    return shortened(_NUMBER.sub("N", line), MAX_TEXT)
+
+
+def contradictions(spec: TargetSpec, model: str, version: str) -> list[str]:
+    """Say where the address names another model or version than the command line."""
+    pairs = {"model": (model, spec.model), "version": (version, spec.version)}
+    return [
+        f"names the {what} '{named}', but --{what} is '{given}'"
+        for what, (named, given) in pairs.items()
+        if named and given and named != given
+    ]
 
 
 def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import numpy as np
 
-from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets import TargetSpec, shared
 from penstock.benchmark.targets.http_messages import Url, parse_url
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
@@ -50,13 +50,8 @@ def find_place(spec: TargetSpec) -> V2Address:
         prefix = server["prefix"] if server is not None else ""
         return V2Address(url, prefix, spec.model, spec.version)
     name, version = unquote(match["name"]), unquote(match["version"] or "")
-    for what, in_address, given in (
-        ("model", name, spec.model),
-        ("version", version, spec.version),
-    ):
-        if in_address and given and in_address != given:
-            text = f"{spec.address}: names the {what} '{in_address}', but --{what} is '{given}'"
-            raise ConfigError([text])
+    if problems := shared.contradictions(spec, name, version):
+        raise ConfigError([f"{spec.address}: {text}" for text in problems])
     return V2Address(url, match["prefix"], name, version or spec.version)
 
 
@@ -120,10 +115,7 @@ def _numbers(array: Array, spec: TensorSpec) -> list[object]:
     """Return elements for JSON in row-major order; ConfigError for values that JSON cannot hold."""
     if spec.datatype == "BYTES":
         try:
-            return [
-                element.decode() if isinstance(element, bytes) else str(element)
-                for element in array.ravel()
-            ]
+            return [each.decode() if isinstance(each, bytes) else str(each) for each in array.flat]
         except UnicodeDecodeError:
             text = "holds bytes that are not UTF-8, which JSON cannot say: send binary tensors"
             raise ConfigError([f"input '{spec.name}': {text}"]) from None

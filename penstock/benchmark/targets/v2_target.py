@@ -13,9 +13,8 @@ import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
-from penstock.benchmark.targets.http_client import NoAnswer, ask
+from penstock.benchmark.targets.http_client import HttpTarget, NoAnswer, ask, list_models
 from penstock.benchmark.targets.http_messages import request_bytes
-from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.data import RequestForm, Sample
@@ -107,7 +106,7 @@ class V2HttpTarget(HttpTarget):
             item: bytes = exchange.item
             end = item.find(b"\r\n") + 2
             exchange.item = item[:end] + TIMING + item[end:]
-        self._client.send(exchange)
+        super().send(exchange)
 
     def _form(self, sample: Sample) -> RequestTemplate:
         form = self._request_form

@@ -251,6 +251,7 @@ def problem(fake: FakeOpenAI, **settings: Any) -> str:
 
 def answered(fake: FakeOpenAI, sample: Sample, **settings: Any) -> TimedExchange:
     async def body(target: OpenAI) -> TimedExchange:
+        await target.describe()
         await target.open(1)
         return await Sent(target, target.encode(sample)).end()
 
@@ -321,6 +322,7 @@ def test_failures_are_told_by_their_cause(prompt: str, failure: str) -> None:
 
 def test_a_failure_spoils_nothing_for_the_next() -> None:
     async def body(target: OpenAI) -> None:
+        await target.describe()
         await target.open(1)
         for prompt in ("fail:503", "cut:1", "end:1", "error:1"):
             assert (await Sent(target, target.encode(chat(prompt))).end()).failure
