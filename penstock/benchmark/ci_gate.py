@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock import units
-from penstock.benchmark import comparison, headline, pacer, stats
+from penstock.benchmark import comparison, headline, stats
 from penstock.benchmark.comparison import Named
 from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.slo import Latency, Slo, Term
@@ -46,7 +46,7 @@ def _slo_checks(run: BenchRun, slo: Slo) -> Iterator[Check]:
         for verdict in headline.verdicts_of(run, level, slo):
             is_kept = verdict.outcome == "kept"
             text = f"{verdict.term}: {verdict.outcome}{_describe(verdict.term, verdict.measured)}"
-            yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
+            yield Check(is_kept, f"{level.label}: {text}")
 
 
 def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
@@ -62,7 +62,7 @@ def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
 def _baseline_checks(run: BenchRun, baseline: BenchRun, tolerance: float) -> Iterator[Check]:
     pair = comparison.pair_of(Named("baseline", baseline), Named("run", run), tolerance)
     if not pair.rows:
-        have = ", ".join(pacer.label(level.load) for level in baseline.levels) or "nothing"
+        have = ", ".join(level.label for level in baseline.levels) or "nothing"
         yield Check(False, f"the baseline holds {have}: nothing to compare with")
     for row in pair.rows:
         ratio = comparison.ratio_text(row.ratio)
@@ -75,7 +75,7 @@ def _baseline_checks(run: BenchRun, baseline: BenchRun, tolerance: float) -> Ite
 def _failure_check(before: Level, level: Level) -> Check:
     was, now = _failed(before), _failed(level)
     shares = [units.share(each.value, 1.0) for each in (now, was)]
-    text = f"{pacer.label(level.load)}: {shares[0]} of requests failed, was {shares[1]}"
+    text = f"{level.label}: {shares[0]} of requests failed, was {shares[1]}"
     return Check(not now.low > was.high, text)
 
 

@@ -25,13 +25,7 @@ from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.steadiness import steadiness, trend
 from penstock.benchmark.system import SystemWatch
 from penstock.benchmark.targets import Counters
-from penstock.benchmark.verdicts import (
-    has_overdue,
-    is_decided,
-    measured,
-    of_each_request,
-    verdicts,
-)
+from penstock.benchmark.verdicts import has_overdue, is_decided, judge, of_each_request
 from penstock.errors import ConfigError
 
 TICK_S = 0.25
@@ -126,8 +120,7 @@ class Meter:
 
     def _is_missed(self, windows: list[Window]) -> bool:
         assert self._searched is not None
-        found = verdicts(self._searched, measured(windows, self._searched))
-        return any(verdict.outcome == "missed" for verdict in found)
+        return any(verdict.outcome == "missed" for verdict in judge(windows, self._searched))
 
     # Counting.
 

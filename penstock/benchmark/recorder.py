@@ -11,7 +11,7 @@ import random
 import numpy as np
 
 from penstock.benchmark.exchange import ExchangeColumns, TimingSample, floats
-from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged
+from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged, tally
 from penstock.slo import Latency, Slo
 from penstock.types import Array
 
@@ -110,17 +110,16 @@ class Recorder:
         is_good = failed == 0
         window.num_due += len(failed)
         window.num_good += int(is_good.sum())
-        for code, count in zip(*np.unique(failed[~is_good], return_counts=True), strict=True):
-            failure = columns.failures[int(code) - 1]
-            window.failures[failure] = window.failures.get(failure, 0) + int(count)
+        codes, counts = np.unique(failed[~is_good], return_counts=True)
+        failures = [columns.failures[code - 1] for code in codes.tolist()]
+        tally(window.failures, dict(zip(failures, counts.tolist(), strict=True)))
         if is_good.any():
             _add_metric(window, "latency", latencies[is_good])
 
     def _add_streams(self, columns: ExchangeColumns) -> None:
         due = floats(columns.stream_due)
         is_mine = self._is_mine(due)
-        ttft = floats(columns.first) - due
-        tpot = floats(columns.tpot)
+        ttft, tpot = floats(columns.first) - due, floats(columns.tpot)
         num_in = np.frombuffer(columns.num_input_tokens, np.int64)
         num_out = np.frombuffer(columns.num_output_tokens, np.int64)
         places = np.flatnonzero(is_mine)
@@ -138,7 +137,7 @@ class Recorder:
     def _is_in_slo(self, columns: ExchangeColumns, latencies: Array, is_good: Array) -> Array:
         """Mark the requests that kept every limit. A stream keeps a limit on `itl` when its longest
         gap does; an answer of one token has neither gap nor time per token, and keeps both."""
-        kept = is_good & (latencies < self._limits.get("latency", float("inf")))
+        kept = is_good & (latencies < self._limits.get("latency", np.inf))
         if self._limits.keys() <= {"latency"}:
             return kept
         due, stream_due = floats(columns.due), floats(columns.stream_due)
@@ -167,11 +166,9 @@ class Recorder:
         length_s = self._length_s
         span_s = end - self._start
         num_windows = int(np.ceil(span_s / length_s - 1e-9))
-        found = []
-        for index in range(num_windows):
-            window = self._window(index).copy()
-            window.length_s = min(length_s, span_s - index * length_s)
-            found.append(window)
+        found = [self._window(index).copy() for index in range(num_windows)]
+        if found:
+            found[-1].length_s = min(length_s, span_s - (num_windows - 1) * length_s)
         if len(found) > 1 and found[-1].length_s < length_s / 2:
             found[-2:] = [merged(found[-2:])]
         return found

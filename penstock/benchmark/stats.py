@@ -11,10 +11,10 @@ batches gives the interval (batch means, Student's t).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,6 +41,9 @@ else:
     Number = float | None
 
 
+Key = TypeVar("Key", int, str)
+
+
 class DurationHistogram(msgspec.Struct):
     """Durations in buckets whose centres are at most 0.4 % off. Sparse: bucket to count.
 
@@ -51,14 +54,11 @@ class DurationHistogram(msgspec.Struct):
     def add(self, seconds: Array) -> None:
         """Add durations; NaN is skipped."""
         values = np.asarray(seconds, np.float64)
-        durations = values[~np.isnan(values)]
-        buckets, counts = np.unique(_buckets(durations), return_counts=True)
-        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
+        buckets, counts = np.unique(_buckets(values[~np.isnan(values)]), return_counts=True)
+        tally(self.counts, dict(zip(buckets.tolist(), counts.tolist(), strict=True)))
 
     def merge(self, other: DurationHistogram) -> None:
-        for bucket, count in other.counts.items():
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
+        tally(self.counts, other.counts)
 
     @property
     def total(self) -> int:
@@ -91,6 +91,11 @@ class DurationHistogram(msgspec.Struct):
         """Return how many are shorter; a bucket that contains `seconds` counts in proportion."""
         shares = _shares_below(np.array(list(self.counts), np.int64), seconds)
         return float(shares @ np.array(list(self.counts.values()), np.float64))
+
+
+def tally(counts: dict[Key, int], more: Mapping[Key, int]) -> None:
+    for key, count in more.items():
+        counts[key] = counts.get(key, 0) + count
 
 
 def _buckets(seconds: Array) -> Array:
@@ -145,9 +150,7 @@ class Window(msgspec.Struct):
         return self.num_due - self.num_good
 
     def copy(self) -> Window:
-        metrics = {
-            name: DurationHistogram(dict(each.counts)) for name, each in self.metrics.items()
-        }
+        metrics = {key: DurationHistogram(dict(one.counts)) for key, one in self.metrics.items()}
         return msgspec.structs.replace(self, failures=dict(self.failures), metrics=metrics)
 
 
@@ -205,8 +208,7 @@ def add_counts(window: Window, other: Window) -> None:
     window.num_input_tokens += other.num_input_tokens
     window.num_output_tokens += other.num_output_tokens
     window.max_late_s = max(window.max_late_s, other.max_late_s)
-    for failure, count in other.failures.items():
-        window.failures[failure] = window.failures.get(failure, 0) + count
+    tally(window.failures, other.failures)
     for metric, histogram in other.metrics.items():
         window.metrics.setdefault(metric, DurationHistogram()).merge(histogram)
     if other.num_in_slo is not None:
@@ -250,10 +252,10 @@ def histogram(windows: Sequence[Window], metric: str = "latency") -> DurationHis
     return _Table(windows, metric).whole()
 
 
-def _batched(values: Array, num_windows: int) -> Array:
+def _batched(values: Array) -> Array:
     """Sum neighbouring windows into batches; the remainder joins the last batch."""
-    size = max(1, num_windows // MIN_BATCHES)
-    return np.add.reduceat(values, np.arange(0, num_windows - size + 1, size))
+    size = max(1, len(values) // MIN_BATCHES)
+    return np.add.reduceat(values, np.arange(0, len(values) - size + 1, size))
 
 
 def num_batches(num_windows: int) -> int:
@@ -278,8 +280,7 @@ def _as_normal(t: float, num_degrees: float) -> float:
 
 def _error_of_sum(parts: Array, sizes: Array, share: float) -> float:
     """Return the standard error of the sum of `parts`, each expected to be `share` of its size."""
-    num_windows = len(parts)
-    residuals = _batched(parts - share * sizes, num_windows)
+    residuals = _batched(parts - share * sizes)
     count = len(residuals)
     return math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))
 
@@ -422,41 +423,28 @@ def compare_throughput(
     degrees = (num_batches(len(b)) - 1, num_batches(len(a)) - 1)
     # Lower is worse: swap the sides.
     turned = _compared(throughput_interval(b), throughput_interval(a), degrees, tolerance)
-    value, low, high = turned.ratio.value, turned.ratio.low, turned.ratio.high
-    ratio = Interval(_inverse(value), _inverse(high), _inverse(low))
-    return RatioTest(ratio, turned.p_value)
-
-
-def _inverse(number: float) -> float:
-    return 1 / number if number else math.inf
+    ends = turned.ratio.value, turned.ratio.high, turned.ratio.low
+    return RatioTest(Interval(*(1 / each if each else math.inf for each in ends)), turned.p_value)
 
 
 def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> RatioTest:
     """Compare logarithms, each side with the error in the direction of the other side: intervals
     of percentiles are not symmetric."""
-    is_known = all(0 < side.value < math.inf and side.low >= 0 for side in (a, b))
-    if not is_known:
+    if not all(0 < side.value < math.inf and side.low >= 0 for side in (a, b)):
         return RatioTest(NOTHING, math.nan)
     log_ratio = math.log(b.value / a.value)
     downwards = math.hypot(_log(b.value, b.low), _log(a.high, a.value))
     upwards = math.hypot(_log(b.high, b.value), _log(a.value, a.low))
-    ratio = Interval(
-        math.exp(log_ratio), math.exp(log_ratio - downwards), _exp(log_ratio + upwards)
-    )
-    margin = math.log1p(tolerance)
-    errors = (
-        _log(b.value, b.low) / student_t(degrees[1]),
-        _log(a.high, a.value) / student_t(degrees[0]),
-    )
-    return RatioTest(ratio, _p_value(log_ratio - margin, errors, degrees))
+    logs = (log_ratio, log_ratio - downwards, log_ratio + upwards)
+    ratio = Interval(*(math.exp(each) if each < 700 else math.inf for each in logs))
+    error_b = _log(b.value, b.low) / student_t(degrees[1])
+    error_a = _log(a.high, a.value) / student_t(degrees[0])
+    excess = log_ratio - math.log1p(tolerance)
+    return RatioTest(ratio, _p_value(excess, (error_b, error_a), degrees))
 
 
 def _log(high: float, low: float) -> float:
     return math.log(high / low) if low > 0 else math.inf
-
-
-def _exp(number: float) -> float:
-    return math.exp(number) if number < 700 else math.inf
 
 
 def _p_value(excess: float, errors: tuple[float, float], degrees: tuple[int, int]) -> float:

@@ -30,13 +30,13 @@ class Breakdown:
     """Where a request's mean time went, in seconds; the server's parts are its own figures."""
 
     # due -> sent, and everything between client and server.
-    unsent_s: float
-    outside_s: float
-    overhead_s: float
-    queue_s: float
-    input_s: float
-    infer_s: float
-    output_s: float
+    unsent_s: float = 0.0
+    outside_s: float = 0.0
+    overhead_s: float = 0.0
+    queue_s: float = 0.0
+    input_s: float = 0.0
+    infer_s: float = 0.0
+    output_s: float = 0.0
     # The two parts of the queue, where the server reports them.
     batch_wait_s: float | None = None
     instance_wait_s: float | None = None
@@ -54,10 +54,8 @@ class Breakdown:
         else:
             found["queue: for a batch"] = self.batch_wait_s
             found["queue: for an instance"] = self.instance_wait_s
-        found["compute input"] = self.input_s
-        found["compute infer"] = self.infer_s
-        found["compute output"] = self.output_s
-        return found
+        found |= {"compute input": self.input_s, "compute infer": self.infer_s}
+        return found | {"compute output": self.output_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +90,11 @@ class Figures:
 
 
 def figures_of(run: BenchRun, level: Level) -> Figures:
-    windows, limits = level.windows, slo_of(run)
+    windows = level.windows
     whole = stats.merged(windows)
     has_tokens = whole.num_output_tokens > 0 and whole.length_s > 0
     return Figures(
-        label=label_of(level),
+        label=level.label,
         num_requests=whole.num_due,
         num_good=whole.num_good,
         failures=dict(sorted(whole.failures.items(), key=lambda item: -item[1])),
@@ -106,7 +104,7 @@ def figures_of(run: BenchRun, level: Level) -> Figures:
         streams={
             name: _percentiles(windows, name) for name in STREAM_METRICS if name in whole.metrics
         },
-        goodput_percent=_goodput(windows, limits),
+        goodput_percent=_goodput(windows, slo_of(run)),
         input_tokens_per_s=whole.num_input_tokens / whole.length_s if has_tokens else None,
         output_tokens_per_s=whole.num_output_tokens / whole.length_s if has_tokens else None,
         breakdown=breakdown_of(level),
@@ -173,10 +171,6 @@ def utilisation_of(run: BenchRun, level: Level) -> dict[str, float]:
 
 def slo_of(run: BenchRun) -> Slo | None:
     return promises.parse(run.slo) if run.slo else None
-
-
-def label_of(level: Level) -> str:
-    return pacer.label(level.load)
 
 
 def in_order(run: BenchRun) -> BenchRun:

@@ -45,8 +45,8 @@ class IntervalVerdict:
         """Whether the verdict is uncertain: no interval, or the limit lies inside it."""
         if self.measured is None or math.isnan(self.measured.low + self.measured.high):
             return True
-        ends = self.measured.low, self.measured.high
-        return self.term.is_kept_by(ends[0]) != self.term.is_kept_by(ends[1])
+        is_kept_by = self.term.is_kept_by
+        return is_kept_by(self.measured.low) != is_kept_by(self.measured.high)
 
 
 def measured(
@@ -77,28 +77,33 @@ def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Int
 
 def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval:
     """Return the percentage of due requests that met the SLO."""
-    in_time = [_num_in_time(window, slo) for window in windows]
-    parts = np.array([math.nan if num is None else num for num in in_time], np.float64)
+    parts = np.array([_num_in_time(window, slo) for window in windows], np.float64)
     sizes = np.array([window.num_due for window in windows], np.float64)
     share = stats.share_interval(parts, sizes, confidence)
     return Interval(share.value * 100, share.low * 100, share.high * 100)
 
 
-def _num_in_time(window: Window, slo: Slo) -> float | None:
-    """None: it takes limits per request, and they were not recorded."""
+def _num_in_time(window: Window, slo: Slo) -> float:
+    """NaN: it takes limits per request, and they were not recorded."""
     if window.num_in_slo is not None:
         return window.num_in_slo
     bounds = limits(slo)
     if not bounds or not window.num_good:
         return window.num_good
     if bounds.keys() != {"latency"}:
-        return None
+        return math.nan
     return window.metrics["latency"].num_below(bounds["latency"])
 
 
 def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[IntervalVerdict, ...]:
     """Judge each term."""
     return tuple(IntervalVerdict(term, measured.get(term.name)) for term in slo.terms)
+
+
+def judge(
+    windows: Sequence[Window], slo: Slo, confidence: float = stats.CONFIDENCE
+) -> tuple[IntervalVerdict, ...]:
+    return verdicts(slo, measured(windows, slo, confidence))
 
 
 def of_each_request(slo: Slo) -> Slo:
@@ -120,13 +125,12 @@ def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> b
     """Whether more data cannot change the verdict: one term is clearly missed, or all are clearly
     kept, latency is not growing and nothing is overdue. Needs a minimum number of requests."""
     num_due = sum(window.num_due for window in windows)
+    if num_due < MIN_HOPELESS_REQUESTS:
+        return False
+    found = judge(windows, slo, EARLY_CONFIDENCE)
+    judged = [verdict for verdict in found if verdict.outcome != "not measured"]
     if num_due < _min_early_requests(slo):
-        return num_due >= MIN_HOPELESS_REQUESTS and _is_far_beyond(windows, slo)
-    judged = [
-        verdict
-        for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
-        if verdict.outcome != "not measured"
-    ]
+        return any(map(_is_far_beyond, judged))
     if any(verdict.outcome == "missed" and not verdict.is_close for verdict in judged):
         return True
     is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
@@ -136,14 +140,10 @@ def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> b
     return not has_overdue(windows, num_in_flight, limit_s)
 
 
-def _is_far_beyond(windows: Sequence[Window], slo: Slo) -> bool:
+def _is_far_beyond(verdict: IntervalVerdict) -> bool:
     """Whether a limit is missed by so much that fewer requests prove it."""
-    return any(
-        isinstance(verdict.term, Latency)
-        and verdict.measured is not None
-        and verdict.measured.low > FAR * verdict.term.limit_s
-        for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
-    )
+    term, found = verdict.term, verdict.measured
+    return isinstance(term, Latency) and found is not None and found.low > FAR * term.limit_s
 
 
 def _min_early_requests(slo: Slo) -> float:

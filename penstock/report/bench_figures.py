@@ -114,8 +114,7 @@ def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Seri
         [each.value * 1e3 for each in values],
         colour,
         [
-            f"{summary.label_of(level)}\n{units.number(rate)}/s, {name}"
-            f" {units.duration_interval(value)}"
+            f"{level.label}\n{units.number(rate)}/s, {name} {units.duration_interval(value)}"
             for level, rate, value in zip(levels, rates, values, strict=True)
         ],
         radii=(4.0,),
@@ -172,7 +171,7 @@ def cdf_plot(
 
 def _cdf(run: BenchRun) -> Plot | None:
     found = [
-        cdf_series(stats.histogram(level.windows, "latency"), summary.label_of(level), colour)
+        cdf_series(stats.histogram(level.windows, "latency"), level.label, colour)
         for level, colour in zip(run.levels, plots.ramp(max(1, len(run.levels))), strict=False)
     ]
     return cdf_plot(found, limit_lines("x", limits(run)))

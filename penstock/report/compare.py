@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark import stats, summary
+from penstock.benchmark import stats
 from penstock.benchmark.comparison import (
     ComparisonRow,
     Named,
@@ -76,7 +76,7 @@ def _with_load_once(pair: Pair) -> Iterator[tuple[str, ComparisonRow]]:
 
 def page(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
-    labels = [summary.label_of(level) for level in runs[0].run.levels]
+    labels = [level.label for level in runs[0].run.levels]
     curve = _curve(runs)
     values = {
         "title": "; ".join(map(summary_text, pairs)),
