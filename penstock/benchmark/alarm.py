@@ -7,22 +7,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import time
 from collections.abc import Callable
 
-CLOCK_MONOTONIC = 1
-TFD_NONBLOCK = os.O_NONBLOCK
-TFD_CLOEXEC = os.O_CLOEXEC
 TFD_TIMER_ABSTIME = 1
 PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
-class _Setting(ctypes.Structure):
-    _fields_ = [("interval", _Timespec), ("value", _Timespec)]
 
 
 class Alarm:
@@ -33,23 +23,21 @@ class Alarm:
         self._loop = loop
         self._ring = ring
         _libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        self._fd = _libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
+        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         loop.add_reader(self._fd, self._woken)
-        self._setting = _Setting()
-        self._pointer = ctypes.byref(self._setting)
+        # An itimerspec: interval, then moment, each in seconds and nanoseconds.
+        self._setting = (ctypes.c_long * 4)()
 
     def set(self, moment: float) -> None:
         # Zero would disarm the timer; a moment in the past fires at once.
-        nanoseconds = max(1, int(moment * 1e9))
-        value = self._setting.value
-        value.seconds, value.nanoseconds = divmod(nanoseconds, 1_000_000_000)
-        _libc.timerfd_settime(self._fd, TFD_TIMER_ABSTIME, self._pointer, None)
+        self._setting[2:] = divmod(max(1, int(moment * 1e9)), 1_000_000_000)
+        _libc.timerfd_settime(self._fd, TFD_TIMER_ABSTIME, self._setting, None)
 
     def cancel(self) -> None:
-        self._setting.value.seconds = self._setting.value.nanoseconds = 0
-        _libc.timerfd_settime(self._fd, 0, self._pointer, None)
+        self._setting[2:] = 0, 0
+        _libc.timerfd_settime(self._fd, 0, self._setting, None)
 
     def close(self) -> None:
         if self._fd >= 0:

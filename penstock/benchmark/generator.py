@@ -158,22 +158,19 @@ class Generator:
         self._plan_report()
 
     def _tell_progress(self) -> None:
-        running, target = self._running, self._target
-        assert running is not None
-        in_flight = running.in_flight
-        now = time.monotonic()
-        self._tell(
-            messages.GeneratorReport(
-                at=now,
-                columns=running.collector.take(),
-                in_flight=in_flight.now,
-                max_in_flight=in_flight.most,
-                in_flight_area_s=in_flight.area_s(now),
-                num_connections=target.num_connections,
-                num_waited=target.num_waited - self._num_waited_before,
-                cpu_s=time.thread_time(),
-            )
+        assert self._running is not None
+        in_flight, now = self._running.in_flight, time.monotonic()
+        report = messages.GeneratorReport(
+            at=now,
+            columns=self._running.collector.take(),
+            in_flight=in_flight.now,
+            max_in_flight=in_flight.most,
+            in_flight_area_s=in_flight.area_s(now),
+            num_connections=self._target.num_connections,
+            num_waited=self._target.num_waited - self._num_waited_before,
+            cpu_s=time.thread_time(),
         )
+        self._tell(report)
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:

@@ -1,7 +1,6 @@
 """Measure one load: warm up, count, stop, wait for the last answers.
 
-The decisions (is it warm, precise enough, lost) are pure functions in other modules. This file
-waits, messages the generators and folds in their reports.
+Waits, messages the generators and folds in their reports; pure functions decide.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Meter:
     async def measure(self, load: Load, limit_s: float | None) -> Level:
         """Measure a load for at most `limit_s`; None runs a load that has an end to its end."""
         self._index += 1
-        length_s = pacer.duration_s(load)
-        is_warmed = self._plan.max_warm_up_s > 0
+        length_s, is_warmed = pacer.duration_s(load), self._plan.max_warm_up_s > 0
         # Each level has its own arrivals, so that measuring a load again adds new information.
         seed = self._plan.seed + 2 * (self._index - 1)
         warm_up = None
@@ -107,16 +105,14 @@ class Meter:
             is_over = state.is_over or elapsed_s >= patience_s or self._is_hopeless(windows)
             if is_over or self.is_interrupted or is_lost(windows):
                 num_requests = sum(window.num_due for window in windows)
-                ends = [
-                    None if math.isnan(each) else each for each in (state.first_s, state.last_s)
-                ]
-                return WarmUp(elapsed_s, num_requests, state.is_steady, *ends)
+                ends_s = (state.first_s, state.last_s)
+                known = (None if math.isnan(each) else each for each in ends_s)
+                return WarmUp(elapsed_s, num_requests, state.is_steady, *known)
 
     def _is_hopeless(self, windows: list[Window]) -> bool:
         """Whether the rate is far too high: it never gets steady, and the verdict is clear."""
-        if self._searched is None or not is_decided(windows, self._searched):
-            return False
-        return self._is_missed(windows)
+        searched = self._searched
+        return searched is not None and is_decided(windows, searched) and self._is_missed(windows)
 
     def _is_missed(self, windows: list[Window]) -> bool:
         assert self._searched is not None
@@ -260,9 +256,8 @@ class Meter:
         )
 
     def _most(self, field: str) -> int:
-        return sum(
-            max(getattr(each, field) for each in reports) for reports in self._reports.values()
-        )
+        every = self._reports.values()
+        return sum(max(getattr(each, field) for each in reports) for reports in every)
 
     def _figure(self, windows: list[Window]) -> Interval:
         decides = self._plan.decides
@@ -271,15 +266,14 @@ class Meter:
     def _tell(
         self, load: Load, phase: Phase, elapsed_of_s: tuple[float, float], windows: list[Window]
     ) -> None:
-        elapsed_s, of_s = elapsed_of_s
         recent = stats.merged(windows[-4:])
         durations = recent.metrics.get(self._plan.decides.metric, stats.NO_DURATIONS)
         self._watch(
             Shown(
                 level=pacer.label(load),
                 phase=phase,
-                elapsed_s=elapsed_s,
-                of_s=of_s,
+                elapsed_s=elapsed_of_s[0],
+                of_s=elapsed_of_s[1],
                 rate=recent.num_arrived / recent.length_s if recent.length_s else 0.0,
                 p99_s=durations.percentile(99),
                 num_requests=sum(window.num_due for window in windows),
@@ -294,17 +288,15 @@ class Meter:
 
 def is_lost(windows: list[Window]) -> bool:
     """Whether there was nothing but broken connections for LOST_S."""
-    recent: list[Window] = []
+    length_s, failures = 0.0, set[str]()
     for window in reversed(windows):
-        recent.append(window)
-        if sum(each.length_s for each in recent) >= LOST_S:
-            break
-    else:
-        return False
-    if any(window.num_good or window.num_arrived for window in recent):
-        return False
-    failures = [text for window in recent for text in window.failures]
-    return bool(failures) and all(map(is_loss, failures))
+        if window.num_good or window.num_arrived:
+            return False
+        failures.update(window.failures)
+        length_s += window.length_s
+        if length_s >= LOST_S:
+            return bool(failures) and all(map(is_loss, failures))
+    return False
 
 
 def fell_silent(windows: list[Window]) -> bool:

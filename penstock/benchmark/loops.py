@@ -44,13 +44,13 @@ class Feed:
         index, sample = self._source.next()
         if index is None:
             return self._encode(sample)
-        item = self._kept.get(index)
-        if item is None:
-            item = self._encode(sample)
-            size = len(item) if isinstance(item, bytes) else 1 << 10
-            if self._num_kept_bytes + size <= MAX_KEPT_BYTES:
-                self._num_kept_bytes += size
-                self._kept[index] = item
+        if index in self._kept:
+            return self._kept[index]
+        item = self._encode(sample)
+        size = len(item) if isinstance(item, bytes) else 1 << 10
+        if self._num_kept_bytes + size <= MAX_KEPT_BYTES:
+            self._num_kept_bytes += size
+            self._kept[index] = item
         return item
 
 
@@ -172,10 +172,7 @@ class OpenLoop(LoadLoop):
     def start(self, at: float) -> None:
         self._start = at
         self._advance()
-        if self._next_due is None:
-            self._end_sending()
-        else:
-            self._alarm.set(self._next_due)
+        self._await_next()
 
     def stop(self, at: float) -> None:
         self._stop_at = at
@@ -214,10 +211,7 @@ class OpenLoop(LoadLoop):
     def _ring(self) -> None:
         for _ in range(MAX_AT_ONCE):
             due = self._next_due
-            if due is None:
-                self._end_sending()
-                return
-            if due > time.monotonic():
+            if due is None or due > time.monotonic():
                 break
             if self._is_full():
                 self._is_held = True
@@ -225,8 +219,12 @@ class OpenLoop(LoadLoop):
             self.in_flight.begin(due)
             self._send_to(TimedExchange(due, self._item, self._finish))
             self._advance()
+        self._await_next()
+
+    def _await_next(self) -> None:
         if self._next_due is None:
-            self._end_sending()
+            self._alarm.cancel()
+            self._end_if_done()
         else:
             self._alarm.set(self._next_due)
 
@@ -243,10 +241,6 @@ class OpenLoop(LoadLoop):
         size = len(self._item) if isinstance(self._item, bytes) else 0
         num = self.in_flight.now
         return num >= MAX_UNDER_WAY or num * size > MAX_BYTES_UNDER_WAY
-
-    def _end_sending(self) -> None:
-        self._alarm.cancel()
-        self._end_if_done()
 
     def _end_if_done(self) -> None:
         if self._next_due is None and self.in_flight.now == 0:

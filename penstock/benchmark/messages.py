@@ -1,7 +1,6 @@
 """Messages between the conductor and its generators. Pure: messages to msgpack and back.
 
-The conductor asks, a generator answers; while a
-load runs, the generator also sends progress unasked.
+The conductor asks, a generator answers; while a load runs, it also sends progress unasked.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def environment(address: str) -> Environment:
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
         gpus=[gpu.name for gpu in devices.read_gpus()],
-        versions=_versions(devices.driver()),
+        versions=_versions(),
         is_server_local=is_local(address),
     )
 
@@ -84,12 +84,10 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _versions(driver: str) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     found = {"penstock": penstock.__version__, "python": platform.python_version()}
-    found |= package_versions(PACKAGES)
-    if driver:
-        found["NVIDIA driver"] = driver
-    return found
+    driver = {"NVIDIA driver": text} if (text := devices.driver()) else {}
+    return found | package_versions(PACKAGES) | driver
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
