@@ -71,8 +71,7 @@ def profile(model: str, options: ProfileOptions) -> ProfileResult:
                 {name: array[index] for name, array in sample.tensors.items()}
                 for index in range(options.batch_size)
             ]
-        settings = profiler.ProfileSettings(num_runs=options.runs, trace=trace)
-        found = profiler.profile_build(folder, rows, settings)
+        found = profiler.profile_build(folder, rows, num_runs=options.runs, trace=trace)
     found.inputs = source.origin.text
     return ProfileResult(found)
 

@@ -32,11 +32,11 @@ class Alarm:
 
     def set(self, moment: float) -> None:
         # Zero would disarm the timer; a moment in the past fires at once.
-        self._setting[2:] = divmod(max(1, int(moment * 1e9)), 1_000_000_000)
+        self._setting[2:] = list(divmod(max(1, int(moment * 1e9)), 1_000_000_000))
         _libc.timerfd_settime(self._fd, TFD_TIMER_ABSTIME, self._setting, None)
 
     def cancel(self) -> None:
-        self._setting[2:] = 0, 0
+        self._setting[2:] = [0, 0]
         _libc.timerfd_settime(self._fd, 0, self._setting, None)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,17 +149,18 @@ def read(
     rounded: str = "",
 ) -> Timed:
     """Read the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
+    clock = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     grouped: dict[tuple[str, str], list[FunctionEvent]] = {}
     for event in found:
         grouped.setdefault((event.name, str(event.input_shapes)), []).append(event)
     operators = []
     for events in grouped.values():
         calls = max(1, round(len(events) / num_runs))
-        seconds = calls * statistics.median(_self_us(event, is_cuda) for event in events) / 1e6
+        seconds = calls * statistics.median(getattr(event, clock) for event in events) / 1e6
         if seconds > 0:
             operator = _operator(events[0], seconds, calls, datatype)
             operators.append(replace(operator, datatype=_computed_in(operator, rounded)))
-    return Timed(operators, profiled_s, _events(found))
+    return Timed(operators, profiled_s, list(_events(found)))
 
 
 def _computed_in(operator: OperatorTime, rounded: str) -> str:
@@ -169,13 +170,10 @@ def _computed_in(operator: OperatorTime, rounded: str) -> str:
     return "tf32" if is_rounded else operator.datatype
 
 
-def _self_us(event: FunctionEvent, is_cuda: bool) -> float:
-    return float(event.self_device_time_total if is_cuda else event.self_cpu_time_total)
-
-
 def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -> OperatorTime:
     name = event.name.removeprefix(PREFIX)
-    shapes = [tuple(shape) for shape in event.input_shapes if shape and _is_shape(shape)]
+    given = [shape for shape in event.input_shapes if shape]
+    shapes = [tuple(each) for each in given if all(isinstance(size, int) for size in each)]
     kind = _kind(name)
     if name in KERNEL_ATTENTION:
         shapes = [(*each[:-3], each[-2], each[-3], each[-1]) for each in shapes if len(each) == 4]
@@ -185,10 +183,6 @@ def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -
     weights = inputs[1].num_bytes if has_weights else 0.0
     label = f"{name} {' '.join('x'.join(map(str, shape)) for shape in shapes)}".strip()
     return OperatorTime(label, kind, seconds, inputs, outputs, weights, calls, datatype)
-
-
-def _is_shape(shape: Sequence[object]) -> bool:
-    return all(isinstance(size, int) for size in shape)
 
 
 def _kind(name: str) -> str:
@@ -249,24 +243,17 @@ def _convolved(event: FunctionEvent, inputs: Tensors) -> tuple[int, ...]:
         return ()
     strides, paddings = given[0], given[1]
     dilations = given[2] if len(given) > 2 else [1] * len(strides)
+    columns = zip(image[2:], weights[2:], strides, paddings, dilations, strict=True)
     sizes = [
         (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
-        for size, window, stride, padding, dilation in zip(
-            image[2:], weights[2:], strides, paddings, dilations, strict=True
-        )
+        for size, window, stride, padding, dilation in columns
     ]
     return (image[0], weights[0], *sizes)
 
 
-def _events(found: Sequence[FunctionEvent]) -> list[Event]:
-    start_us = min((event.time_range.start for event in found), default=0)
-    return [
-        Event(
-            event.name.removeprefix(PREFIX),
-            _kind(event.name.removeprefix(PREFIX)),
-            (event.time_range.start - start_us) / 1e6,
-            (event.time_range.end - event.time_range.start) / 1e6,
-            {"input": str(event.input_shapes)},
-        )
-        for event in found
-    ]
+def _events(found: Sequence[FunctionEvent]) -> Iterator[Event]:
+    begin_us = min((event.time_range.start for event in found), default=0)
+    for event in found:
+        name, span_us = event.name.removeprefix(PREFIX), event.time_range
+        start_s, seconds = (span_us.start - begin_us) / 1e6, (span_us.end - span_us.start) / 1e6
+        yield Event(name, _kind(name), start_s, seconds, {"input": str(event.input_shapes)})
