@@ -126,9 +126,9 @@ class Collector:
         return self._failures.index(text) + 1
 
     def take(self) -> ExchangeColumns:
-        times = (column.tobytes() for column in (self._due, self._sent, self._done))
-        failed = bytes(self._failed)
-        columns = ExchangeColumns(*times, failed, self._failures, samples=self._samples)
+        due, sent, done = (column.tobytes() for column in (self._due, self._sent, self._done))
+        failed, samples = bytes(self._failed), self._samples
+        columns = ExchangeColumns(due, sent, done, failed, self._failures, samples=samples)
         if self._streams:
             _add_streams(columns, self._streams)
         self._clear()

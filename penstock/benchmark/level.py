@@ -15,9 +15,7 @@ from penstock.benchmark.crew import GeneratorPool
 from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.messages import Count, Counted, Ended, GeneratorReport, Go, StopLoad
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Replay
-from penstock.benchmark.plan import BenchPlan
-from penstock.benchmark.progress import LevelProgress as Shown
-from penstock.benchmark.progress import Phase
+from penstock.benchmark.plan import BenchPlan, LevelProgress, Phase
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.results import Ending, GeneratorUse, Level, WarmUp
 from penstock.benchmark.stats import Interval, Window
@@ -45,7 +43,7 @@ INSTANT_S = 1e-6
 class Meter:
     """Measures the levels of a run, one after the other. `watch` receives progress."""
 
-    def __init__(self, plan: BenchPlan, watch: Callable[[Shown], None]) -> None:
+    def __init__(self, plan: BenchPlan, watch: Callable[[LevelProgress], None]) -> None:
         self._plan = plan
         self._watch = watch
         self.crew = GeneratorPool(self._heard)
@@ -269,7 +267,7 @@ class Meter:
         recent = stats.merged(windows[-4:])
         durations = recent.metrics.get(self._plan.decides.metric, stats.NO_DURATIONS)
         self._watch(
-            Shown(
+            LevelProgress(
                 level=pacer.label(load),
                 phase=phase,
                 elapsed_s=elapsed_of_s[0],

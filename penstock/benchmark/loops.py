@@ -7,11 +7,12 @@ know nothing of protocols, pipes or statistics.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.benchmark.alarm import Alarm
 from penstock.benchmark.exchange import Collector, TimedExchange
 from penstock.benchmark.pacer import Closed, Load, due_times
 from penstock.benchmark.targets import Target
@@ -29,6 +30,9 @@ MAX_UNDER_WAY = 100_000
 MAX_BYTES_UNDER_WAY = 1 << 30
 # Requests cancelled per turn, before reports are sent.
 MAX_GIVEN_UP = 20_000
+TFD_TIMER_ABSTIME = 1
+PR_SET_TIMERSLACK = 29
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Feed:
@@ -152,6 +156,45 @@ class ClosedLoop(LoadLoop):
     def _end_if_done(self) -> None:
         if self._has_begun and self.in_flight.now == 0 and self._num_pausing == 0:
             self.ended.set()
+
+
+class Alarm:
+    """Calls `ring` on the loop at the moment given to `set`, in `time.monotonic` seconds; setting
+    again replaces the earlier moment. By Linux's timerfd, which wakes the loop like a socket: the
+    timers of libuv and epoll have millisecond resolution, too coarse for request schedules."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ring = ring
+        _libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        loop.add_reader(self._fd, self._woken)
+        # An itimerspec: interval, then moment, each in seconds and nanoseconds.
+        self._setting = (ctypes.c_long * 4)()
+
+    def set(self, moment: float) -> None:
+        # Zero would disarm the timer; a moment in the past fires at once.
+        self._setting[2:] = list(divmod(max(1, int(moment * 1e9)), 1_000_000_000))
+        _libc.timerfd_settime(self._fd, TFD_TIMER_ABSTIME, self._setting, None)
+
+    def cancel(self) -> None:
+        self._setting[2:] = [0, 0]
+        _libc.timerfd_settime(self._fd, 0, self._setting, None)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _woken(self) -> None:
+        try:
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return  # The timer was set again after the wake-up.
+        self._ring()
 
 
 class OpenLoop(LoadLoop):

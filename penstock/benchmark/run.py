@@ -11,8 +11,7 @@ from penstock.benchmark.findings import MAX_CPU_SHARE
 from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed
-from penstock.benchmark.plan import BenchPlan
-from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.plan import BenchPlan, LevelProgress
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError

@@ -24,7 +24,7 @@ import psutil
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark import plan as bench
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.plan import LevelProgress
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.search import MaxRateSearch
