@@ -66,14 +66,10 @@ def find(run: BenchRun) -> list[Finding]:
 def deciding_levels(run: BenchRun) -> set[int]:
     """Return the indices of the levels that the answer rests on. A rate search overloads the server
     on purpose, so findings about those levels are left out."""
-    every = set(range(len(run.levels)))
     if run.max_rate is None:
-        return every
-    rates = {
-        index: rate
-        for index, level in enumerate(run.levels)
-        if (rate := pacer.flat_rate(level.load)) is not None
-    }
+        return set(range(len(run.levels)))
+    flat = {index: pacer.flat_rate(level.load) for index, level in enumerate(run.levels)}
+    rates = {index: rate for index, rate in flat.items() if rate is not None}
     answer = run.max_rate.rate.value
     kept = [rate for rate in rates.values() if rate <= answer * (1 + 1e-9)]
     best = max(kept, default=min(rates.values(), default=0.0))
@@ -138,9 +134,8 @@ def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity
     causes = []
     busiest = max(use.cpu_shares, default=0.0)
     if busiest >= MAX_CPU_SHARE:
-        causes.append(
-            f"a generator process used {busiest * 100:.0f} % of its core (try --processes)"
-        )
+        used = f"used {busiest * 100:.0f} % of its core"
+        causes.append(f"a generator process {used} (try --processes)")
     if (text := _lateness(level, figures)) is not None:
         causes.append(text)
     if use.num_waited:

@@ -221,9 +221,8 @@ async def _main(out: int) -> None:
     reader = asyncio.StreamReader(limit=1 << 24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     # A non-blocking write: a conductor that reads slowly must not delay the load.
-    transport, protocol = await loop.connect_write_pipe(
-        asyncio.streams.FlowControlMixin, os.fdopen(out, "wb", 0)
-    )
+    pipe = os.fdopen(out, "wb", 0)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
     await run(reader, lambda answer: writer.write(framing.frame(messages.encode(answer))))
     with contextlib.suppress(ConnectionError):  # The conductor was killed.

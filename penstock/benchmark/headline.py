@@ -16,7 +16,7 @@ from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.summary import in_order, slo_of
-from penstock.benchmark.verdicts import IntervalVerdict
+from penstock.benchmark.verdicts import IntervalVerdict, Verdicts
 from penstock.slo import Goodput, Latency, Memory, Slo, Term, Throughput
 
 Outcome = Literal["kept", "missed", "partly kept", "not measured", "no SLO"]
@@ -35,7 +35,7 @@ class _Judged:
     """One level and the verdict of each term there."""
 
     level: Level
-    terms: tuple[IntervalVerdict, ...]
+    terms: Verdicts
 
     @property
     def outcome(self) -> promises.Outcome:
@@ -104,7 +104,7 @@ def level_outcome(run: BenchRun, level: Level) -> promises.Outcome:
     return _Judged(level, verdicts_of(run, level, limits)).outcome
 
 
-def verdicts_of(run: BenchRun, level: Level, limits: Slo) -> tuple[IntervalVerdict, ...]:
+def verdicts_of(run: BenchRun, level: Level, limits: Slo) -> Verdicts:
     """Judge each term, including cost where the price is known."""
     measured = verdicts.measured(level.windows, limits)
     if (price := run.price_per_hour) is not None:

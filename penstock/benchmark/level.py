@@ -141,9 +141,8 @@ class Meter:
         recorder.stop(end)
         self._tell(load, "draining", (end - start, ends_s), windows)
         # Cancelled requests count as never answered; they must not make a kept SLO look missed.
-        is_short = ending in ("interrupted", "lost") or (
-            ending == "decided" and self._is_missed(windows)
-        )
+        is_known = ending == "decided" and self._is_missed(windows)
+        is_short = is_known or ending in ("interrupted", "lost")
         await self._stop(end, SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s)
         self._drain_into(recorder)
         windows = recorder.windows(end)

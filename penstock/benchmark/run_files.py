@@ -82,12 +82,9 @@ def check_outputs(names: Iterable[str | None]) -> None:
     CommandLineError if a name is given twice. Empty names are ignored."""
     given = [name for name in names if name]
     problems = [text for name in given if (text := problem_of(Path(name)))]
-    shared = [
-        f"{name}: two outputs cannot share a file"
-        for name in sorted({name for name in given if given.count(name) > 1})
-    ]
-    if shared:
-        raise CommandLineError([*problems, *shared])
+    if shared := sorted({name for name in given if given.count(name) > 1}):
+        clashes = [f"{name}: two outputs cannot share a file" for name in shared]
+        raise CommandLineError([*problems, *clashes])
     if problems:
         raise ConfigError(problems)
 
@@ -156,9 +153,8 @@ def read_run(path: Path) -> BenchRun:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(
-            [f"{path}: no such file; expected one of penstock bench or optimize --json"]
-        ) from None
+        expected = "expected one of penstock bench or optimize --json"
+        raise ConfigError([f"{path}: no such file; {expected}"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     _check_kind(path, text)

@@ -8,15 +8,14 @@ highest arrival rate that keeps an SLO.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
 
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
+from penstock.benchmark.stats import Interval, Window, Windows, mean_interval, throughput_interval
 from penstock.benchmark.steadiness import trend
-from penstock.benchmark.verdicts import IntervalVerdict, judge, of_each_request
+from penstock.benchmark.verdicts import Verdicts, judge, of_each_request
 from penstock.errors import ConfigError
 from penstock.slo import Latency, Slo
 
@@ -76,7 +75,7 @@ class KneeSearch:
         near = self._near_knee()
         return Closed(near) if near is not None and near not in self._throughputs else None
 
-    def add(self, load: Load, windows: Sequence[Window]) -> None:
+    def add(self, load: Load, windows: Windows) -> None:
         assert isinstance(load, Closed)
         # Measuring next to the knee moves it a little; the search does not follow.
         self._is_through = bool(self._tried) and load.concurrency < self._highest
@@ -150,7 +149,7 @@ class MaxRateSearch:
         # All windows of a rate, of both measurements if it was measured again.
         self._windows: dict[float, list[Window]] = {}
         self._num_tries: dict[float, int] = {}
-        self._verdicts: dict[float, tuple[IntervalVerdict, ...]] = {}
+        self._verdicts: dict[float, Verdicts] = {}
         # Rates at which the queue grew in every measurement.
         self._growing: set[float] = set()
         # The rate was so low that no request was due; lower ones would tell nothing either.
@@ -160,7 +159,7 @@ class MaxRateSearch:
         rate = self._next_rate()
         return None if rate is None else Open(Flat(rate), self._arrivals, self._cv)
 
-    def add(self, load: Load, windows: Sequence[Window]) -> None:
+    def add(self, load: Load, windows: Windows) -> None:
         assert isinstance(load, Open) and isinstance(load.profile, Flat)
         rate = load.profile.rate
         if not any(window.num_due for window in windows):

@@ -154,6 +154,7 @@ class Window(msgspec.Struct):
         return msgspec.structs.replace(self, failures=dict(self.failures), metrics=metrics)
 
 
+Windows = Sequence[Window]
 NO_DURATIONS = DurationHistogram()
 
 
@@ -191,7 +192,7 @@ class RatioTest(msgspec.Struct, frozen=True):
     p_value: float
 
 
-def merged(windows: Sequence[Window]) -> Window:
+def merged(windows: Windows) -> Window:
     """Merge neighbouring windows into one."""
     whole = windows[0].copy() if windows else Window(0.0, 0.0)
     for window in windows[1:]:
@@ -218,7 +219,7 @@ def add_counts(window: Window, other: Window) -> None:
 class _Table:
     """The histograms of one metric, flattened: all buckets, and the window each belongs to."""
 
-    def __init__(self, windows: Sequence[Window], metric: str) -> None:
+    def __init__(self, windows: Windows, metric: str) -> None:
         parts = [window.metrics.get(metric, NO_DURATIONS).counts for window in windows]
         sizes = [len(part) for part in parts]
         values = chain.from_iterable(part.values() for part in parts)
@@ -247,7 +248,7 @@ class _Table:
         return np.bincount(self._owners, parts, self._num_windows)
 
 
-def histogram(windows: Sequence[Window], metric: str = "latency") -> DurationHistogram:
+def histogram(windows: Windows, metric: str = "latency") -> DurationHistogram:
     """Merge the histograms of all windows."""
     return _Table(windows, metric).whole()
 
@@ -316,7 +317,7 @@ def share_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -
     return Interval(share, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
 
 
-def throughput_interval(windows: Sequence[Window], confidence: float = CONFIDENCE) -> Interval:
+def throughput_interval(windows: Windows, confidence: float = CONFIDENCE) -> Interval:
     """Return good answers per second."""
     return ratio_interval(
         np.array([window.num_arrived for window in windows], np.float64),
@@ -326,7 +327,7 @@ def throughput_interval(windows: Sequence[Window], confidence: float = CONFIDENC
 
 
 def mean_interval(
-    windows: Sequence[Window], metric: str = "latency", confidence: float = CONFIDENCE
+    windows: Windows, metric: str = "latency", confidence: float = CONFIDENCE
 ) -> Interval:
     """Return the mean of a metric over good answers."""
     table = _Table(windows, metric)
@@ -334,7 +335,7 @@ def mean_interval(
 
 
 def percentile_interval(
-    windows: Sequence[Window],
+    windows: Windows,
     metric: str,
     percent: float,
     *,
@@ -405,7 +406,7 @@ def _levels(share: float) -> list[float]:
 
 
 def compare(
-    a: Sequence[Window], b: Sequence[Window], metric: str, percent: float, tolerance: float = 0.0
+    a: Windows, b: Windows, metric: str, percent: float, tolerance: float = 0.0
 ) -> RatioTest:
     """Test whether b is slower than a by more than `tolerance` (0.05: 5 %) and chance."""
     return _compared(
@@ -416,9 +417,7 @@ def compare(
     )
 
 
-def compare_throughput(
-    a: Sequence[Window], b: Sequence[Window], tolerance: float = 0.0
-) -> RatioTest:
+def compare_throughput(a: Windows, b: Windows, tolerance: float = 0.0) -> RatioTest:
     """Test whether b has less throughput than a by more than `tolerance` and chance."""
     degrees = (num_batches(len(b)) - 1, num_batches(len(a)) - 1)
     # Lower is worse: swap the sides.

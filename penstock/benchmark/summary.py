@@ -16,7 +16,7 @@ from penstock import slo as promises
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.results import BenchRun, Level
-from penstock.benchmark.stats import Interval, Window
+from penstock.benchmark.stats import Interval, Window, percentile_interval
 from penstock.slo import Goodput, Latency, Slo
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
@@ -113,10 +113,8 @@ def figures_of(run: BenchRun, level: Level) -> Figures:
 
 
 def _percentiles(windows: list[Window], metric: str) -> dict[str, Interval]:
-    return {
-        name: stats.percentile_interval(windows, metric, percent)
-        for name, percent in PERCENTILES.items()
-    }
+    known = PERCENTILES.items()
+    return {name: percentile_interval(windows, metric, percent) for name, percent in known}
 
 
 def _goodput(windows: list[Window], limits: Slo | None) -> float | None:
@@ -196,9 +194,8 @@ def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
         if isinstance(load, Open) and isinstance(load.profile, Flat)
     ]
     if len(flats) == len(loads) and len({(kind, cv) for _, kind, cv in flats}) == 1:
-        return f"{flats[0][1]} /s", [
-            f"{rate:.0f}" if rate >= 1000 else f"{rate:.4g}" for rate, _, _ in flats
-        ]
+        rates = [f"{rate:.0f}" if rate >= 1000 else f"{rate:.4g}" for rate, _, _ in flats]
+        return f"{flats[0][1]} /s", rates
     return "load", [pacer.label(load) for load in loads]
 
 

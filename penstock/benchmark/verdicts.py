@@ -6,14 +6,14 @@ Failed and refused requests count as never answered, so failing fast cannot keep
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.benchmark import stats
 from penstock.benchmark.recorder import limits
-from penstock.benchmark.stats import Interval, Window
+from penstock.benchmark.stats import CONFIDENCE, Interval, Window, Windows
 from penstock.benchmark.steadiness import trend
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
 
@@ -49,9 +49,10 @@ class IntervalVerdict:
         return is_kept_by(self.measured.low) != is_kept_by(self.measured.high)
 
 
-def measured(
-    windows: Sequence[Window], slo: Slo, confidence: float = stats.CONFIDENCE
-) -> dict[str, Interval]:
+Verdicts = tuple[IntervalVerdict, ...]
+
+
+def measured(windows: Windows, slo: Slo, confidence: float = CONFIDENCE) -> dict[str, Interval]:
     """Return intervals by `term.name`, without terms that windows cannot measure (cost, memory)."""
     found = {}
     for term in slo.terms:
@@ -64,7 +65,7 @@ def measured(
     return found
 
 
-def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Interval:
+def _latency(windows: Windows, term: Latency, confidence: float) -> Interval:
     if term.statistic == "mean":
         if any(window.num_failed for window in windows):
             return Interval(math.inf, math.inf, math.inf)
@@ -75,7 +76,7 @@ def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Int
     )
 
 
-def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval:
+def _goodput(windows: Windows, slo: Slo, confidence: float) -> Interval:
     """Return the percentage of due requests that met the SLO."""
     parts = np.array([_num_in_time(window, slo) for window in windows], np.float64)
     sizes = np.array([window.num_due for window in windows], np.float64)
@@ -95,14 +96,12 @@ def _num_in_time(window: Window, slo: Slo) -> float:
     return window.metrics["latency"].num_below(bounds["latency"])
 
 
-def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[IntervalVerdict, ...]:
+def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> Verdicts:
     """Judge each term."""
     return tuple(IntervalVerdict(term, measured.get(term.name)) for term in slo.terms)
 
 
-def judge(
-    windows: Sequence[Window], slo: Slo, confidence: float = stats.CONFIDENCE
-) -> tuple[IntervalVerdict, ...]:
+def judge(windows: Windows, slo: Slo, confidence: float = CONFIDENCE) -> Verdicts:
     return verdicts(slo, measured(windows, slo, confidence))
 
 
@@ -111,7 +110,7 @@ def of_each_request(slo: Slo) -> Slo:
     return Slo(tuple(term for term in slo.terms if isinstance(term, Latency | Goodput)), slo.rate)
 
 
-def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) -> bool:
+def has_overdue(windows: Windows, num_in_flight: int, within_s: float) -> bool:
     """Whether more requests are in flight than were due in twice `within_s`, or more than half as
     many as have ended. Windows only hold what has ended, so a stalled server looks fast until its
     first late answer."""
@@ -121,7 +120,7 @@ def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) 
     return is_late or 2 * num_in_flight > num_ended
 
 
-def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> bool:
+def is_decided(windows: Windows, slo: Slo, num_in_flight: int = 0) -> bool:
     """Whether more data cannot change the verdict: one term is clearly missed, or all are clearly
     kept, latency is not growing and nothing is overdue. Needs a minimum number of requests."""
     num_due = sum(window.num_due for window in windows)

@@ -144,9 +144,8 @@ def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
     several may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
-    return [
-        packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in job.tensors
-    ]
+    every = job.tensors
+    return [packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in every]
 
 
 def _queue_delay_s(config: ModelConfig) -> float:

@@ -59,11 +59,9 @@ def read(
         seconds = statistics.median(each["dur"] for each in events) * num_calls / 1e6
         details = shapes.get(key, events)[0]["args"]
         inputs, outputs = (_tensors(details.get(side, ())) for side in SIDES)
-        weight_bytes = float(details.get("parameter_size", 0))
+        weights = float(details.get("parameter_size", 0))
         kind = events[0]["args"]["op_name"]
-        operators.append(
-            OperatorTime(key[1], kind, seconds, inputs, outputs, weight_bytes, num_calls)
-        )
+        operators.append(OperatorTime(key[1], kind, seconds, inputs, outputs, weights, num_calls))
     profiled_s = statistics.median(run["dur"] for run in runs) / 1e6
     return Timed(operators, profiled_s, _events(raw, start_us), notes)
 
@@ -87,20 +85,13 @@ def _runs(raw: Sequence[RawEvent], num_runs: int) -> list[RawEvent]:
 
 
 def _is_kernel(event: RawEvent) -> bool:
-    details = event.get("args") or {}
-    return (
-        event.get("cat") == "Node"
-        and event["name"].endswith(KERNEL)
-        and details.get("op_name", "") not in ("", *CONTROL_FLOW)
-    )
+    is_kernel = event.get("cat") == "Node" and event["name"].endswith(KERNEL)
+    return is_kernel and (event.get("args") or {}).get("op_name", "") not in ("", *CONTROL_FLOW)
 
 
 def _tensors(listed: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Shaped, ...]:
-    return tuple(
-        Shaped(DATATYPES.get(name, name), tuple(shape))
-        for each in listed
-        for name, shape in each.items()
-    )
+    pairs = [pair for each in listed for pair in each.items()]
+    return tuple(Shaped(DATATYPES.get(name, name), tuple(shape)) for name, shape in pairs)
 
 
 def _events(raw: Sequence[RawEvent], start_us: float) -> list[Event]:

@@ -71,10 +71,9 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
             if entry.status == entry.Status.EXECUTED:
                 key = (entry.node_name, entry.node_type, entry.exec_type)
                 seconds.setdefault(key, []).append(entry.real_time.total_seconds())
-    nodes = _fixed(model, feeds, properties)
-    operators = [
-        _operator(key, statistics.median(each), nodes.get(key[0])) for key, each in seconds.items()
-    ]
+    nodes, medians = _fixed(model, feeds, properties), map(statistics.median, seconds.values())
+    pairs = zip(seconds, medians, strict=True)
+    operators = [_operator(key, median_s, nodes.get(key[0])) for key, median_s in pairs]
     return Timed(operators, statistics.median(runs_s), _in_a_row(operators))
 
 

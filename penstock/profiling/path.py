@@ -31,10 +31,8 @@ class TimedSender:
         self._codec = Codec()
         self._specs: Sequence[TensorSpec] = config.outputs
         # If there is a function, it takes by far most of that part.
-        self._names = (
-            "preprocess" if config.preprocess else "copy in",
-            "postprocess" if config.postprocess else "copy out",
-        )
+        before = "preprocess" if config.preprocess else "copy in"
+        self._names = (before, "postprocess" if config.postprocess else "copy out")
         self._head, self._body = encode_infer(tensors)
         self._is_answered = Event()
         self._error: PenstockError | None = None
@@ -85,7 +83,5 @@ def buckets_of(
     with LocalModel(str(folder), config.version) as model:
         for _ in range(NUM_WARM_UP + num_runs):
             sender.send(model)
-    return [
-        RequestPhase(name, statistics.median(sender.parts[name][NUM_WARM_UP:]))
-        for name in sender.order
-    ]
+    counted = {name: sender.parts[name][NUM_WARM_UP:] for name in sender.order}
+    return [RequestPhase(name, statistics.median(each)) for name, each in counted.items()]

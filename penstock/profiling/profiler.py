@@ -133,9 +133,8 @@ def unpacked(each: Packed) -> Array:
 
 def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) -> str:
     start = 1 if config.max_batch_size else 0
-    shapes = [
-        f"{each.name} {'x'.join(map(str, each.shape[start:])) or 'scalar'}" for each in tensors
-    ]
+    sizes = ["x".join(map(str, each.shape[start:])) or "scalar" for each in tensors]
+    shapes = [f"{each.name} {size}" for each, size in zip(tensors, sizes, strict=True)]
     rows = f"{units.count(num_rows, 'row')} of " if config.max_batch_size else ""
     return rows + ", ".join(shapes)
 

@@ -33,9 +33,7 @@ NOISY = 1.5
 COMPUTE = "compute"
 # Buckets around the model below this share of a request's time are not worth a step.
 MIN_PART = 0.1
-BLOCK = re.compile(
-    r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
-)
+BLOCK = re.compile(r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.I)
 # Narrower datatypes by that of the multiplications.
 NARROWER = {
     "fp32": ("tf32", "bf16", "fp16", "fp8", "int8"),
@@ -173,16 +171,14 @@ def _memory_s(operator: Operator, peaks: Peaks, fits: bool) -> float:
     near = max(peaks.cache_bytes_per_s, peaks.bytes_per_s)
     passing = max(0.0, (operator.num_bytes or 0.0) - operator.weight_bytes)
     is_near = passing / operator.num_calls <= peaks.cache_bytes
-    return passing / (near if is_near else peaks.bytes_per_s) + operator.weight_bytes / (
-        near if fits else peaks.bytes_per_s
-    )
+    passing_s = passing / (near if is_near else peaks.bytes_per_s)
+    return passing_s + operator.weight_bytes / (near if fits else peaks.bytes_per_s)
 
 
 def _bound(operator: Operator, needed: dict[Bound, float]) -> Bound:
-    work_s = max(needed["compute"], needed["memory"])
-    if needed["launch"] >= work_s or (
-        operator.seconds <= NUM_LAUNCHES * needed["launch"] and work_s < 0.5 * operator.seconds
-    ):
+    work_s, launch_s = max(needed["compute"], needed["memory"]), needed["launch"]
+    is_tiny = operator.seconds <= NUM_LAUNCHES * launch_s and work_s < 0.5 * operator.seconds
+    if launch_s >= work_s or is_tiny:
         return "launch"
     if operator.efficiency is not None and operator.efficiency < MIN_EFFICIENCY:
         return "overhead"
@@ -218,11 +214,9 @@ def headroom(measured: RooflineInput) -> float:
     """Return the speed-up at the peaks, with the same operators in the same datatypes."""
     if not measured.operators:
         return 1.0
-    least = sum(
-        each.seconds if each.needed_s is None else min(each.seconds, each.needed_s)
-        for each in measured.operators
-    )
-    return _speed_up(measured, measured.listed_s - least)
+    known = [each for each in measured.operators if each.needed_s is not None]
+    saved_s = sum(max(0.0, each.seconds - (each.needed_s or 0.0)) for each in known)
+    return _speed_up(measured, saved_s)
 
 
 def limit_share(measured: RooflineInput) -> float | None:

@@ -250,9 +250,8 @@ class GrpcTarget:
         """Encode everything of the message except the tensors' contents."""
         from tritonclient.grpc import service_pb2
 
-        message = service_pb2.ModelInferRequest(
-            model_name=self._address.model, model_version=self._address.version
-        )
+        model, version = self._address.model, self._address.version
+        message = service_pb2.ModelInferRequest(model_name=model, model_version=version)
         for tensor in tensors:
             message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         return bytes(message.SerializeToString())

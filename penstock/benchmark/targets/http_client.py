@@ -124,13 +124,9 @@ class HttpClient:
         """Fail timed-out exchanges. Called about once a second while connections are open."""
         limit = self.now() - self._timeout_s
         text = f"no answer within {self._timeout_s:g} s"
-        late = [
-            connection
-            for connection in self._connections
-            if connection.exchange is not None and connection.exchange.sent < limit
-        ]
-        for connection in late:
-            connection.fail(text)
+        for connection in list(self._connections):
+            if connection.exchange is not None and connection.exchange.sent < limit:
+                connection.fail(text)
         while self._waiting and self._waiting[0].sent < limit:
             self.end(self._waiting.popleft(), text)
 
@@ -174,11 +170,9 @@ class HttpClient:
         return self._max_connections - len(self._connections) - len(self._connecting)
 
     def _grow(self) -> None:
-        while (
-            len(self._connecting) < len(self._waiting)
-            and self._num_allowed > 0
-            and not self._is_closed
-        ):
+        if self._is_closed:
+            return
+        while self._num_allowed > 0 and len(self._connecting) < len(self._waiting):
             task = asyncio.get_running_loop().create_task(self._connect_for_waiting())
             self._connecting.add(task)
 

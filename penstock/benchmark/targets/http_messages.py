@@ -23,9 +23,7 @@ _OURS = ("host", "content-length", "transfer-encoding", "connection")
 _CREDENTIALS = re.compile("^([^/:]*:(?://)?).*@", re.DOTALL)
 _WITH_DIGITS = re.compile(r"[\w-]*\d[\w-]*")
 # A metric's name, other parameters, and its duration.
-_DURATION = re.compile(
-    r'([^\s,;="]+)\s*(?:;[^,;]*)*?;\s*dur\s*=\s*"?(\d+(?:\.\d*)?)', re.IGNORECASE
-)
+_DURATION = re.compile(r'([^\s,;="]+)\s*(?:;[^,;]*)*?;\s*dur\s*=\s*"?(\d+(?:\.\d*)?)', re.I)
 
 T = TypeVar("T")
 

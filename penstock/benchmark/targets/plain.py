@@ -49,12 +49,9 @@ class BodyTemplate:
         return tuple(dict.fromkeys(name for name, _ in self._holes))
 
     def fill(self, values: Mapping[str, object]) -> bytes:
-        missing = [name for name in self.fields if name not in values]
-        if missing:
-            given = ", ".join(values) or "none"
-            raise ConfigError(
-                [f"field '{name}': the body needs it; the input has {given}" for name in missing]
-            )
+        if missing := [name for name in self.fields if name not in values]:
+            problem = f"the body needs it; the input has {', '.join(values) or 'none'}"
+            raise ConfigError([f"field '{name}': {problem}" for name in missing])
         parts = [self._texts[0]]
         for (name, in_quotes), text in zip(self._holes, self._texts[1:], strict=True):
             parts += (self._written(name, values[name], in_quotes), text)
@@ -115,10 +112,8 @@ class PlainHttp(HttpTarget):
             await probe.open(1)
         finally:
             await probe.close()
-        return (
-            Description("HTTP", self._spec.address),
-            RequestForm("fields", fields=self._template.fields),
-        )
+        form = RequestForm("fields", fields=self._template.fields)
+        return Description("HTTP", self._spec.address), form
 
     def encode(self, sample: Sample) -> bytes:
         body = self._template.fill(sample.fields)

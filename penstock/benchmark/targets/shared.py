@@ -42,24 +42,19 @@ def contradictions(spec: TargetSpec, model: str, version: str) -> list[str]:
 
 def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
     """Return the sample's tensors in the order of the signature; ConfigError lists all problems."""
-    known = form.names
-    names = ", ".join(known)
-    problems = [
-        f"input '{name}': unknown; the model takes {names}"
-        for name in sample.tensors
-        if name not in known
-    ]
+    names = ", ".join(form.names)
+    unknown = [name for name in sample.tensors if name not in form.names]
+    problems = [f"input '{name}': unknown; the model takes {names}" for name in unknown]
     tensors: list[Tensor] = []
     for spec in form.inputs:
         array = sample.tensors.get(spec.name)
-        if array is not None:
-            problem = _misfit(spec, np.asarray(array), form.has_batch)
-            if problem:
-                problems.append(f"input '{spec.name}': {problem}")
-            else:
-                tensors.append(from_array(spec.name, spec.datatype, np.asarray(array)))
-        elif not spec.is_optional:
-            problems.append(f"input '{spec.name}': missing; the model takes {names}")
+        if array is None:
+            if not spec.is_optional:
+                problems.append(f"input '{spec.name}': missing; the model takes {names}")
+        elif problem := _misfit(spec, np.asarray(array), form.has_batch):
+            problems.append(f"input '{spec.name}': {problem}")
+        else:
+            tensors.append(from_array(spec.name, spec.datatype, np.asarray(array)))
     if form.has_batch and not problems and len({tensor.shape[0] for tensor in tensors}) > 1:
         rows = ", ".join(f"'{tensor.name}' {tensor.shape[0]}" for tensor in tensors)
         problems.append(f"inputs have different numbers of rows: {rows}")
@@ -122,8 +117,7 @@ class V2Config(msgspec.Struct):
     def num_instances(self) -> int | None:
         """`count` instances for each GPU that a group names; None: unknown."""
         groups = self.instance_group
-        counts = [max(1, group.count) * max(1, len(group.gpus)) for group in groups]
-        return sum(counts) or None
+        return sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or None
 
 
 def form_of(metadata: V2Metadata, config: V2Config | None) -> RequestForm:

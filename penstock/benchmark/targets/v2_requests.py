@@ -93,9 +93,8 @@ class RequestTemplate:
         return self._start + lines % len(text) + length + text
 
     def _json_message(self, tensors: Mapping[str, Array]) -> bytes:
-        inputs = [
-            _described(spec) | {"data": _numbers(tensors[spec.name], spec)} for spec in self.inputs
-        ]
+        values = {spec.name: _numbers(tensors[spec.name], spec) for spec in self.inputs}
+        inputs = [_described(spec) | {"data": values[spec.name]} for spec in self.inputs]
         body = msgspec.json.encode({"inputs": inputs})
         lines = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         return self._start + lines + body
