@@ -98,8 +98,7 @@ def _has(windows: Sequence[stats.Window], metric: str) -> bool:
 
 
 def _judged(rows: Sequence[tuple[float, ComparisonRow]]) -> list[ComparisonRow]:
-    """Judge all rows together with Holm's procedure: among twenty comparisons, one would differ by
-    chance alone."""
+    """Judge all rows together (Holm's procedure): of twenty, one would differ by chance."""
     judged = [replace(row, verdict="no difference shown") for _, row in rows]
     order = sorted(range(len(rows)), key=lambda index: rows[index][0])
     for num_before, index in enumerate(order):

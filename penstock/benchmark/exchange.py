@@ -20,8 +20,7 @@ from penstock.types import Array
 
 @dataclass(slots=True, eq=False)
 class TimedExchange:
-    """One request. `due` is when it should be sent, `sent` when it was. The sender sets `sent` and
-    then calls `end` once, on the event loop."""
+    """One request. `due` is planned, `sent` is real; its sender sets it, then calls `end` once."""
 
     due: float
     # The target's encoding of the input: bytes to write, a message, tensors.

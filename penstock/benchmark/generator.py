@@ -66,7 +66,8 @@ class Generator:
                 if self._ending is None:
                     self._running.stop(question.at)
                     self._ending = asyncio.ensure_future(self._end())
-                    self._ending.add_done_callback(_raise_failure)
+                    # A failure reaches the loop's exception handler: no one awaits this task.
+                    self._ending.add_done_callback(lambda task: task.cancelled() or task.result())
             case messages.Count():
                 self._tell(messages.Counted(await self._target.counters()))
             case _:
@@ -82,8 +83,7 @@ class Generator:
     async def _open(self) -> None:
         description, self._form = await self._target.describe()
         origin = self._open_feed()
-        # A target that connected in `describe` does not connect again here; an in-process model
-        # never connects.
+        # Some targets connect in `describe`, and in-process models never.
         is_connected = self._target.num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
@@ -171,12 +171,6 @@ class Generator:
             cpu_s=time.thread_time(),
         )
         self._tell(report)
-
-
-def _raise_failure(task: asyncio.Task[None]) -> None:
-    """Pass the failure to the event loop's exception handler: no one awaits this task."""
-    if not task.cancelled():
-        task.result()
 
 
 async def run(questions: asyncio.StreamReader, tell: Callable[[messages.Answer], None]) -> None:

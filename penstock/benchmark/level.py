@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable
 
+from msgspec.structs import astuple
+
 from penstock.benchmark import pacer, stats
 from penstock.benchmark.crew import GeneratorPool
 from penstock.benchmark.exchange import ExchangeColumns
@@ -332,10 +334,8 @@ def _first_rate(load: Load) -> float:
 def _difference(before: Counters | None, after: Counters | None) -> Counters | None:
     if before is None or after is None:
         return None
-    found: dict[str, int | None] = {}
-    for name in Counters.__struct_fields__:
-        first, last = getattr(before, name), getattr(after, name)
-        found[name] = None if first is None or last is None else last - first
-    if any(value is not None and value < 0 for value in found.values()):
+    columns = zip(astuple(before), astuple(after), strict=True)
+    found = [None if None in (first, last) else last - first for first, last in columns]
+    if any(value is not None and value < 0 for value in found):
         return None  # The server restarted, or the model was reloaded.
-    return Counters(**found)  # type: ignore[arg-type]
+    return Counters(*found)

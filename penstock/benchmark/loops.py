@@ -18,8 +18,7 @@ from penstock.benchmark.pacer import Closed, Load, due_times
 from penstock.benchmark.targets import Target
 from penstock.data import Source
 
-# Pause of a closed-loop client after a failure, so that a dead server is not hammered at the
-# generator's full speed.
+# Pause of a closed-loop client after a failure, so that a dead server is not hammered.
 PAUSE_S = 0.02
 # Requests sent per turn, before the event loop reads answers.
 MAX_AT_ONCE = 32

@@ -15,8 +15,7 @@ from penstock.data import InputSpec, Origin
 
 
 class SetUp(msgspec.Struct, tag="set_up"):
-    """The first message. `is_first`: send the very first request and report how long it took.
-    Answered by TargetOpened."""
+    """The first message. `is_first`: also time the first request. Answered by TargetOpened."""
 
     target: TargetSpec
     inputs: InputSpec

@@ -74,7 +74,9 @@ def due_times(load: Open | Replay, seed: int) -> Iterator[Array]:
     always been running: an arrival is no more likely soon after the start than later.
     """
     if isinstance(load, Replay):
-        yield from _replayed(load)
+        times = np.sort(np.asarray(load.times, np.float64))
+        for begin in range(0, len(times), CHUNK):
+            yield (times[begin : begin + CHUNK] - times[0]) / load.scale
         return
     end = _num_expected(load.profile)
     last = 0.0
@@ -87,12 +89,6 @@ def due_times(load: Open | Replay, seed: int) -> Iterator[Array]:
             yield times
         if len(inside) < len(units):
             return
-
-
-def _replayed(load: Replay) -> Iterator[Array]:
-    times = np.sort(np.asarray(load.times, np.float64))
-    for begin in range(0, len(times), CHUNK):
-        yield (times[begin : begin + CHUNK] - times[0]) / load.scale
 
 
 def _unit_arrivals(load: Open, seed: int) -> Iterator[Array]:

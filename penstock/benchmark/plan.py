@@ -50,8 +50,7 @@ class BenchPlan:
 
 
 def decides_for(slo: Slo | None) -> Decides:
-    """Return the farthest tail that an SLO names: nearer ones are known once it is. p99 latency
-    where it names none."""
+    """Return the farthest tail of an SLO, which is known last; p99 latency if it has none."""
     tails = [
         Decides(float(term.statistic[1:]), term.metric)
         for term in (() if slo is None else slo.terms)

@@ -21,8 +21,7 @@ MAX_SAMPLES = 5000
 
 
 def limits(slo: Slo | None) -> dict[str, float]:
-    """Return the latency limit of a single request by metric: its tightest tail, or else its
-    tightest mean or median."""
+    """Return one request's limit by metric: the tightest tail, or else mean or median."""
     terms = [term for term in slo.terms if isinstance(term, Latency)] if slo else []
     found = {}
     for metric in sorted({term.metric for term in terms}):
@@ -179,8 +178,7 @@ def _add_metric(window: Window, metric: str, seconds: Array) -> None:
 
 
 def _rows_of_streams(due: Array, good_rows: Array, stream_due: Array) -> Array:
-    """Return the row of each stream. Streams are in the order of the good answers, but an answer
-    without chunks has none."""
+    """Return the row of each stream: the good answers in order, but for those without chunks."""
     if len(good_rows) == len(stream_due):
         return good_rows
     rows, place = [], 0

@@ -12,7 +12,7 @@ from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed
 from penstock.benchmark.plan import BenchPlan, LevelProgress
-from penstock.benchmark.results import BenchRun, Level
+from penstock.benchmark.results import BenchRun
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError
 
@@ -134,7 +134,8 @@ class Conductor:
             level = await self._meter.measure(load, self._plan.duration_s)
             run.levels.append(level)
             if level.ending == "lost":
-                return f"the server stopped answering: {_last_failure(level)}"
+                texts = [text for window in level.windows for text in window.failures]
+                return f"the server stopped answering: {texts[-1] if texts else 'no answer'}"
             if search is not None:
                 search.add(load, level.windows)
             self._keep(run)
@@ -153,8 +154,3 @@ class Conductor:
             start = max(1.0, stats.throughput_interval(probe.windows).value / 2)
             return MaxRateSearch(plan.slo, start, arrivals=plan.arrivals, cv=plan.cv)
         return None
-
-
-def _last_failure(level: Level) -> str:
-    texts = [text for window in level.windows for text in window.failures]
-    return texts[-1] if texts else "no answer"

@@ -398,9 +398,8 @@ def _count_range(count: float, points: float, *, is_rare: bool) -> tuple[float, 
 
 def _levels(share: float) -> list[float]:
     """Return the percentiles at which clustering is estimated: the one asked for and, for a tail,
-    the one with four times as many requests beyond. A run that saw few clusters of the slowest
-    requests would otherwise conclude that they do not cluster, just when its percentile is too
-    low."""
+    the one with four times as many requests beyond. A run that saw few clusters of slow requests
+    would otherwise conclude that they do not cluster, just when its percentile is too low."""
     common = 1 - COMMONER * (1 - share)
     return [share, common] if common >= 0.5 else [share]
 

@@ -172,8 +172,7 @@ def slo_of(run: BenchRun) -> Slo | None:
 
 
 def in_order(run: BenchRun) -> BenchRun:
-    """Return the run with its levels from low load to high, if they are of one kind: a search goes
-    up and down."""
+    """Return the run with its levels sorted by load, if they are of one kind."""
     if len({type(level.load) for level in run.levels}) != 1:
         return run
     order = sorted(range(len(run.levels)), key=lambda i: load_size(run.levels[i].load))

@@ -111,9 +111,8 @@ def of_each_request(slo: Slo) -> Slo:
 
 
 def has_overdue(windows: Windows, num_in_flight: int, within_s: float) -> bool:
-    """Whether more requests are in flight than were due in twice `within_s`, or more than half as
-    many as have ended. Windows only hold what has ended, so a stalled server looks fast until its
-    first late answer."""
+    """Whether more requests are in flight than were due in twice `within_s`, or half as many as
+    have ended. Windows hold only ended ones, so a stalled server looks fast until it answers."""
     span_s = sum(window.length_s for window in windows)
     num_ended = sum(window.num_due for window in windows)
     is_late = num_in_flight * span_s > 2 * (num_ended + num_in_flight) * within_s

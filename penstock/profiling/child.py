@@ -140,8 +140,7 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
 
 
 def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
-    """Return the tensors of a request. With pre- or postprocessing it has one row: the answers of
-    several may differ in shape."""
+    """Return a request's tensors: one row if processed, as answers may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
     every = job.tensors

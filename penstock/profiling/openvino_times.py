@@ -22,8 +22,7 @@ from penstock.types import Array
 if TYPE_CHECKING:
     import openvino as ov
 
-# ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
-# matter for counting.
+# ONNX names of OpenVINO operators. Whether weights are transposed does not matter for counting.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("Convolution", "GroupConvolution"), "Conv"),
     **dict.fromkeys(("MVN", "RMSNorm"), "LayerNormalization"),

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto
     from onnxruntime import InferenceSession
 
-# Each peak is measured in several rounds, interleaved with the others, so that a short disturbance
-# does not lower them all.
+# Rounds of all peaks are interleaved, so that a short disturbance does not lower them all.
 NUM_ROUNDS = 3
 ROUND_S = 0.15
 # Rounds that differ by more were disturbed: such peaks are used, but not cached.
@@ -81,8 +80,7 @@ def _digest(device: str, num_threads: int, is_torch: bool) -> str:
 
 @dataclass(slots=True)
 class PeakProbe:
-    """Something that does `amount` per run. The shortest time counts, because other load on the
-    machine can only slow it down."""
+    """Does `amount` per run. The shortest time counts: other load can only slow it down."""
 
     run: Callable[[], object]
     amount: float

@@ -195,8 +195,7 @@ def block_of(name: str) -> str:
 
 
 def shares(measured: RooflineInput) -> dict[Bound, float]:
-    """Return the seconds of a run by bottleneck. Time between operators is overhead, or launch if a
-    GPU waits for its kernels."""
+    """Return a run's seconds by bottleneck. Gaps are overhead, or launch if a GPU waits."""
     found = dict.fromkeys(BOUNDS, 0.0)
     for each in measured.operators:
         found[each.bound] += each.seconds
@@ -248,8 +247,7 @@ def buildable(config: ModelConfig) -> tuple[str, ...]:
 
 
 def next_steps(measured: RooflineInput) -> list[NextStep]:
-    """Return the steps worth trying, highest ceiling first, cheaper ones first among equals; empty
-    if the runs were disturbed."""
+    """Return the steps worth trying, best first, then cheapest; none if runs were disturbed."""
     if measured.disturbance:
         return []
     ways: list[Callable[[RooflineInput], NextStep | None]] = [
@@ -349,8 +347,7 @@ def _instances(measured: RooflineInput) -> NextStep | None:
 
 
 def _path(measured: RooflineInput) -> NextStep | None:
-    """Return the largest part of a request's time around the model that can be shortened, with the
-    speed-up of the request without it."""
+    """Shorten the largest part of a request's time around the model that can be shortened."""
     whole = _total_s(measured.buckets)
     for each in sorted(measured.buckets, key=lambda each: -each.seconds):
         advice = _advice(each.name, measured)
@@ -413,8 +410,7 @@ def findings(measured: RooflineInput) -> list[str]:
 
 
 def disturbance(runs_s: Sequence[float], again_s: float | None = None) -> str:
-    """Return a warning if the same run took very different times, else an empty text. `again_s` is
-    a median taken later."""
+    """Return a warning if equal runs took very different times. `again_s`: a later median."""
     ordered = sorted(runs_s)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     if again_s:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 # Operators with the same name in ONNX, and a form that works in place.
-IN_PLACE = ("add", "mul", "div", "sub", "silu", "tanh", "sigmoid")
+IN_PLACE = ("add", "mul", "div", "sub", "silu", "gelu", "erf", "tanh", "sigmoid")
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.
 KINDS: Mapping[str, str] = {
@@ -43,8 +43,6 @@ KINDS: Mapping[str, str] = {
     "cat": "Concat",
     "copy_": "Copy",
     "native_layer_norm": "LayerNormalization",
-    "gelu": "Gelu",
-    "erf": "Erf",
 }
 CONVOLUTIONS = frozenset(
     {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
@@ -199,8 +197,7 @@ Tensors = tuple[Shaped, ...]
 
 
 def _answer(kind: str, tensors: list[Shaped], event: FunctionEvent) -> tuple[Tensors, Tensors]:
-    """Return inputs and output. The profiler has only the inputs; the output is derived from them,
-    or both are empty if it cannot be."""
+    """Return inputs and output, which is derived from them; both empty if it cannot be."""
     inputs = tuple(tensors)
     if not inputs:
         return (), ()

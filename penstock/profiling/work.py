@@ -83,8 +83,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """Operations and bytes; None: unknown. `datatype` is that of the multiplications and selects
-    the peak."""
+    """Operations and bytes; None: unknown. The `datatype` of multiplications selects the peak."""
 
     flops: float | None
     num_bytes: float | None
@@ -174,8 +173,7 @@ def _flops(kind: str, inputs: Tensors, outputs: Tensors) -> float | None:
 
 
 def _matmul(inputs: Tensors, outputs: Tensors) -> float:
-    """Derive the inner dimension from the first matrix and the rows of the output, because either
-    matrix may be transposed."""
+    """Derive the inner dimension from input and output: either matrix may be transposed."""
     first, answer = inputs[0].shape, outputs[0].shape
     if len(first) == 1 or len(answer) < 2:
         return 2.0 * outputs[0].num_elements * first[-1]

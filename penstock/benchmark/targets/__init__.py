@@ -80,8 +80,7 @@ class Counters(msgspec.Struct, frozen=True):
 class Target(Protocol):
     """Used from one event loop only."""
 
-    # Open connections of this process, and how often an exchange found all of them busy; constant
-    # for in-process targets.
+    # Open connections of this process, and how often an exchange found all of them busy.
     @property
     def num_connections(self) -> int: ...
     @property
@@ -100,8 +99,7 @@ class Target(Protocol):
         ...
 
     async def open(self, num_connections: int) -> None:
-        """Prepare for this many concurrent exchanges, after `describe`; ConfigError if that
-        fails."""
+        """After `describe`, prepare for so many concurrent exchanges; ConfigError if it fails."""
         ...
 
     def encode(self, sample: Sample) -> Any:

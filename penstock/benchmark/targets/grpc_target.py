@@ -322,8 +322,7 @@ def parse_address(spec: TargetSpec) -> Address:
 
 
 def failure_text(code: str, details: str, timeout_s: float) -> str:
-    """Describe why a call failed, identically for identical causes: gRPC's own texts about
-    connections contain addresses."""
+    """Describe why a call failed, without the addresses in gRPC's own texts."""
     if code == "DEADLINE_EXCEEDED" and details == DEADLINE:
         return f"no answer within {timeout_s:g} s"
     text = shared.in_short(_cause(details))

@@ -81,8 +81,7 @@ class HttpClient:
         return len(self._connections)
 
     async def open(self, num_connections: int) -> None:
-        """Open this many connections, up to the maximum; ConfigError when that fails. A closed
-        client becomes usable again."""
+        """Open so many connections, up to the maximum; ConfigError if it fails. Undoes `close`."""
         self._is_closed = False
         missing = min(num_connections, self._max_connections) - len(self._connections)
         try:

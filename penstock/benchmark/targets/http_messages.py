@@ -47,8 +47,7 @@ class Url(NamedTuple):
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """A whole answer, read as it arrives. Header names are lower case; a repeated header keeps its
-    last value."""
+    """A whole answer, read as it arrives. Header names are lower case; the last of each counts."""
 
     status: int = 0
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
@@ -85,8 +84,7 @@ class HttpAnswer:
 
 
 def hide_password(address: str) -> str:
-    """Mask an address for errors and logs. Everything up to the last @ may be a password, even in a
-    malformed address."""
+    """Mask an address for errors and logs: all up to the last @ may be a password."""
     return _CREDENTIALS.sub(r"\1***@", address)
 
 

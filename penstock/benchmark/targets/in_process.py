@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import penstock
 from penstock.benchmark.exchange import TimedExchange
@@ -29,6 +29,7 @@ from penstock.repository.model_source import resolve
 from penstock.serving import local
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline
+from penstock.serving.served import Served
 from penstock.types import Request, Response, Tensor, Timings
 
 SWEEP_S = 0.5
@@ -46,13 +47,8 @@ class Item:
         self.form = tuple((tensor.name, tensor.shape, len(tensor.data)) for tensor in tensors)
 
 
-class Closeable(Protocol):
-    async def close(self) -> None: ...
-
-
 class LocalTarget(Generic[Job]):
-    """A model in this process. Invariant: jobs are in `_open`, in sending order, until their
-    exchanges have ended."""
+    """A model in this process. Invariant: `_open` has the unended jobs in sending order."""
 
     # There are no connections: constants for the interface.
     num_connections = 1
@@ -60,13 +56,13 @@ class LocalTarget(Generic[Job]):
 
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
-        self._model: Closeable | None = None
+        self._model: Served | None = None
         self._open: dict[Job, TimedExchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
         # Load time in seconds, including warm-up of every batch size.
         self.load_s: float | None = None
 
-    async def _load(self, config: ModelConfig) -> Closeable:
+    async def _load(self, config: ModelConfig) -> Served:
         raise NotImplementedError
 
     def _cancel(self, job: Job) -> None:

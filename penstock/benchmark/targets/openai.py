@@ -75,8 +75,7 @@ class _Version(msgspec.Struct):
 
 
 class StreamReader(StatusReader):
-    """Reads one answer. A chunk is an event with text, of the answer or of its reasoning; an event
-    that only names the role is not one."""
+    """Reads one answer. A chunk is an event with text, of the answer or of its reasoning."""
 
     def __init__(self, exchange: TimedExchange, causes: Causes, now: Callable[[], float]) -> None:
         super().__init__(exchange, causes)
@@ -200,8 +199,7 @@ class OpenAI(HttpTarget):
         raise ConfigError([f"{where}: say by --model which one is meant; there is {told}"])
 
     async def _server(self, model: _Model, header: bytes) -> str:
-        """Return the server's name and version. vLLM gives its name as the models' owner, and its
-        version at `/version`."""
+        """Return name and version. vLLM is named as the models' owner, and has `/version`."""
         name = header.decode("latin-1").strip()
         if not name or name.partition("/")[0].lower() in CARRIERS:
             name = model.owned_by or ""

@@ -36,7 +36,8 @@ class BodyTemplate:
             if match["itself"]:
                 piece += "{" + match["itself"] + "}"
                 continue
-            in_quotes ^= _num_quotes(piece) % 2 == 1
+            # Escaped quotes do not delimit strings.
+            in_quotes ^= re.sub(r"\\.", "", piece, flags=re.DOTALL).count('"') % 2 == 1
             self._texts.append(piece.encode())
             self._holes.append((match["name"], in_quotes))
             piece = ""
@@ -71,11 +72,6 @@ class BodyTemplate:
         return msgspec.json.encode(encoded.decode())[1:-1]
 
 
-def _num_quotes(text: str) -> int:
-    """Count the quotes that delimit strings."""
-    return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"')
-
-
 def _is_json(body: bytes) -> bool:
     """Whether it is a JSON object or list; a field alone may be anything."""
     try:
@@ -86,8 +82,7 @@ def _is_json(body: bytes) -> bool:
 
 def _from_numpy(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
-        plain: object = value.tolist()
-        return plain
+        return value.tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 

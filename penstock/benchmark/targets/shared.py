@@ -20,6 +20,7 @@ from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
 
 Json = Mapping[str, Any]
 MAX_TEXT = 120
+COMPUTE = ("compute_input", "compute_infer", "compute_output")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -146,23 +147,19 @@ def counters_of(statistics: Json) -> Counters:
     """Convert one entry of v2's `model_stats`, from Triton or Penstock."""
     phases: Mapping[str, Json] = statistics.get("inference_stats", {})
 
-    def number(phase: str, field: str) -> int:
+    def number(phase: str, field: str = "ns") -> int:
         # Protobuf's JSON writes 64-bit numbers as text, and leaves out zeros.
         return int(phases.get(phase, {}).get(field, 0))
 
     def own(phase: str) -> int | None:
-        return number(phase, "ns") if phase in phases else None
+        return number(phase) if phase in phases else None
 
     return Counters(
         num_success=number("success", "count"),
         num_fail=number("fail", "count"),
         num_inferences=int(statistics.get("inference_count", 0)),
         num_executions=int(statistics.get("execution_count", 0)),
-        success_ns=number("success", "ns"),
-        queue_ns=number("queue", "ns"),
-        compute_input_ns=number("compute_input", "ns"),
-        compute_infer_ns=number("compute_infer", "ns"),
-        compute_output_ns=number("compute_output", "ns"),
+        **{f"{phase}_ns": number(phase) for phase in ("success", "queue", *COMPUTE)},
         batch_wait_ns=own("queue_batch"),
         instance_wait_ns=own("queue_instance"),
         busy_ns=_busy_ns(statistics),
@@ -174,8 +171,4 @@ def _busy_ns(statistics: Json) -> int | None:
     batches: Sequence[Json] = statistics.get("batch_stats", ())
     if not batches and int(statistics.get("execution_count", 0)) > 0:
         return None
-    return sum(
-        int(batch.get(phase, {}).get("ns", 0))
-        for batch in batches
-        for phase in ("compute_input", "compute_infer", "compute_output")
-    )
+    return sum(int(batch.get(phase, {}).get("ns", 0)) for batch in batches for phase in COMPUTE)

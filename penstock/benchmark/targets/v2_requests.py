@@ -56,14 +56,12 @@ def find_place(spec: TargetSpec) -> V2Address:
 
 
 class RequestTemplate:
-    """The common part of requests that differ only in tensor values: everything but the values, and
-    the sizes of BYTES tensors."""
+    """The common part of requests that differ only in values, and in sizes of BYTES tensors."""
 
     __slots__ = ("_heads", "_start", "inputs", "is_binary")
 
     def __init__(self, start: bytes, inputs: Sequence[TensorSpec], is_binary: bool) -> None:
-        """`start` holds the lines of the head that never change. The shapes of `inputs` are those
-        of the tensors themselves."""
+        """`start`: the constant lines of the head. Shapes of `inputs` include the batch."""
         self._start = start
         self.inputs = inputs
         self.is_binary = is_binary
