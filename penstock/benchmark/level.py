@@ -23,7 +23,7 @@ from penstock.benchmark.results import Ending, GeneratorUse, Level, WarmUp
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.steadiness import steadiness, trend
 from penstock.benchmark.system import SystemWatch
-from penstock.benchmark.targets import Counters
+from penstock.benchmark.targets import Counters, combine
 from penstock.benchmark.verdicts import has_overdue, is_decided, judge, of_each_request
 from penstock.errors import ConfigError
 
@@ -334,8 +334,6 @@ def _first_rate(load: Load) -> float:
 def _difference(before: Counters | None, after: Counters | None) -> Counters | None:
     if before is None or after is None:
         return None
-    columns = zip(astuple(before), astuple(after), strict=True)
-    found = [None if None in (first, last) else last - first for first, last in columns]
-    if any(value is not None and value < 0 for value in found):
-        return None  # The server restarted, or the model was reloaded.
-    return Counters(*found)
+    found = combine((before, after), lambda pair: pair[1] - pair[0])
+    # Negative if the server restarted, or the model was reloaded.
+    return None if min(each or 0 for each in astuple(found)) < 0 else found

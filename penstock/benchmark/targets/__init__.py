@@ -5,6 +5,7 @@ A target knows its protocol, but nothing of pacing, statistics or other processe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -75,6 +76,13 @@ class Counters(msgspec.Struct, frozen=True):
     instance_wait_ns: int | None = None
     # Execution time summed over executions: how busy the instances were. None: unknown.
     busy_ns: int | None = None
+
+
+def combine(counts: Sequence[Counters], fold: Callable[[Sequence[int]], int]) -> Counters:
+    """Fold counters field by field; a field that one of them lacks is unknown."""
+    columns = zip(*map(msgspec.structs.astuple, counts), strict=True)
+    folded: list[Any] = [None if None in column else fold(column) for column in columns]
+    return Counters(*folded)
 
 
 class Target(Protocol):

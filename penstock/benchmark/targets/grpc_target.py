@@ -13,7 +13,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -27,7 +27,7 @@ from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.repository import pbtxt
-from penstock.types import Buffer, Tensor
+from penstock.types import Buffer
 
 if TYPE_CHECKING:
     from grpc.aio import Channel, UnaryUnaryCall, UnaryUnaryMultiCallable
@@ -92,7 +92,7 @@ class GrpcTarget:
         self._address = parse_address(spec)
         self._metadata = (("authorization", f"Bearer {spec.api_key}"),) if spec.api_key else None
         self._form: RequestForm | None = None
-        self._prefixes: dict[tuple[tuple[str, tuple[int, ...]], ...], bytes] = {}
+        self._prefix = cache(self._encode_prefix)
         # One channel for questions; the others, each with CALLS_PER_CONNECTION places for calls.
         self._question_channel: Channel | None = None
         self._channels: list[Channel] = []
@@ -209,11 +209,8 @@ class GrpcTarget:
     def encode(self, sample: Sample) -> bytes:
         assert self._form is not None, "inputs are encoded after `describe`"
         tensors = shared.tensors_of(self._form, sample)
-        key = tuple((tensor.name, tensor.shape) for tensor in tensors)
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            prefix = self._prefixes[key] = self._prefix(tensors)
-        parts: list[Buffer] = [prefix]
+        forms = ((tensor.name, tensor.datatype, tensor.shape) for tensor in tensors)
+        parts: list[Buffer] = [self._prefix(*forms)]
         for tensor in tensors:
             parts += (RAW_CONTENTS, _varint(len(tensor.data)), tensor.data)
         return b"".join(parts)
@@ -246,14 +243,14 @@ class GrpcTarget:
         for channel in channels:
             await channel.close()
 
-    def _prefix(self, tensors: Sequence[Tensor]) -> bytes:
+    def _encode_prefix(self, *forms: tuple[str, str, tuple[int, ...]]) -> bytes:
         """Encode everything of the message except the tensors' contents."""
         from tritonclient.grpc import service_pb2
 
         model, version = self._address.model, self._address.version
         message = service_pb2.ModelInferRequest(model_name=model, model_version=version)
-        for tensor in tensors:
-            message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        for name, datatype, shape in forms:
+            message.inputs.add(name=name, datatype=datatype, shape=shape)
         return bytes(message.SerializeToString())
 
     def _channel(self) -> Channel:

@@ -113,7 +113,7 @@ class HttpClient:
         await asyncio.gather(*self._connecting, return_exceptions=True)
         self._idle.clear()
         while self._waiting:
-            self.end(self._waiting.popleft(), CANCELLED)
+            self._waiting.popleft().end(self.now(), CANCELLED)
         for connection in list(self._connections):
             connection.fail(CANCELLED)
         # The loop closes the sockets in its next iteration.
@@ -127,7 +127,7 @@ class HttpClient:
             if connection.exchange is not None and connection.exchange.sent < limit:
                 connection.fail(text)
         while self._waiting and self._waiting[0].sent < limit:
-            self.end(self._waiting.popleft(), text)
+            self._waiting.popleft().end(self.now(), text)
 
     # Called by connections.
 
@@ -147,9 +147,6 @@ class HttpClient:
         """Put an exchange that never reached the server back at the front of the queue."""
         self._waiting.appendleft(exchange)
 
-    def end(self, exchange: TimedExchange, failure: str) -> None:
-        exchange.end(self.now(), failure)
-
     # Connections.
 
     def _wait(self, exchange: TimedExchange) -> None:
@@ -157,7 +154,7 @@ class HttpClient:
         exchange.sent = self.now()
         if self._is_closed:
             # Deferred, since `finish` may send the next exchange.
-            asyncio.get_running_loop().call_soon(self.end, exchange, CANCELLED)
+            asyncio.get_running_loop().call_soon(exchange.end, exchange.sent, CANCELLED)
             return
         self._waiting.append(exchange)
         if self._num_allowed <= 0:
@@ -184,19 +181,17 @@ class HttpClient:
         finally:
             self._connecting.discard(cast("asyncio.Task[None]", asyncio.current_task()))
         if failure is not None and self._waiting:
-            self.end(self._waiting.popleft(), failure)
+            self._waiting.popleft().end(self.now(), failure)
         self._grow()
 
     async def _connect(self) -> None:
         """Open a connection; OSError when that fails."""
         self._start_timer()
+        name = self._url.host if self._tls is not None else None
+        place = (self._host, self._url.port)
         async with asyncio.timeout(self._timeout_s):
             transport, connection = await asyncio.get_running_loop().create_connection(
-                lambda: ClientConnection(self),
-                self._host,
-                self._url.port,
-                ssl=self._tls,
-                server_hostname=self._url.host if self._tls is not None else None,
+                lambda: ClientConnection(self), *place, ssl=self._tls, server_hostname=name
             )
         if self._is_closed or transport.is_closing():
             transport.abort()
@@ -229,10 +224,9 @@ def connect_failure(error: BaseException, timeout_s: float) -> str:
         return f"no TLS: {error.reason or error}"
     if isinstance(error, TimeoutError):
         return f"no connection within {timeout_s:g} s"
-    text = getattr(error, "strerror", None) or str(error)
     if getattr(error, "errno", None) == errno.EMFILE:
         return "no connection: too many open files here (raise ulimit -n)"
-    return f"no connection: {text.lower()}"
+    return f"no connection: {(getattr(error, 'strerror', None) or str(error)).lower()}"
 
 
 async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> HttpAnswer:

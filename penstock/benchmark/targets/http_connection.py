@@ -120,7 +120,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
         self._client.lost(self)
         if exchange is not None:
-            self._client.end(exchange, text)
+            exchange.end(self._now(), text)
 
     # Called by the event loop.
 
@@ -222,11 +222,8 @@ class ClientConnection(asyncio.Protocol):
         headers = self._headers
         self._status = status
         self._keeps_alive = self._parser.should_keep_alive()
-        self._ends_with_connection = (
-            b"content-length" not in headers
-            and b"transfer-encoding" not in headers
-            and status not in (204, 304)
-        )
+        has_length = not headers.keys().isdisjoint((b"content-length", b"transfer-encoding"))
+        self._ends_with_connection = not has_length and status not in (204, 304)
         self._reader = self._client.read(self.exchange)
         self._reader.head(status, headers)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -58,28 +59,20 @@ def find_place(spec: TargetSpec) -> V2Address:
 class RequestTemplate:
     """The common part of requests that differ only in values, and in sizes of BYTES tensors."""
 
-    __slots__ = ("_heads", "_start", "inputs", "is_binary")
-
     def __init__(self, start: bytes, inputs: Sequence[TensorSpec], is_binary: bool) -> None:
         """`start`: the constant lines of the head. Shapes of `inputs` include the batch."""
         self._start = start
         self.inputs = inputs
         self.is_binary = is_binary
-        self._heads: dict[tuple[int, ...], bytes] = {}
+        self._head = lru_cache(MAX_HEADS)(self._binary_head)
 
     def message(self, tensors: Mapping[str, Array]) -> bytes:
         if not self.is_binary:
             return self._json_message(tensors)
         parts = [_raw(tensors[spec.name], spec.datatype) for spec in self.inputs]
-        sizes = tuple(map(len, parts))
-        head = self._heads.get(sizes)
-        if head is None:
-            if len(self._heads) >= MAX_HEADS:
-                self._heads.clear()
-            head = self._heads[sizes] = self._binary_head(sizes)
-        return b"".join((head, *parts))
+        return b"".join((self._head(tuple(map(len, parts))), *parts))
 
-    def _binary_head(self, sizes: Sequence[int]) -> bytes:
+    def _binary_head(self, sizes: tuple[int, ...]) -> bytes:
         inputs = [
             _described(spec) | {"parameters": {"binary_data_size": size}}
             for spec, size in zip(self.inputs, sizes, strict=True)

@@ -6,13 +6,10 @@ Messages are made by `v2_requests` and sent by `http_client`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
+from penstock.benchmark.targets import Counters, Description, TargetSpec, combine, shared
 from penstock.benchmark.targets.http_client import HttpTarget, NoAnswer, ask, list_models
 from penstock.benchmark.targets.http_messages import request_bytes
 from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
@@ -86,7 +83,8 @@ class V2HttpTarget(HttpTarget):
             counts = [shared.counters_of(entry) for entry in answer.decode(_Statistics).model_stats]
         except (ConfigError, TypeError, ValueError, AttributeError):
             return None
-        return _total(counts) if counts else None
+        # Of all versions together.
+        return combine(counts, sum) if counts else None
 
     def encode(self, sample: Sample) -> bytes:
         tensors = sample.tensors
@@ -185,10 +183,3 @@ class V2HttpTarget(HttpTarget):
             ]
         if problems:
             raise ConfigError(problems)
-
-
-def _total(counts: Sequence[Counters]) -> Counters:
-    """Sum over all versions; a counter that one of them lacks is unknown."""
-    columns = zip(*map(msgspec.structs.astuple, counts), strict=True)
-    totals: list[Any] = [None if None in column else sum(column) for column in columns]
-    return Counters(*totals)
