@@ -88,8 +88,7 @@ class Meter:
     async def _warm_up_for(self, load: Load, seed: int) -> WarmUp:
         """Warm up with a constant rate: a load that changes has no steady state."""
         flat = Open(Flat(_first_rate(load)))
-        start = await self._begin(flat, seed)
-        warm_up = await self._warm_up(flat, start)
+        warm_up = await self._warm_up(flat, await self._begin(flat, seed))
         await self._stop(time.monotonic(), self._plan.target.timeout_s)
         return warm_up
 

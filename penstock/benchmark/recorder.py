@@ -7,6 +7,7 @@ are twice as long from then on. Requests may come late and in any order.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -60,13 +61,11 @@ class Recorder:
         is_mine = self._is_mine(due)
         self._make_room(np.concatenate([due[is_mine], done[is_good & (done < self._end)]]))
         is_arrived = is_good & (done >= self._start) & (done < self._end)
-        for index, part in self._split(done[is_arrived]):
-            self._window(index).num_arrived += len(part)
+        for window, arrived in self._split(done, is_arrived):
+            window.num_arrived += len(arrived)
         is_in_slo = self._is_in_slo(columns, done - due, is_good) if self._limits else is_good
-        places = np.flatnonzero(is_mine)
         late_s = np.where(sent > 0, sent - due, 0.0)
-        for index, rows in self._split(due[is_mine]):
-            mine, window = places[rows], self._window(index)
+        for window, mine in self._split(due, is_mine):
             self._add_requests(window, columns, failed[mine], done[mine] - due[mine])
             window.max_late_s = max(window.max_late_s, float(late_s[mine].max()))
             if window.num_in_slo is not None:
@@ -83,12 +82,14 @@ class Recorder:
     def _indices(self, times: Array) -> Array:
         return ((times - self._start) / self._length_s).astype(np.int64)
 
-    def _split(self, times: Array) -> list[tuple[int, Array]]:
-        """Group times by window: window indices, and the positions of their times."""
-        indices = self._indices(times)
+    def _split(self, times: Array, is_chosen: Array) -> Iterator[tuple[Window, Array]]:
+        """Group the chosen times: yield each window with the positions of its times."""
+        places = np.flatnonzero(is_chosen)
+        indices = self._indices(times[places])
         order = np.argsort(indices, kind="stable")
         found, begins = np.unique(indices[order], return_index=True)
-        return list(zip(found.tolist(), np.split(order, begins[1:]), strict=bool(len(found))))
+        parts = np.split(places[order], begins[1:])
+        yield from zip(map(self._window, found.tolist()), parts, strict=False)
 
     def _window(self, index: int) -> Window:
         if index not in self._windows:
@@ -117,21 +118,17 @@ class Recorder:
 
     def _add_streams(self, columns: ExchangeColumns) -> None:
         due = floats(columns.stream_due)
-        is_mine = self._is_mine(due)
         ttft, tpot = floats(columns.first) - due, floats(columns.tpot)
         num_in = np.frombuffer(columns.num_input_tokens, np.int64)
         num_out = np.frombuffer(columns.num_output_tokens, np.int64)
-        places = np.flatnonzero(is_mine)
-        for index, rows in self._split(due[is_mine]):
-            mine, window = places[rows], self._window(index)
+        for window, mine in self._split(due, self._is_mine(due)):
             window.num_input_tokens += int(num_in[mine].sum())
             window.num_output_tokens += int(num_out[mine].sum())
             _add_metric(window, "ttft", ttft[mine])
             _add_metric(window, "tpot", tpot[mine])
-        gap_due = floats(columns.gap_due)
-        gaps = floats(columns.gaps)[self._is_mine(gap_due)]
-        for index, rows in self._split(gap_due[self._is_mine(gap_due)]):
-            _add_metric(self._window(index), "itl", gaps[rows])
+        gap_due, gaps = floats(columns.gap_due), floats(columns.gaps)
+        for window, mine in self._split(gap_due, self._is_mine(gap_due)):
+            _add_metric(window, "itl", gaps[mine])
 
     def _is_in_slo(self, columns: ExchangeColumns, latencies: Array, is_good: Array) -> Array:
         """Mark the requests that kept every limit. A stream keeps a limit on `itl` when its longest

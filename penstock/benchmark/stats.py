@@ -99,8 +99,7 @@ def tally(counts: dict[Key, int], more: Mapping[Key, int]) -> None:
 
 
 def _buckets(seconds: Array) -> Array:
-    nanoseconds = np.clip(seconds, 0.5e-9, MAX_S) * 1e9
-    mantissas, octaves = np.frexp(nanoseconds)
+    mantissas, octaves = np.frexp(np.clip(seconds, 0.5e-9, MAX_S) * 1e9)  # nanoseconds
     inside = ((2 * mantissas - 1) * BUCKETS_PER_OCTAVE).astype(np.int64)
     return np.where(octaves > 0, octaves * BUCKETS_PER_OCTAVE + inside, 0)
 
@@ -367,8 +366,7 @@ def percentile_interval(
     sizes = table.totals() + never
     cluster = 1.0
     for level in _levels(share):
-        limit_s = at(_rank(level, total))
-        below = table.nums_below(limit_s)
+        below = table.nums_below(at(_rank(level, total)))
         seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
         cluster = max(cluster, seen**2 / (level * (1 - level) * total))
     beyond = (1 - share) * total

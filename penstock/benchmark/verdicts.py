@@ -134,8 +134,7 @@ def is_decided(windows: Windows, slo: Slo, num_in_flight: int = 0) -> bool:
     is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
     if not judged or not is_kept or trend(windows).is_growing:
         return False
-    limit_s = limits(slo).get("latency", math.inf)
-    return not has_overdue(windows, num_in_flight, limit_s)
+    return not has_overdue(windows, num_in_flight, limits(slo).get("latency", math.inf))
 
 
 def _is_far_beyond(verdict: IntervalVerdict) -> bool:

@@ -130,6 +130,5 @@ def _profile(
         names = [spec.name for spec in config.outputs]
         for _ in range(NUM_WARM_UP + num_runs):
             session.run(names, dict(inputs))
-        path = session.end_profiling()
-        raw: list[RawEvent] = json.loads(Path(path).read_text())
+        raw: list[RawEvent] = json.loads(Path(session.end_profiling()).read_text())
     return raw

@@ -271,8 +271,7 @@ def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
         return lambda: torch._scaled_mm(small, small.t(), one, one, **settings)
     if datatype in ("fp32", "tf32"):
         return lambda: _in_precision("high" if datatype == "tf32" else "highest", numbers)
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[datatype]
-    half = numbers.to(kind)
+    half = numbers.to({"fp16": torch.float16, "bf16": torch.bfloat16}[datatype])
     return lambda: torch.mm(half, half)
 
 

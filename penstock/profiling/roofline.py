@@ -9,9 +9,8 @@ overhead: a poor kernel, threads that wait for each other, memory in the wrong o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import get_args
 
 import msgspec
@@ -250,18 +249,10 @@ def next_steps(measured: RooflineInput) -> list[NextStep]:
     """Return the steps worth trying, best first, then cheapest; none if runs were disturbed."""
     if measured.disturbance:
         return []
-    ways: list[Callable[[RooflineInput], NextStep | None]] = [
-        _fusion,
-        _better_kernels,
-        _graphs,
-        *(partial(_narrower, datatype=each) for each in NARROWER["fp32"]),
-        _batching,
-        _hidden_copies,
-        _instances,
-        _path,
-    ]
-    found = [step for way in ways if (step := way(measured)) is not None]
-    worth = [step for step in found if step.ceiling >= MIN_CEILING]
+    tried = [_fusion(measured), _better_kernels(measured), _graphs(measured)]
+    tried += [_narrower(measured, datatype) for datatype in NARROWER["fp32"]]
+    tried += [_batching(measured), _hidden_copies(measured), _instances(measured), _path(measured)]
+    worth = [step for step in tried if step is not None and step.ceiling >= MIN_CEILING]
     return sorted(worth, key=lambda step: -round(step.ceiling, 2))
 
 
@@ -361,9 +352,8 @@ def _path(measured: RooflineInput) -> NextStep | None:
 def _advice(part: str, measured: RooflineInput) -> str:
     """Return how to shorten a part of a request's time; empty if Penstock can do nothing today. The
     profiled request has binary tensors already, and no other request to wait for."""
-    if part == "queue" and measured.queue_delay_s > 0:
-        delay = units.duration(measured.queue_delay_s)
-        return f"lower max_queue_delay_microseconds (now {delay})"
+    if part == "queue" and (delay_s := measured.queue_delay_s) > 0:
+        return f"lower max_queue_delay_microseconds (now {units.duration(delay_s)})"
     if part in ("preprocess", "postprocess"):
         return f"vectorise the {part} function (numpy on whole arrays), or do less in it"
     if part == "encode":
@@ -398,14 +388,13 @@ def findings(measured: RooflineInput) -> list[str]:
     whole = _total_s(measured.buckets)
     queue_s = _total_s(each for each in measured.buckets if each.name == "queue")
     if whole and queue_s > 0.1 * whole:
-        lines.append(
-            f"a request waits in the queue for {units.share(queue_s, whole)} of its time although"
-            " no other request is there: the batcher holds it back"
-        )
+        held = "although no other request is there: the batcher holds it back"
+        part = units.share(queue_s, whole)
+        lines.append(f"a request waits in the queue for {part} of its time {held}")
     around_s = _total_s(each for each in measured.buckets if each.name != COMPUTE)
     if whole and around_s > 0.1 * whole:
-        around = units.share(around_s, whole)
-        lines.append(f"{around} of a request's time is spent around the model")
+        part = units.share(around_s, whole)
+        lines.append(f"{part} of a request's time is spent around the model")
     return [line for line in lines if line]
 
 
@@ -449,17 +438,14 @@ def _gpu_lines(measured: RooflineInput) -> list[str]:
     lines = []
     span_s = gpu.busy_s + gpu.gap_s
     if gpu.gap_s > MIN_IDLE * span_s:
-        lines.append(
-            f"launch-bound: {units.share(gpu.gap_s, span_s)} of the time from the first kernel to"
-            f" the last the GPU waits for the next of {gpu.num_kernels} (while profiled, which"
-            " takes its own time)"
-        )
+        waits = f"the GPU waits for the next of {gpu.num_kernels}"
+        part = f"{units.share(gpu.gap_s, span_s)} of the time from the first kernel to the last"
+        lines.append(f"launch-bound: {part} {waits} (while profiled, which takes its own time)")
     if gpu.hidden is not None and gpu.copies_s > MIN_IDLE * span_s:
+        times = f"{units.duration(gpu.copy_in_s)} in and {units.duration(gpu.copy_out_s)} out"
+        hidden = f"{gpu.hidden:.0%} of that is hidden behind kernels"
         slots = units.count(gpu.num_slots, "instance")
-        lines.append(
-            f"copies take {units.duration(gpu.copy_in_s)} in and {units.duration(gpu.copy_out_s)}"
-            f" out; with {slots} on the GPU {gpu.hidden:.0%} of that is hidden behind kernels"
-        )
+        lines.append(f"copies take {times}; with {slots} on the GPU {hidden}")
     return lines
 
 
@@ -481,9 +467,8 @@ def verdict(measured: RooflineInput, steps: Sequence[NextStep]) -> str:
         start = f"{units.duration(measured.total_s)} per batch; its operators cannot be seen"
     else:
         bound = bound_of(measured)
-        seconds = shares(measured).get(bound, 0.0)
-        start = f"{WORDS[bound].capitalize()}: {_percent(seconds, measured)}"
-        start += _most_of(measured, bound)
+        part = _percent(shares(measured).get(bound, 0.0), measured)
+        start = f"{WORDS[bound].capitalize()}: {part}{_most_of(measured, bound)}"
     if not steps:
         return f"{start}. No step promises more than {MIN_CEILING:g}x"
     return f"{start}. Next: {steps[0].text}"

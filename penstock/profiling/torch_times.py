@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 # Operators with the same name in ONNX, and a form that works in place.
 IN_PLACE = ("add", "mul", "div", "sub", "silu", "gelu", "erf", "tanh", "sigmoid")
+# Attention whose inputs are [.., length, heads, width], not [.., heads, length, width].
+KERNEL_ATTENTION = ("_flash_attention_forward", "_efficient_attention_forward")
+# Operators that change no memory, only how it is viewed.
+VIEWS = (
+    *("view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"),
+    *("select", "squeeze", "empty", "empty_like", "empty_strided", "resize_", "_unsafe_view"),
+    *("flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"),
+)
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.
 KINDS: Mapping[str, str] = {
@@ -36,6 +44,11 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("mean", "sum"), "ReduceMean"),
     **dict.fromkeys(("embedding", "index_select"), "Gather"),
     **dict.fromkeys(("max_pool2d_with_indices", "mkldnn_max_pool2d"), "MaxPool"),
+    **dict.fromkeys(("mkldnn_convolution", "cudnn_convolution"), "Conv"),
+    **dict.fromkeys(("_slow_conv2d_forward", "_conv_depthwise2d"), "Conv"),
+    **dict.fromkeys((*KERNEL_ATTENTION, "_cudnn_attention_forward"), "MultiHeadAttention"),
+    **dict.fromkeys(VIEWS, "Reshape"),
+    "_scaled_dot_product_flash_attention_for_cpu": "MultiHeadAttention",
     "avg_pool2d": "AveragePool",
     "adaptive_avg_pool2d": "GlobalAveragePool",
     "_int_mm": "MatMulInteger",
@@ -44,18 +57,6 @@ KINDS: Mapping[str, str] = {
     "copy_": "Copy",
     "native_layer_norm": "LayerNormalization",
 }
-CONVOLUTIONS = frozenset(
-    {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
-)
-# Inputs [.., heads, length, width], and [.., length, heads, width].
-ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_cudnn_attention_forward"})
-KERNEL_ATTENTION = frozenset({"_flash_attention_forward", "_efficient_attention_forward"})
-# Operators that change no memory, only how it is viewed.
-VIEWS = frozenset(
-    {"view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"}
-    | {"select", "squeeze", "empty", "empty_like", "empty_strided", "resize_", "_unsafe_view"}
-    | {"flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"}
-)
 # Matmuls whose second matrix is nearly always weights.
 WEIGHTED = frozenset({"mm", "addmm", "_addmm_activation", "_int_mm"})
 # Inputs before the two matrices.
@@ -172,7 +173,7 @@ def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -
     name = event.name.removeprefix(PREFIX)
     given = [shape for shape in event.input_shapes if shape]
     shapes = [tuple(each) for each in given if all(isinstance(size, int) for size in each)]
-    kind = _kind(name)
+    kind = KINDS.get(name, name)
     if name in KERNEL_ATTENTION:
         shapes = [(*each[:-3], each[-2], each[-3], each[-1]) for each in shapes if len(each) == 4]
     tensors = [Shaped(datatype, shape) for shape in shapes[SKIPPED_INPUTS.get(name, 0) :]]
@@ -181,16 +182,6 @@ def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -
     weights = inputs[1].num_bytes if has_weights else 0.0
     label = f"{name} {' '.join('x'.join(map(str, shape)) for shape in shapes)}".strip()
     return OperatorTime(label, kind, seconds, inputs, outputs, weights, calls, datatype)
-
-
-def _kind(name: str) -> str:
-    if name in CONVOLUTIONS:
-        return "Conv"
-    if name in ATTENTION | KERNEL_ATTENTION:
-        return "MultiHeadAttention"
-    if name in VIEWS:
-        return "Reshape"
-    return KINDS.get(name, name)
 
 
 Tensors = tuple[Shaped, ...]
@@ -253,4 +244,6 @@ def _events(found: Sequence[FunctionEvent]) -> Iterator[Event]:
     for event in found:
         name, span_us = event.name.removeprefix(PREFIX), event.time_range
         start_s, seconds = (span_us.start - begin_us) / 1e6, (span_us.end - span_us.start) / 1e6
-        yield Event(name, _kind(name), start_s, seconds, {"input": str(event.input_shapes)})
+        yield Event(
+            name, KINDS.get(name, name), start_s, seconds, {"input": str(event.input_shapes)}
+        )

@@ -64,7 +64,6 @@ Value = TypeVar("Value")
 class Address(msgspec.Struct, frozen=True):
     """The parts of `grpc://host:port/model[/version]`."""
 
-    text: str
     server: str
     model: str
     version: str
@@ -122,7 +121,7 @@ class GrpcTarget:
         self._form = shared.form_of(metadata, config)
         description = Description(
             protocol="v2 gRPC",
-            address=self._address.text,
+            address=self._spec.address,
             model=metadata.name or self._address.model,
             version=self._address.version or _newest(metadata.versions or ()),
             server=f"{server['name']} {server['version']}".strip(),
@@ -173,9 +172,7 @@ class GrpcTarget:
         from tritonclient.grpc import service_pb2
 
         if channel is None:
-            if self._question_channel is None:
-                self._question_channel = self._channel()
-            channel = self._question_channel
+            channel = self._question_channel = self._question_channel or self._channel()
         call = channel.unary_unary(
             SERVICE + method,
             request_serializer=getattr(service_pb2, f"{method}Request").SerializeToString,
@@ -192,7 +189,7 @@ class GrpcTarget:
         return {"name": self._address.model, "version": self._address.version}
 
     def _problem(self, text: str) -> ConfigError:
-        return ConfigError([f"{self._address.text}: {text}"])
+        return ConfigError([f"{self._spec.address}: {text}"])
 
     # Exchanges.
 
@@ -315,7 +312,7 @@ def parse_address(spec: TargetSpec) -> Address:
         problems.append(f"{where}: names no model; expected grpc://host:port/model, or --model")
     if problems:
         raise ConfigError(problems)
-    return Address(spec.address, parts.netloc, model, version, parts.scheme == "grpcs")
+    return Address(parts.netloc, model, version, parts.scheme == "grpcs")
 
 
 def failure_text(code: str, details: str, timeout_s: float) -> str:

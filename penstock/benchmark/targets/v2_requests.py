@@ -22,7 +22,6 @@ from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 MODEL_PATH = re.compile(
     r"(?P<prefix>.*)/v2/models/(?P<name>[^/?]+)(/versions/(?P<version>[^/?]+))?(/infer)?/?"
 )
-SERVER_PATH = re.compile(r"(?P<prefix>.*?)(/v2)?/?")
 MAX_HEADS = 1024
 
 
@@ -47,8 +46,7 @@ def find_place(spec: TargetSpec) -> V2Address:
     if match is None:
         if not spec.model:
             raise ConfigError([f"{spec.address}: names no model: expected …/v2/models/NAME"])
-        server = SERVER_PATH.fullmatch(url.path)
-        prefix = server["prefix"] if server is not None else ""
+        prefix = url.path.rstrip("/").removesuffix("/v2")
         return V2Address(url, prefix, spec.model, spec.version)
     name, version = unquote(match["name"]), unquote(match["version"] or "")
     if problems := shared.contradictions(spec, name, version):
