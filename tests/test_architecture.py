@@ -75,7 +75,6 @@ PURE = [
     "benchmark/steadiness.py",
     "benchmark/verdicts.py",
     "benchmark/targets/shared.py",
-    "benchmark/targets/sse.py",
     "optimizer/first_line.py",
     "optimizer/wording.py",
     "report/before_after.py",

@@ -227,20 +227,17 @@ class MaxRateSearch:
         """None before the first measurement."""
         if not self._verdicts:
             return None
-        reason = ""
-        if self._low is None:
-            reason = f"missed even at {min(self._verdicts):.4g}/s, the lowest rate that was tried"
-        elif self._high is None:
-            reason = f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried"
-        rate = Interval(self._estimate(), self._surely_kept(), self._surely_missed())
-        return MaxRate(rate, self._text, reason)
-
-    def _estimate(self) -> float:
-        """Return the rate at which the worst latency crosses its limit, inside the bracket."""
-        low, high = self._low, self._high
+        low, high, reason = self._low, self._high, ""
         if low is None:
-            return math.nan
-        return low if high is None else self._crossing("value", low, high, low)
+            value = math.nan
+            reason = f"missed even at {min(self._verdicts):.4g}/s, the lowest rate that was tried"
+        elif high is None:
+            value = low
+            reason = f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried"
+        else:
+            value = self._crossing("value", low, high, low)
+        rate = Interval(value, self._surely_kept(), self._surely_missed())
+        return MaxRate(rate, self._text, reason)
 
     def _surely_kept(self) -> float:
         """Return the rate at which the upper end of the worst latency's interval crosses its limit,

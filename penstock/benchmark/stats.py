@@ -1,7 +1,4 @@
-"""Figures and their confidence intervals. Pure: values in, values out.
-
-A `DurationHistogram` has buckets of constant relative width; a `Window` holds the outcomes of the
-requests that were due in one span of time. Every reported figure is folded from windows.
+"""Figures and their confidence intervals, all folded from windows: spans of time. Pure.
 
 Requests that queue behind each other are not independent, so errors are estimated from spans of
 time, not from single requests: windows are merged into 20 to 39 batches, and the variation between

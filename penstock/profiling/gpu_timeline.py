@@ -1,5 +1,4 @@
-"""GPU activity from the trace that torch.profiler writes: kernels, the gaps between them, and
-copies with the share that overlaps with kernels. Pure.
+"""GPU activity from torch.profiler's trace: kernels, gaps, and copies with their overlap. Pure.
 
 The trace is Chrome's: `traceEvents` with `cat`, `name`, `ts` and `dur` in microseconds, and the
 stream among `args`. Device activity has the categories below. A run of the model is our annotation

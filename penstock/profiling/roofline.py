@@ -1,5 +1,4 @@
-"""Find the bottleneck of each operator and of the model, its distance from the peaks, and the steps
-that could gain most. Pure.
+"""Find bottlenecks of operators and models, and the steps that could gain most. Pure.
 
 An operator needs at least the longest of: its operations at the peak of their datatype, its bytes
 at the bandwidth of the memory they are in, and one launch. Time beyond a few times that is

@@ -16,13 +16,13 @@ from collections.abc import Coroutine, Sequence
 from functools import cache, partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
-from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
+from penstock.benchmark.targets.http_messages import hide_password, split_url
 from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
@@ -292,13 +292,8 @@ class GrpcTarget:
 
 def parse_address(spec: TargetSpec) -> Address:
     """Parse the target's address; ConfigError lists everything that is wrong."""
-    check_no_credentials(spec.address)
+    parts, port = split_url(spec.address, "grpc://host:port")
     where = hide_password(spec.address)
-    try:
-        parts = urlsplit(spec.address)
-        port = parts.port
-    except ValueError:
-        raise ConfigError([f"{where}: invalid host or port; expected grpc://host:port"]) from None
     problems: list[str] = []
     if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or port is None:
         problems.append(f"{where}: expected grpc://host:port/model or grpc://host:port/model/1")

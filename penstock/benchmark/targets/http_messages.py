@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -88,22 +88,23 @@ def hide_password(address: str) -> str:
     return _CREDENTIALS.sub(r"\1***@", address)
 
 
-def check_no_credentials(address: str) -> None:
-    """Raise ConfigError for a user or password in an address: no target would send them."""
-    authority = re.split("[/?#]", address.partition("://")[2], maxsplit=1)[0]
-    if "@" in authority:
-        raise ConfigError([f"{hide_password(address)}: no user or password is allowed in a URL"])
+def split_url(text: str, expected: str) -> tuple[SplitResult, int | None]:
+    """Return the parts of an address and its port; ConfigError if they are invalid, or for a user
+    or password, which no target would send."""
+    shown = hide_password(text)
+    if "@" in re.split("[/?#]", text.partition("://")[2], maxsplit=1)[0]:
+        raise ConfigError([f"{shown}: no user or password is allowed in a URL"])
+    try:
+        parts = urlsplit(text)
+        return parts, parts.port
+    except ValueError:
+        raise ConfigError([f"{shown}: invalid host or port; expected {expected}"]) from None
 
 
 def parse_url(text: str) -> Url:
     """Parse http://host[:port][/path] or https; ConfigError otherwise."""
-    check_no_credentials(text)
+    parts, port = split_url(text, "http://host:port/…")
     shown = hide_password(text)
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:
-        raise ConfigError([f"{shown}: invalid host or port; expected http://host:port/…"]) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError([f"{shown}: expected http://host:port/…"])
     if not all(" " < character <= "~" for character in text):
