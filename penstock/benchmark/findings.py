@@ -267,13 +267,9 @@ def _wide_text(run: BenchRun, errors: Mapping[int, float]) -> str:
     if needed_s > LONGEST_ADVICE_S:
         return f"{text} enough, by far; or something disturbs the server, or its machine."
     a_level = "" if len(errors) == 1 else " a level"
-    return f"{text} enough; about {_round_up(needed_s)} s{a_level} would be."
-
-
-def _round_up(seconds: float) -> int:
-    """Round up to two significant digits."""
-    step = int(10 ** max(0, math.floor(math.log10(seconds)) - 1))
-    return math.ceil(seconds / step) * step
+    # Rounded up to two significant digits.
+    step = int(10 ** max(0, math.floor(math.log10(needed_s)) - 1))
+    return f"{text} enough; about {math.ceil(needed_s / step) * step} s{a_level} would be."
 
 
 def _too_few(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:

@@ -67,7 +67,10 @@ class Meter:
         seed = self._plan.seed + 2 * (self._index - 1)
         warm_up = None
         if is_warmed and length_s is not None and math.isfinite(_first_rate(load)):
-            warm_up = await self._warm_up_for(load, seed + 1)
+            # At a constant rate: a load that changes has no steady state.
+            flat = Open(Flat(_first_rate(load)))
+            warm_up = await self._warm_up(flat, await self._begin(flat, seed + 1))
+            await self._stop(time.monotonic(), self._plan.target.timeout_s)
         start = await self._begin(load, seed)
         if is_warmed and length_s is None:
             warm_up = await self._warm_up(load, start)
@@ -84,13 +87,6 @@ class Meter:
         return start
 
     # Warm-up.
-
-    async def _warm_up_for(self, load: Load, seed: int) -> WarmUp:
-        """Warm up with a constant rate: a load that changes has no steady state."""
-        flat = Open(Flat(_first_rate(load)))
-        warm_up = await self._warm_up(flat, await self._begin(flat, seed))
-        await self._stop(time.monotonic(), self._plan.target.timeout_s)
-        return warm_up
 
     async def _warm_up(self, load: Load, start: float) -> WarmUp:
         recorder = Recorder(start)

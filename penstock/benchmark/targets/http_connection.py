@@ -54,8 +54,6 @@ Read = Callable[[TimedExchange], AnswerReader]
 class StatusReader:
     """Judges an answer by its status: 2xx is good. Also records `Server-Timing`."""
 
-    __slots__ = ("_causes", "_exchange", "_kept", "_status")
-
     def __init__(self, exchange: TimedExchange, causes: Causes) -> None:
         self._exchange = exchange
         self._causes = causes

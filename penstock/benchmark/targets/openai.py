@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Description, TargetSpec, http_messages
@@ -201,12 +202,9 @@ class StreamReader(StatusReader):
             self._stream.num_input_tokens = usage.prompt_tokens
         if usage.completion_tokens is not None:
             self._num_told = usage.completion_tokens
-        if any(map(_has_text, event.choices or ())):
+        choices = event.choices or ()
+        if any(each.text or any(astuple(each.delta or _Delta())) for each in choices):
             self._stream.times.append(now)
-
-
-def _has_text(choice: _Choice) -> bool:
-    return bool(choice.text) or any(msgspec.structs.astuple(choice.delta or _Delta()))
 
 
 class OpenAI(HttpTarget):
@@ -214,7 +212,7 @@ class OpenAI(HttpTarget):
 
     def __init__(self, spec: TargetSpec) -> None:
         url, self._base, self._api = find_place(spec)
-        super().__init__(spec, url, self._read_answer)
+        super().__init__(spec, url, lambda each: StreamReader(each, self._causes, time.monotonic))
         self._extra = parse_extra(spec.extra)
         self._model = spec.model
 
@@ -235,9 +233,6 @@ class OpenAI(HttpTarget):
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         path = self._base + PATHS[self._api]
         return http_messages.request_bytes(self._url, "POST", path, headers | self._headers, data)
-
-    def _read_answer(self, exchange: TimedExchange) -> StreamReader:
-        return StreamReader(exchange, self._causes, time.monotonic)
 
     def _find_model(self, answer: HttpAnswer) -> _Model:
         asked, where = self._spec.model, f"{self._url.origin}{self._base}/models"

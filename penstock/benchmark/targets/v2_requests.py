@@ -16,7 +16,7 @@ import numpy as np
 from penstock.benchmark.targets import TargetSpec, shared
 from penstock.benchmark.targets.http_messages import Url, parse_url
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
+from penstock.types import DATATYPES, Array, TensorSpec, from_array
 
 # /v2/models/NAME[/versions/VERSION][/infer], possibly behind a proxy's prefix.
 MODEL_PATH = re.compile(
@@ -67,7 +67,8 @@ class RequestTemplate:
     def message(self, tensors: Mapping[str, Array]) -> bytes:
         if not self.is_binary:
             return self._json_message(tensors)
-        parts = [_raw(tensors[spec.name], spec.datatype) for spec in self.inputs]
+        made = [from_array(each.name, each.datatype, tensors[each.name]) for each in self.inputs]
+        parts = [tensor.data for tensor in made]
         return b"".join((self._head(tuple(map(len, parts))), *parts))
 
     def _binary_head(self, sizes: tuple[int, ...]) -> bytes:
@@ -91,12 +92,6 @@ class RequestTemplate:
 
 def _described(spec: TensorSpec) -> dict[str, object]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
-
-
-def _raw(array: Array, datatype: str) -> bytes:
-    if datatype == "BYTES":
-        return pack_bytes(array)
-    return array.astype(DATATYPES[datatype].numpy, copy=False).tobytes()
 
 
 def _numbers(array: Array, spec: TensorSpec) -> list[object]:
