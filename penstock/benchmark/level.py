@@ -86,8 +86,6 @@ class Meter:
         self.crew.ask(Go(start))
         return start
 
-    # Warm-up.
-
     async def _warm_up(self, load: Load, start: float) -> WarmUp:
         recorder = Recorder(start)
         patience_s = self._plan.max_warm_up_s
@@ -112,8 +110,6 @@ class Meter:
     def _is_missed(self, windows: list[Window]) -> bool:
         assert self._searched is not None
         return any(verdict.outcome == "missed" for verdict in judge(windows, self._searched))
-
-    # Counting.
 
     async def _count(
         self, load: Load, start: float, ends_s: float, warm_up: WarmUp | None
@@ -200,8 +196,6 @@ class Meter:
         member = self.crew.members[0]
         member.ask(Count())
         return (await member.expect(Counted)).counters
-
-    # Reports of the generators.
 
     def _heard(self, index: int, progress: GeneratorReport) -> None:
         self._waiting.append(progress.columns)

@@ -22,18 +22,10 @@ from penstock.benchmark import system
 from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.shapes import THREADS
-from penstock.profiling import onnx_times, openvino_times, roofline, torch_times, trace
+from penstock.profiling import onnx_times, openvino_times, profiler, roofline, torch_times, trace
 from penstock.profiling.path import buckets_of
 from penstock.profiling.peaks import peaks_of
-from penstock.profiling.profiler import (
-    Packed,
-    ProfileFailed,
-    ProfileJob,
-    make_batch,
-    packed,
-    read_config,
-    unpacked,
-)
+from penstock.profiling.profiler import Packed, ProfileFailed, ProfileJob, unpacked
 from penstock.profiling.results import Profile
 from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.work import Timed
@@ -61,7 +53,7 @@ def main() -> None:
 
 
 def profiled(job: ProfileJob) -> Profile:
-    served = read_config(Path(job.folder))
+    served = profiler.read_config(Path(job.folder))
     config, job, sent = served.model, _of_the_model(served, job), _sent(served, job)
     batch = Batch({each.name: unpacked(each) for each in job.tensors}, job.num_rows)
     runner = backends.backend(config.backend)(config)
@@ -132,7 +124,7 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     if config.max_batch_size:
         rows = [{name: each[n] for name, each in inputs.items()} for n in range(job.num_rows)]
     made = [pad(config.model.padding, row)[0] for row in apply(config, rows)]
-    tensors, num_rows, text = make_batch(config.model, made)
+    tensors, num_rows, text = profiler.make_batch(config.model, made)
     return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
 
 
@@ -140,8 +132,8 @@ def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
     """Return a request's tensors: one row if processed, as answers may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
-    every = job.tensors
-    return [packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in every]
+    rows = [from_array(each.name, each.datatype, unpacked(each)[:1]) for each in job.tensors]
+    return list(map(profiler.packed, rows))
 
 
 def _queue_delay_s(config: ModelConfig) -> float:

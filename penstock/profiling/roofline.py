@@ -189,9 +189,6 @@ def block_of(name: str) -> str:
     return found.group(1) if found else ""
 
 
-# The model as a whole.
-
-
 def shares(measured: RooflineInput) -> dict[Bound, float]:
     """Return a run's seconds by bottleneck. Gaps are overhead, or launch if a GPU waits."""
     found = dict.fromkeys(BOUNDS, 0.0)
@@ -370,9 +367,6 @@ def _step(
     ceiling = _speed_up(measured, saved_s)
     unit = "" if is_latency else " the rate"
     return NextStep(name, f"{text}: at most {ceiling:.2g}x{unit}", ceiling, is_latency)
-
-
-# Text.
 
 
 def findings(measured: RooflineInput) -> list[str]:

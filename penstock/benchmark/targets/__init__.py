@@ -100,25 +100,19 @@ class Target(Protocol):
 
     async def describe(self) -> tuple[Description, RequestForm]:
         """Ask the server; ConfigError if there is no server or no such model."""
-        ...
 
     async def counters(self) -> Counters | None:
         """Return the server's counters; None where it has none."""
-        ...
 
     async def open(self, num_connections: int) -> None:
         """After `describe`, prepare for so many concurrent exchanges; ConfigError if it fails."""
-        ...
 
     def encode(self, sample: Sample) -> Any:
         """Return an item for `TimedExchange.item`; ConfigError when the input does not fit."""
-        ...
 
     def send(self, exchange: TimedExchange) -> None:
         """Send without raising or blocking. If all connections are busy, the exchange is queued,
         and `sent` is when it left. After a lost connection the next exchange makes a new one."""
-        ...
 
     async def close(self) -> None:
         """Close; exchanges in flight fail with "cancelled"."""
-        ...

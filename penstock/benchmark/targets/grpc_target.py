@@ -106,8 +106,6 @@ class GrpcTarget:
     def num_connections(self) -> int:
         return len(self._channels)
 
-    # Questions.
-
     async def describe(self) -> tuple[Description, RequestForm]:
         try:
             server = await self._ask("ServerMetadata")
@@ -190,8 +188,6 @@ class GrpcTarget:
 
     def _problem(self, text: str) -> ConfigError:
         return ConfigError([f"{self._spec.address}: {text}"])
-
-    # Exchanges.
 
     async def open(self, num_connections: int) -> None:
         self._is_closed = False

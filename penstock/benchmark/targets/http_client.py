@@ -16,15 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets import Counters, TargetSpec
+from penstock.benchmark.targets import Counters, TargetSpec, http_messages
 from penstock.benchmark.targets.http_connection import LOST, ClientConnection, Read, StatusReader
-from penstock.benchmark.targets.http_messages import (
-    Causes,
-    HttpAnswer,
-    Url,
-    check_headers,
-    request_bytes,
-)
+from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.errors import ConfigError
 
 SWEEP_S = 1.0
@@ -147,8 +141,6 @@ class HttpClient:
         """Put an exchange that never reached the server back at the front of the queue."""
         self._waiting.appendleft(exchange)
 
-    # Connections.
-
     def _wait(self, exchange: TimedExchange) -> None:
         # For the timeout; set again when it is sent.
         exchange.sent = self.now()
@@ -256,7 +248,7 @@ class HttpTarget(HttpClient):
         self._headers = dict(spec.headers)
         if spec.api_key and "authorization" not in map(str.lower, spec.headers):
             self._headers["Authorization"] = f"Bearer {spec.api_key}"
-        check_headers(self._headers)
+        http_messages.check_headers(self._headers)
 
     async def counters(self) -> Counters | None:
         return None
@@ -264,8 +256,9 @@ class HttpTarget(HttpClient):
     async def _ask(self, path: str) -> HttpAnswer:
         """Ask the server; ConfigError if it does not answer, or requires a key."""
         origin = self._url.origin
+        message = http_messages.request_bytes(self._url, "GET", path, self._headers)
         try:
-            answer = await ask(self._url, request_bytes(self._url, "GET", path, self._headers))
+            answer = await ask(self._url, message)
         except NoAnswer as error:
             raise ConfigError([f"{origin}: the server cannot be reached: {error}"]) from None
         if answer.status in (401, 403):

@@ -39,11 +39,9 @@ class AnswerReader(Protocol):
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """Take the head; names are lower case."""
-        ...
 
     def chunk(self, data: bytes) -> None:
         """Take part of the decoded body, as the network happens to split it."""
-        ...
 
     def end(self) -> str | None: ...
 
@@ -172,9 +170,8 @@ class ClientConnection(asyncio.Protocol):
             self._drop()
         exchange.finish(exchange)
 
-    # An answer that has to be parsed.
-
     def _begin(self, data: bytes) -> None:
+        """Begin an answer that has to be parsed."""
         self._left = _PARSING
         self._first_data = data
         self._headers = {}

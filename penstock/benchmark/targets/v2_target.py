@@ -115,8 +115,6 @@ class V2HttpTarget(HttpTarget):
         start += [f"{name}: {value}" for name, value in self._headers.items()]
         return RequestTemplate("\r\n".join((*start, "")).encode("latin-1"), specs, self._is_binary)
 
-    # Questions.
-
     async def _ask_server(self) -> _Server:
         path = f"{self._place.prefix}/v2"
         try:
