@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from penstock import units
 from penstock.benchmark import comparison, headline, stats
 from penstock.benchmark.comparison import Named
@@ -77,5 +75,5 @@ def _baseline_checks(run: BenchRun, baseline: BenchRun, tolerance: float) -> Ite
 
 
 def _failed(level: Level) -> stats.Interval:
-    failed = np.array([window.num_failed for window in level.windows], np.float64)
-    return stats.share_interval(failed, np.array([each.num_due for each in level.windows], float))
+    failed, due = (stats.column(level.windows, name) for name in ("num_failed", "num_due"))
+    return stats.share_interval(failed, due)

@@ -230,7 +230,7 @@ def _growth(level: Level) -> Told | None:
 def _is_growing(level: Level) -> bool:
     """Whether latency keeps growing; only for open loops at a constant rate."""
     is_flat = pacer.flat_rate(level.load) is not None
-    return is_flat and steadiness.trend(level.windows).is_growing
+    return is_flat and steadiness.is_growing(level.windows)
 
 
 def _imprecision(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:
@@ -248,9 +248,8 @@ def _imprecision(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]
             bounded[index] = error
     for index in bounded:
         yield Finding("warning", _wide_text(run, bounded), index)
-    if unbounded:
-        span = units.duration(max(run.levels[index].measured_s for index in unbounded))
     for index in unbounded:
+        span = units.duration(max(run.levels[each].measured_s for each in unbounded))
         text = f"How high {run.statistic} may be cannot be said from {span}: measure longer."
         yield Finding("warning", text, index)
 

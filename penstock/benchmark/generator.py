@@ -22,7 +22,7 @@ import uvloop
 
 from penstock.benchmark import messages
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
+from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, share_of, shared_times
 from penstock.benchmark.pacer import Closed, Replay
 from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets.kinds import open_target
@@ -111,17 +111,20 @@ class Generator:
         return await answered
 
     async def _prepare(self, question: messages.PrepareLoad) -> None:
-        place = (self._setup.index, self._setup.num_processes)
+        load, place = question.load, (self._setup.index, self._setup.num_processes)
         if self._running is not None:
             self._running.close()
-        if isinstance(question.load, Replay):
+        if isinstance(load, Replay):
             # A trace always starts with its own first request.
             self._open_feed()
-        num_connections = NUM_OPEN_AT_FIRST
-        if isinstance(question.load, Closed):
-            num_connections = share_of(question.load.concurrency, *place)
-        await self._target.open(num_connections)
-        self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
+        if isinstance(load, Closed):
+            share = share_of(load.concurrency, *place)
+            await self._target.open(share)
+            self._running = ClosedLoop(self._feed, self._target, share)
+        else:
+            await self._target.open(NUM_OPEN_AT_FIRST)
+            due = shared_times(load, question.seed, *place)
+            self._running = OpenLoop(self._feed, self._target, due)
         self._ending = None
         self._num_waited_before = self._target.num_waited
         # Freeze what exists now: collections during the load scan only new objects, so they are
@@ -188,10 +191,9 @@ async def run(questions: asyncio.StreamReader, tell: Callable[[messages.Answer],
         if failures:
             raise failures[0]
         serving.result()
-    except ConfigError as error:
-        tell(messages.Broken(list(error.problems)))
     except PenstockError as error:
-        tell(messages.Broken([str(error)]))
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        tell(messages.Broken(list(problems)))
     if failures and not serving.cancelled():
         serving.result()  # Closing failed, too.
 

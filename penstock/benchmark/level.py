@@ -21,7 +21,7 @@ from penstock.benchmark.plan import BenchPlan, LevelProgress, Phase
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.results import Ending, GeneratorUse, Level, WarmUp
 from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.steadiness import steadiness, trend
+from penstock.benchmark.steadiness import is_growing, steadiness
 from penstock.benchmark.system import SystemWatch
 from penstock.benchmark.targets import Counters, combine
 from penstock.benchmark.verdicts import has_overdue, is_decided, judge, of_each_request
@@ -166,9 +166,9 @@ class Meter:
         if self._searched is not None and isinstance(load, Open):
             is_over = is_decided(windows, self._searched, self._num_in_flight)
             return "decided" if is_over else None
-        is_growing = isinstance(load, Open) and trend(windows).is_growing
-        is_over = elapsed_s >= ends_s * MIN_SHARE and not is_growing and self._is_precise(windows)
-        return "precise" if is_over else None
+        if elapsed_s < ends_s * MIN_SHARE or (isinstance(load, Open) and is_growing(windows)):
+            return None
+        return "precise" if self._is_precise(windows) else None
 
     def _is_precise(self, windows: list[Window]) -> bool:
         figure = self._figure(windows)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.benchmark.exchange import Collector, TimedExchange
-from penstock.benchmark.pacer import Closed, Load, due_times
+from penstock.benchmark.pacer import Open, Replay, due_times
 from penstock.benchmark.targets import Target
 from penstock.data import Source
 
@@ -293,20 +293,10 @@ def share_of(concurrency: int, index: int, num_processes: int) -> int:
     return concurrency // num_processes + (index < concurrency % num_processes)
 
 
-def shared_times(load: Load, seed: int, index: int, num_processes: int) -> Iterator[float]:
+def shared_times(load: Open | Replay, seed: int, index: int, num_processes: int) -> Iterator[float]:
     """Yield every n-th of the due times; all processes compute the same sequence."""
-    assert not isinstance(load, Closed)
     num_before = 0
     for chunk in due_times(load, seed):
         offset = (index - num_before) % num_processes
         yield from chunk[offset::num_processes].tolist()
         num_before += len(chunk)
-
-
-def make_loop(
-    load: Load, seed: int, place: tuple[int, int], feed: Feed, target: Target
-) -> ClosedLoop | OpenLoop:
-    """Make the loop for a load; `place` is this process's index and the number of processes."""
-    if isinstance(load, Closed):
-        return ClosedLoop(feed, target, share_of(load.concurrency, *place))
-    return OpenLoop(feed, target, shared_times(load, seed, *place))

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.stats import Interval, Window, Windows, mean_interval, throughput_interval
-from penstock.benchmark.steadiness import trend
+from penstock.benchmark.steadiness import is_growing
 from penstock.benchmark.verdicts import Verdicts, judge, of_each_request
 from penstock.errors import ConfigError
 from penstock.slo import Latency, Slo
@@ -166,7 +166,7 @@ class MaxRateSearch:
             self._is_silent = True
             return
         known = self._windows.setdefault(rate, [])
-        if not trend(windows).is_growing:
+        if not is_growing(windows):
             self._growing.discard(rate)
         elif not known:
             self._growing.add(rate)

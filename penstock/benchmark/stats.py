@@ -197,6 +197,10 @@ def merged(windows: Windows) -> Window:
     return whole
 
 
+def column(windows: Windows, field: str) -> Array:
+    return np.array([getattr(window, field) for window in windows], np.float64)
+
+
 def add_counts(window: Window, other: Window) -> None:
     """Add another window's counts; start and length stay."""
     window.num_due += other.num_due
@@ -315,11 +319,7 @@ def share_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -
 
 def throughput_interval(windows: Windows, confidence: float = CONFIDENCE) -> Interval:
     """Return good answers per second."""
-    return ratio_interval(
-        np.array([window.num_arrived for window in windows], np.float64),
-        np.array([window.length_s for window in windows], np.float64),
-        confidence,
-    )
+    return ratio_interval(column(windows, "num_arrived"), column(windows, "length_s"), confidence)
 
 
 def mean_interval(

@@ -40,13 +40,6 @@ class Steadiness(msgspec.Struct, frozen=True):
     last_s: float
 
 
-class Trend(msgspec.Struct, frozen=True):
-    """`growth`: mean latency of the last third over that of the first."""
-
-    is_growing: bool
-    growth: float
-
-
 def steadiness(windows: Windows, patience_s: float) -> Steadiness:
     """Judge a warm-up so far; `windows` are complete ones."""
     third = math.ceil(len(windows) / 3)
@@ -98,17 +91,17 @@ def _is_same(values: Array, is_shown: bool) -> bool:
     return not is_shown or change + error <= max(TOLERANCE, noise)
 
 
-def trend(windows: Windows) -> Trend:
+def is_growing(windows: Windows) -> bool:
     """Test whether latency grows over the span: the queue grows, so load exceeds capacity."""
     num_groups = min(len(windows), NUM_TREND_GROUPS)
     means = np.array([_latency(each).mean() for each in _groups(windows, num_groups)])
     means = means[~np.isnan(means)]
     count = len(means)
     if count < MIN_TREND_GROUPS:
-        return Trend(False, math.nan)
+        return False
     third = count // 3
     growth = float(means[-third:].mean() / means[:third].mean())
     # Kendall's test: among all pairs, how many more rise than fall.
     rising = float(np.sign(means[None, :] - means[:, None])[np.triu_indices(count, 1)].sum())
     deviate = (rising - 1) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-    return Trend(deviate > TREND_DEVIATE and growth >= MIN_GROWTH, growth)
+    return deviate > TREND_DEVIATE and growth >= MIN_GROWTH

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.benchmark import stats
 from penstock.benchmark.recorder import limits
 from penstock.benchmark.stats import CONFIDENCE, Interval, Window, Windows
-from penstock.benchmark.steadiness import trend
+from penstock.benchmark.steadiness import is_growing
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
 
 # Optional stopping inflates false positives, so early stops need a higher confidence.
@@ -79,8 +79,7 @@ def _latency(windows: Windows, term: Latency, confidence: float) -> Interval:
 def _goodput(windows: Windows, slo: Slo, confidence: float) -> Interval:
     """Return the percentage of due requests that met the SLO."""
     parts = np.array([_num_in_time(window, slo) for window in windows], np.float64)
-    sizes = np.array([window.num_due for window in windows], np.float64)
-    share = stats.share_interval(parts, sizes, confidence)
+    share = stats.share_interval(parts, stats.column(windows, "num_due"), confidence)
     return Interval(share.value * 100, share.low * 100, share.high * 100)
 
 
@@ -132,7 +131,7 @@ def is_decided(windows: Windows, slo: Slo, num_in_flight: int = 0) -> bool:
     if any(verdict.outcome == "missed" and not verdict.is_close for verdict in judged):
         return True
     is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
-    if not judged or not is_kept or trend(windows).is_growing:
+    if not judged or not is_kept or is_growing(windows):
         return False
     return not has_overdue(windows, num_in_flight, limits(slo).get("latency", math.inf))
 

@@ -95,12 +95,9 @@ class ClientConnection(asyncio.Protocol):
         self._reader: AnswerReader | None = None
         self._first_data = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
-        self._status = 0
-        self._keeps_alive = False
-        self._ends_with_connection = False
-        self._is_complete = False
-        self._has_excess = False
+        self._head_bytes = self._status = 0
+        self._keeps_alive = self._ends_with_connection = False
+        self._is_complete = self._has_excess = False
 
     def start(self, exchange: TimedExchange) -> None:
         """Send an exchange; the connection must be idle."""
