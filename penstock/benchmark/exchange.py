@@ -100,9 +100,6 @@ class Collector:
         self._add_due, self._add_sent = self._due.append, self._sent.append
         self._add_done, self._add_failed = self._done.append, self._failed.append
 
-    def __len__(self) -> int:
-        return len(self._done)
-
     def add(self, exchange: TimedExchange) -> None:
         self._add_due(exchange.due)
         self._add_sent(exchange.sent)

@@ -178,9 +178,8 @@ def _rows_of_streams(due: Array, good_rows: Array, stream_due: Array) -> Array:
     """Return the row of each stream: the good answers in order, but for those without chunks."""
     if len(good_rows) == len(stream_due):
         return good_rows
-    rows, place = [], 0
+    rows: list[int] = []
     for row in good_rows.tolist():
-        if place < len(stream_due) and due[row] == stream_due[place]:
+        if len(rows) < len(stream_due) and due[row] == stream_due[len(rows)]:
             rows.append(row)
-            place += 1
     return np.array(rows, np.int64)

@@ -92,6 +92,7 @@ class Figures:
 def figures_of(run: BenchRun, level: Level) -> Figures:
     windows = level.windows
     whole = stats.merged(windows)
+    seen = [name for name in STREAM_METRICS if name in whole.metrics]
     has_tokens = whole.num_output_tokens > 0 and whole.length_s > 0
     return Figures(
         label=level.label,
@@ -101,9 +102,7 @@ def figures_of(run: BenchRun, level: Level) -> Figures:
         throughput=stats.throughput_interval(windows),
         mean_s=stats.histogram(windows, "latency").mean(),
         latency=_percentiles(windows, "latency"),
-        streams={
-            name: _percentiles(windows, name) for name in STREAM_METRICS if name in whole.metrics
-        },
+        streams={name: _percentiles(windows, name) for name in seen},
         goodput_percent=_goodput(windows, slo_of(run)),
         input_tokens_per_s=whole.num_input_tokens / whole.length_s if has_tokens else None,
         output_tokens_per_s=whole.num_output_tokens / whole.length_s if has_tokens else None,

@@ -36,10 +36,6 @@ FAMILIES: Sequence[tuple[str, str]] = (
 )
 
 
-# An event of a Chrome trace.
-TraceEvent = Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class GpuTrace:
     spans: Sequence[GpuSpan]
@@ -59,7 +55,7 @@ def read(trace: Mapping[str, Any]) -> GpuTrace:
     return GpuTrace(spans, sorted((begin, begin + seconds) for begin, seconds in ends))
 
 
-def _span(event: TraceEvent, start_us: float) -> GpuSpan:
+def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
     arguments = event.get("args", {})
     lane = COMPUTE
     if event["cat"] == COPY:

@@ -1,7 +1,5 @@
 """Time one request around the model: with no other load, through the server's codec, batcher and
-worker loop, in this process. Sockets are left out: they belong to the network, and `penstock
-bench` shows them.
-"""
+worker loop, in this process. Sockets are left out: `penstock bench` shows them."""
 
 from __future__ import annotations
 

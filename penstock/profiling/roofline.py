@@ -409,9 +409,9 @@ def _bound_line(measured: RooflineInput) -> str:
     return f"of {units.duration(measured.total_s)}: {', '.join(parts)}" if parts else ""
 
 
-def _type_lines(measured: RooflineInput, count: int = 3) -> list[str]:
+def _type_lines(measured: RooflineInput) -> list[str]:
     lines = []
-    for kind, operators in by_type(measured.operators)[:count]:
+    for kind, operators in by_type(measured.operators)[:3]:
         seconds = _total_s(operators)
         if seconds < 0.05 * measured.total_s:
             continue
@@ -483,11 +483,9 @@ def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
     return sorted(found.items(), key=lambda item: -_total_s(item[1]))
 
 
-def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
-    names = [kind for kind, _ in by_type(operators)]
-    if not names:
-        return "nothing"
-    return units.listed(names[:count] + (["others"] if len(names) > count else []))
+def _top_types(operators: Sequence[Operator]) -> str:
+    names = [kind for kind, _ in by_type(operators)] or ["nothing"]
+    return units.listed(names[:3] + (["others"] if len(names) > 3 else []))
 
 
 def _percent(seconds: float, measured: RooflineInput, words: str = " of the time") -> str:

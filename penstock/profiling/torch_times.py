@@ -64,6 +64,7 @@ SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 NUM_WARM_UP = 2
 NO_KERNELS = "torch's profiler told of no kernel: another tool may be watching the GPU"
 PREFIX = "aten::"
+Tensors = tuple[Shaped, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +183,6 @@ def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -
     weights = inputs[1].num_bytes if has_weights else 0.0
     label = f"{name} {' '.join('x'.join(map(str, shape)) for shape in shapes)}".strip()
     return OperatorTime(label, kind, seconds, inputs, outputs, weights, calls, datatype)
-
-
-Tensors = tuple[Shaped, ...]
 
 
 def _answer(kind: str, tensors: list[Shaped], event: FunctionEvent) -> tuple[Tensors, Tensors]:

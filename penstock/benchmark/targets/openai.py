@@ -1,6 +1,5 @@
 """A language model behind OpenAI's API (vLLM, SGLang, llama.cpp and others): chat or completions,
-always streamed, so that the arrival of each chunk is seen.
-"""
+always streamed, so that the arrival of each chunk is seen."""
 
 from __future__ import annotations
 

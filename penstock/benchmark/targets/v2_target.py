@@ -59,8 +59,7 @@ class V2HttpTarget(HttpTarget):
             self._until_timing = self._spec.timing_every
         form = self._request_form = shared.form_of(metadata, config)
         self._check_form(form)
-        place = self._place
-        versions = metadata.versions or []
+        place, versions = self._place, metadata.versions or []
         description = Description(
             f"v2 HTTP, {'binary' if self._is_binary else 'JSON'}",
             self._spec.address,
