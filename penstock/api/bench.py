@@ -18,7 +18,7 @@ from penstock.api.bench_plan import make_plans
 from penstock.benchmark import ci_gate, run_files, summary
 from penstock.benchmark.comparison import Named
 from penstock.benchmark.headline import headline_of
-from penstock.benchmark.plan import BenchPlan
+from penstock.benchmark.plan import BenchPlan, LevelProgress
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.summary import Figures
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from penstock.benchmark.ci_gate import Check
-    from penstock.benchmark.progress import LevelProgress
 
-Watch = Callable[["LevelProgress"], None]
+Watch = Callable[[LevelProgress], None]
 Keep = Callable[[BenchRun], None]
 # Percent, of --tolerance.
 TOLERANCE = 5.0

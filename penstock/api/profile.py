@@ -70,8 +70,7 @@ def profile(model: str, options: ProfileOptions) -> ProfileResult:
         if config.max_batch_size:
             indices = range(options.batch_size)
             rows = [{name: array[n] for name, array in tensors.items()} for n in indices]
-        settings = profiler.ProfileSettings(num_runs=options.runs, trace=trace)
-        found = profiler.profile_build(folder, rows, settings)
+        found = profiler.profile_build(folder, rows, num_runs=options.runs, trace=trace)
     found.inputs = source.origin.text
     return ProfileResult(found)
 

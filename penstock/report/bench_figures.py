@@ -115,7 +115,7 @@ def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Seri
         [each.value * 1e3 for each in values],
         colour,
         [
-            f"{summary.label_of(each)}\n{units.number(x)}/s, {name} {units.duration_interval(y)}"
+            f"{each.label}\n{units.number(x)}/s, {name} {units.duration_interval(y)}"
             for each, x, y in zip(levels, rates, values, strict=True)
         ],
         radii=(4.0,),
@@ -169,7 +169,7 @@ def cdf_plot(
 
 def _cdf(run: BenchRun) -> Plot | None:
     found = [
-        cdf_series(stats.histogram(level.windows, "latency"), summary.label_of(level), colour)
+        cdf_series(stats.histogram(level.windows, "latency"), level.label, colour)
         for level, colour in zip(run.levels, plots.ramp(max(1, len(run.levels))), strict=False)
     ]
     return cdf_plot(found, limit_lines("x", limits(run)))

@@ -107,7 +107,7 @@ def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
         return ""
     if len(indices) > MAX_PLACES:
         return f"{len(indices)} of {len(run.levels)} levels"
-    return ", ".join(summary.label_of(run.levels[index]) for index in indices)
+    return ", ".join(run.levels[index].label for index in indices)
 
 
 def _levels_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:

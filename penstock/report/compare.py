@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark import comparison, stats, summary
+from penstock.benchmark import comparison, stats
 from penstock.benchmark.comparison import ComparisonRow, Named, Pair, Verdict
 from penstock.benchmark.headline import headline_of
 from penstock.report import bench_figures, bench_table, plots
@@ -60,7 +60,7 @@ def _pairs(runs: Sequence[Named]) -> list[Pair]:
 
 def page(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
-    labels = [summary.label_of(level) for level in runs[0].run.levels]
+    labels = [level.label for level in runs[0].run.levels]
     curve = _curve(runs)
     values = {
         "title": "; ".join(map(comparison.summary_text, pairs)),

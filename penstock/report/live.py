@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.plan import LevelProgress
 from penstock.benchmark.stats import Interval
 
 PHASE_STYLES = {"warm-up": "yellow", "measuring": "green", "draining": "dim"}
