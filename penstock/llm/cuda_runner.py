@@ -129,13 +129,7 @@ class CudaRunner:
     num_ahead = NUM_AHEAD
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: Cache,
-        device: Cuda,
-        limits: StepLimits,
-        *,
-        has_graphs: bool,
+        self, decoder: Decoder, cache: Cache, device: Cuda, limits: StepLimits, *, has_graphs: bool
     ) -> None:
         self._decoder, self._device, self._limits = decoder, device, limits
         self._has_graphs = has_graphs

@@ -80,9 +80,7 @@ class RendererProcess:
                 raise ConfigError([text])
             self._limit_memory(message.memory_bytes)
             self._text = read_text(
-                message.path,
-                is_made_up=message.is_made_up,
-                parses_special=message.parses_special,
+                message.path, is_made_up=message.is_made_up, parses_special=message.parses_special
             )
             vocabulary = self._text.vocabulary
         except ConfigError as error:

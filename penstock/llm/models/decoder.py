@@ -130,10 +130,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _layer(
-    shape: DecoderShape,
-    prefix: str,
-    place: Callable[..., Tensor],
-    linear: MakeLinear,
+    shape: DecoderShape, prefix: str, place: Callable[..., Tensor], linear: MakeLinear
 ) -> DecoderLayer:
     attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     norms = None

@@ -116,10 +116,7 @@ class ModelFamily:
 
 
 def _sizes(
-    reader: Reader,
-    keys: Mapping[str, str],
-    head_size: int | None,
-    vocabulary: int | None = None,
+    reader: Reader, keys: Mapping[str, str], head_size: int | None, vocabulary: int | None = None
 ) -> dict[str, int]:
     """Read the sizes; raise ConfigError with all problems of the reader."""
     sizes = {name: reader.whole(keys[name]) for name in ("width", "num_heads")}
