@@ -215,6 +215,7 @@ WITHOUT_OWN_TEST = {
     "system/memory.py": "tests/system/test_machine_memory.py, whose name was taken",
     "processes/__init__.py": "empty",
     "processes/start.py": "tests/serving/test_supervisor.py starts processes by it",
+    "processes/restarted.py": "tests/llm/test_open_generations.py and test_renderer.py",
     "processes/run_tool.py": "tests/processes/test_tool.py starts it",
     "repository/layout.py": "tests/repository/test_repository_layout.py, whose name was taken",
     "kernels/paged.py": "values only; tests/kernels/test_paged_attention.py makes them",

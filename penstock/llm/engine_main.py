@@ -28,7 +28,7 @@ from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.processes.start import begin_life, take_part
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
-from penstock.wire.frames import MAX_FRAME_BYTES
+from penstock.wire.frames import MAX_FRAME_BYTES, StartFailed, Stop
 
 log = logging.getLogger("penstock.engine")
 MAX_ERROR_CHARS = 500
@@ -78,7 +78,7 @@ class EngineProcess:
     def _take(self, message: messages.ToEngine) -> bool:
         if isinstance(message, messages.LoadEngine):
             return self._load(message)
-        if isinstance(message, messages.StopEngine):
+        if isinstance(message, Stop):
             return False
         assert self._engine is not None, "it is loaded first"
         if isinstance(message, messages.GenerateRequest):
@@ -94,7 +94,7 @@ class EngineProcess:
         began = time.perf_counter()
         if message.version != messages.VERSION:
             text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
-            self._send(messages.LoadFailed((text,)))
+            self._send(StartFailed((text,)))
             return False
         settings = message.settings
         try:
@@ -104,11 +104,11 @@ class EngineProcess:
                 built["wait_policy"] = policy
                 log.info("wait policy of threads: %s", policy)
         except ConfigError as error:
-            self._send(messages.LoadFailed(error.problems))
+            self._send(StartFailed(error.problems))
             return False
         except Exception as error:  # Any error of a library is the answer to Load.
             log.exception("the model cannot be loaded")
-            self._send(messages.LoadFailed((describe_error(error)[:MAX_ERROR_CHARS],)))
+            self._send(StartFailed((describe_error(error)[:MAX_ERROR_CHARS],)))
             return False
         # The model's objects are permanent; scanning them in every collection would delay steps.
         gc.collect()

@@ -10,9 +10,9 @@ import importlib.util
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -21,9 +21,9 @@ from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge
 from penstock.llm.engine import MAX_CHOICES
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.generation import Generation, GenerationSink
-from penstock.llm.messages import GenerateRequest, Ready, pack_tokens
+from penstock.llm.messages import GenerateRequest, Ready, TextSource, pack_tokens
 from penstock.llm.open_generations import OpenGenerations
-from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
+from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
 from penstock.llm.settings import settings_of
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import StartLife
@@ -34,8 +34,6 @@ from penstock.serving.quotas import Quotas
 from penstock.serving.served import ModelProcess
 from penstock.types import Request
 
-One = TypeVar("One")
-Other = TypeVar("Other")
 TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
@@ -90,7 +88,13 @@ class LanguageModel:
     async def start(self) -> None:
         check_packages()
         began = time.monotonic()
-        self._open.vocabulary, _ = await _both(self._renderer.start(), self._engine.start())
+        try:
+            async with asyncio.TaskGroup() as both:
+                vocabulary = both.create_task(self._renderer.process.start())
+                both.create_task(self._engine.process.start())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._open.vocabulary = vocabulary.result()
         self.metrics.load_s = time.monotonic() - began
         self.loaded_at = int(time.time())
 
@@ -125,7 +129,7 @@ class LanguageModel:
         """The engine's process."""
         ready = self._engine.ready
         built = {} if ready is None else ready.built
-        return [ModelProcess(0, self.config.device, self._engine.pid, self.is_ready, built)]
+        return [ModelProcess(0, self.config.device, self._engine.process.pid, self.is_ready, built)]
 
     def explain(self) -> Explanation:
         (place,) = self.processes
@@ -258,16 +262,3 @@ class Mixed:
 
     def failed(self, error: Exception) -> None:
         self.asker.failed(error)
-
-
-async def _both(one: Awaitable[One], other: Awaitable[Other]) -> tuple[One, Other]:
-    """Return both results. On the first error, cancel the other and raise it."""
-    first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
-    try:
-        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return first.result(), second.result()
-    finally:
-        first.cancel()
-        second.cancel()

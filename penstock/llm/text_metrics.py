@@ -119,21 +119,21 @@ class TextMetrics:
         self.prompt_tokens = Histogram(())
         self.generated_tokens = Histogram(())
         self.step_tokens = Histogram(STEP_TOKENS)
-        self._reported = NOTHING
+        self.last_report = NOTHING
         self._num_blocks = 0
 
     # The engine.
 
     def loaded(self, ready: Ready) -> None:
         """Reset the totals for a new engine."""
-        self._reported = NOTHING
+        self.last_report = NOTHING
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
         if bounds != self.prompt_tokens.bounds:
             self.prompt_tokens, self.generated_tokens = Histogram(bounds), Histogram(bounds)
 
     def step(self, report: StepReport) -> None:
-        last = self._reported
+        last = self.last_report
         self.num_running, self.num_waiting = report.num_running, report.num_waiting
         self.cache_use = 1 - report.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
         self.num_preemptions += report.num_preemptions - last.num_preemptions
@@ -143,7 +143,7 @@ class TextMetrics:
             self.step_tokens.add(report.num_computed - last.num_computed)
         for wait_s in report.waits_s:
             self.queue_s.add(wait_s)
-        self._reported = report
+        self.last_report = report
 
     def idle(self) -> None:
         """Zero the gauges: no client waits, and the engine aborts what it still has."""
