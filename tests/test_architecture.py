@@ -227,6 +227,7 @@ WITHOUT_OWN_TEST = {
     "llm/messages.py": "values only; tests/llm/test_engine_main.py sends them",
     "sampling_params.py": "values only; tests/llm/test_sampling.py samples with them",
     "llm/sequence.py": "tests/llm/test_scheduler.py",
+    "llm/token_reader.py": "tests/llm/test_token_bytes.py reads three kinds of tokenizers by it",
     "llm/models/__init__.py": "empty",
     "protocols/http_errors.py": "tests/protocols/test_v2_http.py meets each of them",
     "protocols/http_reader.py": "tests/protocols/test_http.py reads messages with it",

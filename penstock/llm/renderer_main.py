@@ -26,7 +26,8 @@ from penstock.errors import (
     error_text,
 )
 from penstock.llm import messages
-from penstock.llm.text import Text, read_text
+from penstock.llm.text import Text
+from penstock.llm.text_files import read_text
 from penstock.processes.parts import PART_BYTES, Joiner, split
 from penstock.processes.start import begin_life, limit_memory, take_part
 from penstock.wire.frames import StartFailed, Stop

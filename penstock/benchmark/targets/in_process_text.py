@@ -23,7 +23,8 @@ from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
-from penstock.llm.text import Text, read_text
+from penstock.llm.text import Text
+from penstock.llm.text_files import read_text
 from penstock.serving import local
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest

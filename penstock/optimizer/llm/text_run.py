@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.errors import CommandLineError
 from penstock.llm.settings import DTYPES, settings_of
-from penstock.llm.text import read_text
+from penstock.llm.text_files import read_text
 from penstock.optimizer.accuracy import spent_alpha
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import Conclusion, FinalChoice
