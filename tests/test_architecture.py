@@ -229,6 +229,8 @@ WITHOUT_OWN_TEST = {
     "llm/sequence.py": "tests/llm/test_scheduler.py",
     "llm/token_reader.py": "tests/llm/test_token_bytes.py reads three kinds of tokenizers by it",
     "llm/models/__init__.py": "empty",
+    "llm/models/fp8.py": "tests/llm/models/test_linear.py compares it",
+    "llm/models/weights.py": "tests/llm/models/test_decoder.py makes decoders of them",
     "protocols/http_errors.py": "tests/protocols/test_v2_http.py meets each of them",
     "protocols/http_reader.py": "tests/protocols/test_http.py reads messages with it",
     "wire/statuses.py": "tests/protocols/test_v2_http.py and test_v2_grpc.py meet each of them",

@@ -19,16 +19,16 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
-from penstock.llm.models import decoder
 from penstock.llm.models.families import family_of
 from penstock.llm.models.shape import DecoderShape
+from penstock.llm.models.weights import HEAD, weight_sizes
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Tensor of GGUF files with the divisors of the RoPE frequencies.
 ROPE = "rope_freqs.weight"
 MAX_NAMES = 5
 # Weights that some files have but that are not needed: a tied output head, RoPE frequencies.
-LEFT_OUT = (decoder.HEAD, "rotary_emb.inv_freq")
+LEFT_OUT = (HEAD, "rotary_emb.inv_freq")
 SEED = 11
 # Standard deviation of random weights, as is usual before training.
 SPREAD = 0.02
@@ -58,7 +58,7 @@ def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
     values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
     generator = torch.Generator(device).manual_seed(SEED)
-    sizes = decoder.weight_sizes(shape)
+    sizes = weight_sizes(shape)
 
     def weight(name: str) -> Tensor:
         size = sizes[name]
@@ -115,7 +115,7 @@ def _open(path: Path) -> safe_open:
 
 def _check(shape: DecoderShape, files: Mapping[str, safe_open]) -> None:
     """Check that every weight is there and has the right shape."""
-    wanted = decoder.weight_sizes(shape)
+    wanted = weight_sizes(shape)
     missing = sorted(wanted.keys() - files.keys())
     problems = [f"no weight '{name}'" for name in missing]
     others = sorted(name for name in files.keys() - wanted.keys() if not name.endswith(LEFT_OUT))
@@ -148,7 +148,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         if ROPE in file.tensors:
             divisors = tuple(map(float, file.tensor(ROPE)))
             shape = replace(shape, rope=replace(shape.rope, divisors=divisors))
-        places, sizes = family.gguf_names(shape), decoder.weight_sizes(shape)
+        places, sizes = family.gguf_names(shape), weight_sizes(shape)
         others = sorted(file.tensors.keys() - {*places.values(), ROPE})
         problems = [f"{path.name}: '{name}' is a tensor that this model has not" for name in others]
         for name, other in places.items():

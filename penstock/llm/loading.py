@@ -17,12 +17,13 @@ from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import EngineRunner
 from penstock.llm.messages import EngineSettings
-from penstock.llm.models.decoder import ON_CPU, Decoder
+from penstock.llm.models.decoder import Decoder
 from penstock.llm.models.int4 import Int4Linear
 from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.runner import CpuRunner
 from penstock.llm.scheduler import StepLimits
+from penstock.llm.settings import ON_CPUS
 
 # Default size of the KV cache on CPUs.
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -40,32 +41,24 @@ ADA = (8, 9)
 
 
 def open_decoder(settings: EngineSettings) -> Decoder:
-    is_fp8 = settings.dtype == FP8
-    on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
-    dtype = _dtype_beside(settings.dtype)
-    path = Path(settings.path)
-    if settings.is_made_up:
-        # Drawn on the device in their final type: files of that size would take minutes.
-        on_device = settings.device.startswith("cuda")
-        checkpoint = made_up(path, settings.device, dtype) if on_device else made_up(path)
-    else:
+    # Everything except low-precision linear layers.
+    beside = {FP8: BESIDE_FP8, **dict.fromkeys(ON_CPUS, torch.float32)}
+    dtype: torch.dtype = beside.get(settings.dtype) or getattr(torch, settings.dtype)
+    path, device = Path(settings.path), settings.device
+    if not settings.is_made_up:
         checkpoint = open_checkpoint(path)
+    else:
+        # Drawn on GPUs in their final type: files of that size would take minutes.
+        checkpoint = made_up(path, device, dtype) if device.startswith("cuda") else made_up(path)
     try:
-        if is_fp8:
-            _check_fp8(settings.device, checkpoint.shape)
-        if on_cpu:
-            check_int8(settings.device, settings.dtype)
-        shape, weights = checkpoint.shape, checkpoint.weight
-        return Decoder(shape, weights, settings.device, dtype, is_fp8=is_fp8, on_cpu=on_cpu)
+        if settings.dtype == FP8:
+            _check_fp8(device, checkpoint.shape)
+        if settings.dtype in ON_CPUS:
+            check_int8(device, settings.dtype)
+        quantised = settings.dtype if settings.dtype in beside else ""
+        return Decoder(checkpoint.shape, checkpoint.weight, device, dtype, quantised)
     finally:
         checkpoint.close()
-
-
-def _dtype_beside(name: str) -> torch.dtype:
-    """Return the type of everything except low-precision linear layers."""
-    beside = {FP8: BESIDE_FP8, **dict.fromkeys(ON_CPU, torch.float32)}
-    found: torch.dtype = beside.get(name) or getattr(torch, name)
-    return found
 
 
 def _check_fp8(device: str, shape: DecoderShape) -> None:

@@ -20,7 +20,8 @@ from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
 from penstock.llm.models.decoder import rms_norm, rope, widen
-from penstock.llm.models.linear import AnyLinear, Fp8Linear, Small, in_fp8
+from penstock.llm.models.fp8 import Fp8Linear, in_fp8
+from penstock.llm.models.linear import AnyLinear, Small
 
 # Columns of the batch table. A token below 0 is the last one sampled in its row of the block table;
 # a position below 0 marks a padding row. The sampled token is stored for row `TARGET`, its own or
