@@ -1,5 +1,4 @@
-"""Build the parts of an engine from its settings: the decoder, the KV cache and the runner.
-`engine_main` calls it."""
+"""Build the parts of an engine from its settings: the decoder, the KV cache and the runner."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from penstock.kernels import has_triton
 from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
+from penstock.llm.logits import without
 from penstock.llm.models.decoder import rms_norm, rope, widen
 from penstock.llm.models.fp8 import Fp8Linear, in_fp8
 from penstock.llm.models.linear import AnyLinear, Small
@@ -199,6 +200,6 @@ def sample_rows(logits: Tensor, batch_table: Tensor, sampled: Tensor, last: Tens
     is_warm = temperatures[:, None] > 0
     warm = logits.float() / torch.where(is_warm, temperatures[:, None], 1.0)
     noise = sampling.noise(keys.long() & sampling.MASK, logits.shape[1])
-    tokens = torch.where(is_warm, sampling.without(warm, *cuts) + noise, warm).argmax(1).int()
+    tokens = torch.where(is_warm, without(warm, *cuts) + noise, warm).argmax(1).int()
     sampled.copy_(tokens)
     last[targets.long()] = tokens

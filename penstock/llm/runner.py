@@ -15,9 +15,10 @@ from torch import Tensor
 
 from penstock.llm.batched_attention import KvBuckets
 from penstock.llm.cache import Cache
+from penstock.llm.logits import SamplingRow
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.sampling import Sampled, SamplingRow, sample
+from penstock.llm.sampling import Sampled, sample
 from penstock.llm.scheduler import BatchStep, Chunk
 
 # Prompt positions whose logits are computed at a time: a vocabulary is large.

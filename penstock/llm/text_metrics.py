@@ -1,97 +1,37 @@
 """Metrics of a language model under vLLM's names, with `penstock:` in place of `vllm:`.
 
-Plain counters, with the time as an argument; text is made only for a scrape. `OpenGenerations` and
-`EngineSupervisor` report the events. Metrics that every model has (answers, failures, refusals) are
-passed on to the model's own metrics. docs/observability.md lists all of them.
+Plain counters, with the time as an argument; `text_scrape` makes text of them. `OpenGenerations`
+and `EngineSupervisor` report the events. Metrics that every model has (answers, failures, refusals)
+are passed on to the model's own metrics. docs/observability.md lists all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.llm.messages import StepReport
-from penstock.serving.metrics import Histogram, ModelMetrics, ScrapeLines
+from penstock.llm.text_scrape import (
+    FIRST_TOKEN_S,
+    NEXT_TOKEN_S,
+    REQUEST_S,
+    STEP_TOKENS,
+    scrape,
+    token_bounds,
+)
+from penstock.serving.metrics import Histogram, ModelMetrics
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
     from penstock.llm.messages import Ready
 
-PREFIX = "penstock:"
 # Why an engine ended: it crashed, or it was killed after being silent for too long.
 Death = Literal["crash", "hang"]
 # Finish reasons, as in vLLM.
 REASONS = ("stop", "length", "abort", "error")
-# Histogram bounds are those of vLLM, so that its dashboards work.
-FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-NEXT_TOKEN_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0,
-)  # fmt: skip
-REQUEST_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-    480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))
-
-
-def token_bounds(max_length: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50 and so on, up to the longest text."""
-    found = []
-    power = 1
-    while power <= max_length:
-        found += [float(step * power) for step in (1, 2, 5) if step * power <= max_length]
-        power *= 10
-    return tuple(found)
-
-
 # Totals of an engine that has not reported yet.
 NOTHING = StepReport([], 0, 0, 0, 0, 0.0)
-# Numbers of a scrape: name, kind, help and attribute.
-NUMBERS = (
-    ("num_requests_running", "gauge", "Texts that steps compute", "num_running"),
-    ("num_requests_waiting", "gauge", "Texts that wait for it", "num_waiting"),
-    (
-        "kv_cache_usage_perc",
-        "gauge",
-        "Share of the blocks for keys and values in use (0 to 1)",
-        "cache_use",
-    ),
-    ("prompt_tokens_total", "counter", "Tokens of prompts", "num_prompt_tokens"),
-    ("generation_tokens_total", "counter", "Tokens generated", "num_generated_tokens"),
-    (
-        "prefix_cache_queries_total",
-        "counter",
-        "Tokens of prompts that were looked for in the cache",
-        "num_asked",
-    ),
-    ("prefix_cache_hits_total", "counter", "Tokens that were found there", "num_cached"),
-    (
-        "num_preemptions_total",
-        "counter",
-        "Texts that gave their blocks up to others",
-        "num_preemptions",
-    ),
-)
-# Histograms of a scrape: name, help and attribute.
-HISTOGRAMS = (
-    ("time_to_first_token_seconds", "Seconds to the first token", "first_token_s"),
-    ("inter_token_latency_seconds", "Seconds from one token to the next", "next_token_s"),
-    (
-        "request_time_per_output_token_seconds",
-        "Mean seconds of a request's tokens after the first",
-        "mean_token_s",
-    ),
-    ("e2e_request_latency_seconds", "Seconds of a request", "request_s"),
-    ("request_queue_time_seconds", "Seconds until a request is begun", "queue_s"),
-    ("request_prompt_tokens", "Tokens of a prompt", "prompt_tokens"),
-    ("request_generation_tokens", "Tokens generated for a request", "generated_tokens"),
-    ("iteration_tokens_total", "Tokens that a step computes", "step_tokens"),
-)
 
 
 class TextMetrics:
@@ -99,7 +39,7 @@ class TextMetrics:
 
     def __init__(self, model: ModelMetrics) -> None:
         self._model = model
-        model.others = self.families
+        model.others = partial(scrape, self, model)
         self.num_running = 0
         self.num_waiting = 0
         # Share of KV blocks in use.
@@ -196,24 +136,3 @@ class TextMetrics:
         first_at, last_at = generation.first_at, generation.last_at
         if first_at is not None and last_at is not None and max(numbers) > 1:
             self.mean_token_s.add((last_at - first_at) / (max(numbers) - 1))
-
-    # Scrape.
-
-    def families(self) -> Sequence[ScrapeLines]:
-        model = self._model
-        labels = {"model_name": model.name, "version": model.version, **model.tags}
-        ended = [({**labels, "finished_reason": why}, n) for why, n in self.num_ended.items()]
-        name, text = f"{PREFIX}request_success_total", "Requests that ended, by why"
-        return [
-            *(
-                ScrapeLines.of(
-                    PREFIX + name, text, kind, [(labels, round(getattr(self, field), 6))]
-                )
-                for name, kind, text, field in NUMBERS
-            ),
-            ScrapeLines.of(name, text, "counter", ended),
-            *(
-                ScrapeLines.of_histograms(PREFIX + name, text, [(labels, getattr(self, field))])
-                for name, text, field in HISTOGRAMS
-            ),
-        ]

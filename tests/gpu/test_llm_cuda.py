@@ -22,7 +22,7 @@ from penstock.llm.cache import Cache, Span  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
 from penstock.llm.engine import Engine  # noqa: E402
-from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.engine_loading import load  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402

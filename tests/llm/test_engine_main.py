@@ -109,7 +109,7 @@ def test_a_step_without_a_token_is_told_too(core, tmp_path):
 
 
 def core_blocks(folder) -> int:
-    from penstock.llm.engine_main import load
+    from penstock.llm.engine_loading import load
 
     engine, _ = load(tiny.settings_of(folder))
     return engine.scheduler.pool.num_blocks
@@ -208,7 +208,7 @@ def test_a_version_that_was_written_to_is_not_loaded(tmp_path, core):
 
 
 def test_with_a_promise_the_pace_is_known_before_the_first_request(tmp_path):
-    from penstock.llm.engine_main import load
+    from penstock.llm.engine_loading import load
 
     tiny.write_folder(tmp_path)
     engine, _ = load(tiny.settings_of(tmp_path, ttft_s=0.5))

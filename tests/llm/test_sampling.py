@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.llm.sampling import SamplingRow, cut, gumbel, sample  # noqa: E402
+from penstock.llm.logits import SamplingRow, cut  # noqa: E402
+from penstock.llm.sampling import gumbel, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
