@@ -58,6 +58,7 @@ PURE = [
     "llm/sequence.py",
     "llm/stops.py",
     "llm/table_rows.py",
+    "llm/ttft_admission.py",
     "slo.py",
     "wire/*.py",
     "benchmark/exchange.py",

@@ -116,7 +116,7 @@ def _key(catalog: Catalog, model: Served) -> CallKey:
 
 def _has_chat(model: Served) -> bool:
     is_loaded = model.config.backend == LLM and model.is_ready
-    return is_loaded and cast("LanguageModel", model).vocabulary.has_template
+    return is_loaded and bool(cast("LanguageModel", model).vocabulary.template)
 
 
 def _has_few_labels(spec: TensorSpec) -> bool:

@@ -13,11 +13,13 @@ import re
 import threading
 from collections.abc import Mapping
 from functools import cached_property
+from typing import TypeVar, cast
 
 from tokenizers import AddedToken, Tokenizer
 
 # Characters that Unicode will never assign. BREAK follows each character of a name that must stay
 # text; START and END enclose the number of a special token.
+Value = TypeVar("Value")
 BREAK, START, END = "\ufdd0", "\ufdd1", "\ufdd2"
 _RESERVED = dict.fromkeys(map(ord, (BREAK, START, END)), "\ufffd")
 
@@ -37,16 +39,16 @@ class ControlTokens:
         either = "|".join(map(re.escape, names)) or r"(?!)"
         self._pattern = re.compile(f"(?:{either})(?!{BREAK})")
 
-    def escape(self, value: object) -> object:
-        """Return the same strings, lists and mappings, with special tokens in them marked as
-        text."""
+    def escape(self, value: Value) -> Value:
+        """Return the same strings, lists and mappings, with special tokens marked as text."""
+        escaped: object = value
         if isinstance(value, str):
-            return self._escape_text(value)
-        if isinstance(value, list | tuple):
-            return [self.escape(each) for each in value]
-        if isinstance(value, Mapping):
-            return {self.escape(key): self.escape(each) for key, each in value.items()}
-        return value
+            escaped = self._escape_text(value)
+        elif isinstance(value, list | tuple):
+            escaped = [self.escape(each) for each in value]
+        elif isinstance(value, Mapping):
+            escaped = {self.escape(key): self.escape(each) for key, each in value.items()}
+        return cast("Value", escaped)
 
     def encode(self, rendered: str) -> list[int] | None:
         """Return the tokens of a text with marks; None if it has none and is encoded as usual."""
@@ -71,8 +73,7 @@ class ControlTokens:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """A copy of the tokenizer that reads special tokens as text, and aliases as special
-        tokens."""
+        """A copy of the tokenizer for which special tokens are text, and aliases are special."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         plain.add_tokens(

@@ -129,13 +129,7 @@ class CudaRunner:
     num_ahead = NUM_AHEAD
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: Cache,
-        device: Cuda,
-        limits: StepLimits,
-        *,
-        has_graphs: bool,
+        self, decoder: Decoder, cache: Cache, device: Cuda, limits: StepLimits, *, has_graphs: bool
     ) -> None:
         self._decoder, self._device, self._limits = decoder, device, limits
         self._has_graphs = has_graphs
@@ -166,8 +160,7 @@ class CudaRunner:
         self.num_eager = 0
 
     def prepare(self) -> None:
-        """Compile and capture everything that steps need, before the first request; overwrites the
-        content of the cache."""
+        """Compile and capture everything that steps need; overwrites the content of the cache."""
         self._warm_up()
         with torch.inference_mode():
             for size in reversed(self._buckets):
@@ -260,8 +253,7 @@ class CudaRunner:
         return num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
 
     def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> Array:
-        """Return the work items of prompt attention: those that see most first, as they take
-        longest."""
+        """Return the work items of prompt attention, the longest ones first."""
         size = operations.tokens_of_line(self._decoder.shape.group)
         found: list[Array] = [NO_LINES]
         for place in range(num_ones, len(chunks)):

@@ -73,13 +73,13 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     shape = decoder.shape
     max_length = min(settings.max_length, shape.max_length)
     limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
-    cache, num_blocks = loading.room(settings, decoder, limits)
-    blocks = BlockPool(num_blocks, settings.block_size)
+    cache = loading.room(settings, decoder, limits)
+    blocks = BlockPool(cache.num_blocks, cache.block_size)
     scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
     pace = StepTimeModel(Targets(settings.ttft_s, settings.tpot_s))
-    opened = loading.open_runner(settings, decoder, cache, limits)
+    runner, facts = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
-    engine = Engine(scheduler, opened.runner, pace, clock, settings.max_waiting, opened.num_ahead)
+    engine = Engine(scheduler, runner, pace, clock, settings.max_waiting, runner.num_ahead)
     if settings.ttft_s is not None:
         learn_pace(engine)
     built = {
@@ -89,7 +89,7 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
         "parameters": str(shape.num_parameters),
         "vocabulary": str(shape.vocabulary),
         "cache_bytes": str(cache.keys.nbytes + cache.values.nbytes),
-        **opened.facts,
+        **facts,
     }
     return engine, built
 

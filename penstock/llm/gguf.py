@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -213,10 +214,6 @@ def _f32(blocks: Array) -> Array:
     return np.ascontiguousarray(blocks).view(np.float32)
 
 
-def _f16(blocks: Array) -> Array:
-    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
-
-
 def _bf16(blocks: Array) -> Array:
     bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16
     return bits.view(np.float32)
@@ -268,7 +265,7 @@ def _q6_k(blocks: Array) -> Array:
 
 FORMATS: Mapping[int, Format] = {
     0: Format("F32", 1, 4, _f32),
-    1: Format("F16", 1, 2, _f16),
+    1: Format("F16", 1, 2, partial(_half, at=0)),
     2: Format("Q4_0", 32, 18, _q4_0),
     3: Format("Q4_1", 32, 20, _q4_1),
     8: Format("Q8_0", 32, 34, _q8_0),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import secrets
 import time
@@ -16,15 +15,15 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from penstock.config import LLM, ModelConfig
-from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge, Unsupported
+from penstock.config import ModelConfig
+from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
 from penstock.llm.engine import MAX_CHOICES
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.messages import GenerateRequest, Ready, TextSource, pack_tokens
 from penstock.llm.open_generations import OpenGenerations
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
-from penstock.llm.settings import settings_of
+from penstock.llm.settings import check_packages, settings_of
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import StartLife
 from penstock.sampling_params import SamplingParams
@@ -38,20 +37,10 @@ TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
-# Packages that the engine and the renderer import.
-PACKAGES = ("torch", "tokenizers")
 # The code of errors about prompts that do not fit the context, as in OpenAI's API.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Prompts: texts, or lists of tokens.
 Given = Sequence[str | list[int]]
-
-
-def check_packages() -> None:
-    """ConfigError if a package is missing, before a process starts that could only fail."""
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            problem = f"backend: '{LLM}' needs the package '{package}', which is not installed"
-            raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])
 
 
 class LanguageModel:
@@ -227,8 +216,7 @@ class LanguageModel:
         return Generation(request, sink)
 
     def submit(self, request: Request | Generation) -> None:
-        """Take a text request. Every outcome goes to its sink, refusals too; tensors are
-        refused."""
+        """Take a text request, whose sink gets every outcome; refuse tensors."""
         if isinstance(request, Generation):
             self._open.submit(request)
             return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -74,9 +72,8 @@ def _check_fp8(device: str, shape: DecoderShape) -> None:
         raise ConfigError(problems)
 
 
-def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> tuple[Cache, int]:
-    """Return the KV cache and its number of blocks; raise ConfigError if it cannot hold one
-    sequence of the full length."""
+def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> Cache:
+    """Return the KV cache; ConfigError if it cannot hold one sequence of the full length."""
     size, dtype = settings.block_size, decoder.dtype
     if size & (size - 1):
         raise ConfigError([f"block_size is {size}; expected a power of two"])
@@ -93,8 +90,7 @@ def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> tupl
             ]
         )
     is_exact = decoder.rounds and decoder.device.type == CPU
-    cache = Cache(decoder.shape, num_blocks, size, settings.device, dtype, is_exact=is_exact)
-    return cache, num_blocks
+    return Cache(decoder.shape, num_blocks, size, settings.device, dtype, is_exact=is_exact)
 
 
 def _left(decoder: Decoder, limits: StepLimits) -> int:
@@ -114,20 +110,12 @@ def step_bytes(shape: DecoderShape, limits: StepLimits) -> int:
     return limits.max_tokens * token + limits.max_sequences * shape.vocabulary * 16
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    runner: EngineRunner
-    # Steps that it may launch ahead, before the previous one is committed.
-    num_ahead: int = 0
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-
 def open_runner(
     settings: EngineSettings, decoder: Decoder, cache: Cache, limits: StepLimits
-) -> Opened:
+) -> tuple[EngineRunner, dict[str, str]]:
+    """Return the runner, and facts about it."""
     if not settings.device.startswith("cuda"):
-        facts = _in_int4(decoder) if settings.dtype == INT4 else {}
-        return Opened(CpuRunner(decoder, cache), facts=facts)
+        return CpuRunner(decoder, cache), _in_int4(decoder) if settings.dtype == INT4 else {}
     from penstock.backends.torch_cuda import Cuda
     from penstock.llm.cuda_runner import CudaRunner
 
@@ -137,7 +125,7 @@ def open_runner(
     device = Cuda(settings.device)
     runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)
     runner.prepare()
-    return Opened(runner, runner.num_ahead, runner.facts())
+    return runner, runner.facts()
 
 
 def _in_int4(decoder: Decoder) -> dict[str, str]:

@@ -64,8 +64,7 @@ def cut(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def without(logits: Tensor, most: Tensor, share: Tensor, least: Tensor) -> Tensor:
-    """Mask the tokens that top_k, top_p and min_p of each row exclude; the most likely one always
-    stays."""
+    """Mask the tokens that top_k, top_p and min_p of each row exclude, all but one at most."""
     device, size = logits.device, logits.shape[1]
     most = torch.where(most > 0, most, size)
     # top_p of 1 excludes nothing, whatever the rounding of sums.

@@ -65,9 +65,6 @@ class OpenGenerations:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     @property
     def is_idle(self) -> bool:
         return not self._open
@@ -88,8 +85,7 @@ class OpenGenerations:
             generation.sink.failed(error)
 
     def cancel(self, generation: Generation) -> None:
-        """Drop a request that is no longer wanted. Safe at any time; its sink is not called
-        again."""
+        """Drop a request, at any time; its sink is not called again."""
         self._abort(generation, CANCELLED)
 
     def _abort(self, generation: Generation, error: PenstockError) -> bool:

@@ -143,8 +143,7 @@ class Renderer:
     # Jobs.
 
     def encode(self, texts: Sequence[str], is_whole: bool, asker: Asker) -> None:
-        """Encode texts; raise Overloaded if too many jobs wait. The asker gets every other
-        outcome."""
+        """Encode texts; raise Overloaded if too many jobs wait. The asker gets the outcome."""
         message = messages.EncodeTexts(next(self._numbers), list(texts), is_whole)
         size = sum(map(len, texts))
         self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "short"))

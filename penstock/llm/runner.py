@@ -60,6 +60,8 @@ class SampledStep:
 class CpuRunner:
     """Synchronous runner, on the calling thread."""
 
+    num_ahead = 0
+
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder
         self._buckets = KvBuckets(cache)
@@ -115,8 +117,7 @@ def num_followed(chunk: Chunk) -> int:
 
 
 def token_logprobs(logits: Tensor, tokens: Many[int], num: int) -> list[Logprobs]:
-    """Return the logprob of each token from its row of logits, with the `num` most likely
-    tokens."""
+    """Return the logprobs of each token and of the `num` most likely ones, from its logits."""
     logprobs = logits.float().log_softmax(1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
     own: list[float] = logprobs.gather(1, index)[:, 0].tolist()

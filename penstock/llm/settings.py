@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.config import CPU, ModelConfig
+from penstock.config import CPU, LLM, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.messages import EngineSettings
 from penstock.repository.layout import GGUF
@@ -19,7 +20,8 @@ ON_GPUS, ON_CPUS = ("fp8",), ("int8", "int4")
 # Longer than any model: the model's own length applies.
 LONGEST = 1 << 24
 
-
+# Packages that the engine and the renderer import.
+PACKAGES = ("torch", "tokenizers")
 # Default, least and largest value.
 NUMBERS: Mapping[str, tuple[float, float, float]] = {
     # Larger blocks make block tables shorter, smaller ones share more of prompts.
@@ -138,3 +140,11 @@ def _number(config: ModelConfig, name: str, problems: list[str]) -> float:
         problems.append(f"parameters.{key}: '{given}'; expected {what} from {least:g} to {most:g}")
         return default
     return value
+
+
+def check_packages() -> None:
+    """ConfigError if a package is missing, before a process starts that could only fail."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            problem = f"backend: '{LLM}' needs the package '{package}', which is not installed"
+            raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])

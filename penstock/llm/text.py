@@ -10,10 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
 
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -53,10 +52,6 @@ class Text:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
-    @property
-    def has_template(self) -> bool:
-        return bool(self.template)
-
     @cached_property
     def vocabulary(self) -> Vocabulary:
         return replace(
@@ -86,9 +81,8 @@ class Text:
         if self.parses_special:
             return self.encode(self.chat(messages, options, max_chars), is_whole=False)
         control = self._control
-        marked = [cast("Mapping[str, object]", control.escape(message)) for message in messages]
-        marked_options = cast("Mapping[str, object]", control.escape(options or {}))
-        text = self.chat(marked, marked_options, max_chars)
+        marked = [control.escape(message) for message in messages]
+        text = self.chat(marked, control.escape(options or {}), max_chars)
         found = control.encode(text)
         return self.encode(text, is_whole=False) if found is None else found
 
@@ -101,9 +95,8 @@ class Text:
         """Render messages with the template; raises the errors of `encode_chat`."""
         if not self.template:
             raise InvalidRequest("the model has no chat template; use /v1/completions")
-        values = {"add_generation_prompt": True, **(options or {}), **self.names}
         try:
-            return _join(self._compiled.generate(values | {"messages": messages}), max_chars)
+            return self._render(messages, options or {}, max_chars)
         except PenstockError:
             raise
         except TemplateRefused as error:
@@ -118,11 +111,23 @@ class Text:
                 raise BackendFailed(text) from None
             raise InvalidRequest("the chat template cannot render the messages") from None
 
+    def _render(
+        self, messages: Messages, options: Mapping[str, object], max_chars: int | None
+    ) -> str:
+        """Raise TooLarge as soon as there are too many characters: a template may loop."""
+        values = {"add_generation_prompt": True, **options, **self.names, "messages": messages}
+        parts, num_chars = [], 0
+        for part in self._compiled.generate(values):
+            num_chars += len(part)
+            if max_chars is not None and num_chars > max_chars:
+                raise TooLarge(f"the chat template makes more than {max_chars} characters of them")
+            parts.append(part)
+        return "".join(parts)
+
     def _is_template_broken(self, max_chars: int | None) -> bool:
         """Whether the template fails on the plainest messages too, whatever a client sends."""
-        values = {"add_generation_prompt": True, **self.names, "messages": PLAIN_MESSAGES}
         try:
-            _join(self._compiled.generate(values), max_chars)
+            self._render(PLAIN_MESSAGES, {}, max_chars)
         except (TemplateRefused, PenstockError):
             return False
         except Exception:  # Code of a model folder.
@@ -147,17 +152,6 @@ class Text:
         except Exception as error:  # The compiler raises TemplateError, RecursionError and others.
             log.error("the chat template cannot be read: %s", error_text(error))
             raise BackendFailed("the model's chat template has an error; see the log") from None
-
-
-def _join(parts: Iterable[str], max_chars: int | None) -> str:
-    """Join parts; raise TooLarge at once if there are too many characters: a template may loop."""
-    found, num_chars = [], 0
-    for part in parts:
-        num_chars += len(part)
-        if max_chars is not None and num_chars > max_chars:
-            raise TooLarge(f"the chat template makes more than {max_chars} characters of them")
-        found.append(part)
-    return "".join(found)
 
 
 def _refuse(message: object) -> None:

@@ -24,10 +24,7 @@ SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = "llama-bpe"
-CUTS = {
-    LLAMA3: rf"{WORDS}|\p{{N}}{{1,3}}|{SIGNS}",
-    "qwen2": rf"{WORDS}|\p{{N}}|{SIGNS}",
-}
+CUTS = {LLAMA3: rf"{WORDS}|\p{{N}}{{1,3}}|{SIGNS}", "qwen2": rf"{WORDS}|\p{{N}}|{SIGNS}"}
 DIGITS_APART = ("smollm",)
 # GGUF token type of special tokens, which are never part of a text.
 CONTROL = 3
@@ -82,8 +79,7 @@ def of_bytes(num_tokens: int) -> Text:
 
 
 def _printed(token: int) -> bytes:
-    """Return printable ASCII as it is, and other bytes, which may be part of a character, in
-    hex."""
+    """Return printable ASCII as it is, and other bytes, maybe parts of characters, in hex."""
     if token >= 256:
         return b" w%d" % token
     is_shown = 32 <= token < 127 or chr(token) in "\n\t"

@@ -43,10 +43,6 @@ class Vocabulary:
     longest_token: int = 1
 
     @property
-    def has_template(self) -> bool:
-        return bool(self.template)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.ends) // array(END_TYPE).itemsize
 
@@ -54,8 +50,7 @@ class Vocabulary:
         return token not in self.special and bool(self.piece(token))
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token that follows others; the name of a special token; empty if
-        unknown."""
+        """Return the bytes of a token within a text, or the name of a special one, or nothing."""
         ends = memoryview(self.ends).cast(END_TYPE)
         if not 0 <= token < len(ends):
             return b""
@@ -119,8 +114,7 @@ class Detokenizer:
         return self._visible(self._characters.decode(b"", final=True))
 
     def _visible(self, text: str) -> str:
-        """Drop a replaced character that the prompt began: it belongs to the prompt unless
-        completed."""
+        """Drop a replaced character that the prompt began and nothing completed."""
         if not self._is_broken or not text:
             return text
         self._is_broken = False

@@ -51,8 +51,7 @@ def _read_names(names: Sequence[str | None], special: Collection[int]) -> list[b
 def _decode_each(
     tokenizer: Tokenizer, names: Sequence[str | None], special: Collection[int], has_bytes: bool
 ) -> tuple[list[bytes], dict[int, bytes]]:
-    """Return the bytes of each token after another one, and those that differ at the start of a
-    text."""
+    """Return the bytes of each token within a text, and those that differ at its start."""
     words = (
         [token]
         for token, name in enumerate(names)

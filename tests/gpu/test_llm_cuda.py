@@ -58,7 +58,7 @@ def without_graphs(folder) -> Engine:
     settings = tiny.settings_of(folder, **OPTIONS)
     decoder = loading.open_decoder(settings)
     limits = engine.scheduler.limits
-    cache, _ = loading.room(settings, decoder, limits)
+    cache = loading.room(settings, decoder, limits)
     device = Cuda(settings.device)
     engine.runner = CudaRunner(decoder, cache, device, limits, has_graphs=False)
     engine.runner.prepare()

@@ -50,7 +50,7 @@ class TestFolder:
         }
         folder_of(tmp_path, settings, {"eos_token_id": [5, 7]})
         text = of_folder(tmp_path)
-        assert text.stop_tokens == {0, 5, 7} and text.has_template
+        assert text.stop_tokens == {0, 5, 7} and text.template
         assert text.encode("the cat") == TOKENIZER.encode("the cat").ids
 
     def test_a_template_may_be_a_file_or_one_of_several(self, tmp_path):
@@ -63,7 +63,7 @@ class TestFolder:
     def test_a_tokenizer_is_enough(self, tmp_path):
         folder_of(tmp_path, generation={"eos_token_id": None})
         text = of_folder(tmp_path)
-        assert not text.has_template and text.stop_tokens == frozenset()
+        assert not text.template and text.stop_tokens == frozenset()
 
     def test_what_is_missing_or_broken_is_named(self, tmp_path):
         with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):

@@ -57,7 +57,7 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
 
     def _check_template(self, config: ModelConfig) -> None:
         text = read_text(str(path_of(config)))
-        if self._spec.api == "chat" and not text.has_template:
+        if self._spec.api == "chat" and not text.template:
             problem = "the model has no template for chats; give --api completions"
             raise ConfigError([f"{self._spec.address}: {problem}"])
 

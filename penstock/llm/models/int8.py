@@ -64,8 +64,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None) -> AnyLinear:
 
 
 def check_int8(device: str, dtype: str = "int8") -> None:
-    """Raise ConfigError if torch has no INT8 GEMM here. Also needed for INT4, whose logits are
-    INT8."""
+    """Raise ConfigError if torch has no INT8 GEMM here; the logits of INT4 need one too."""
     if device != CPU:
         text = f"dtype {dtype} runs on CPUs only; on {device} use bfloat16 or fp8"
         raise ConfigError([text])
