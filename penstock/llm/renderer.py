@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -50,6 +50,7 @@ MAX_SHORT = 2000
 # Limit on the characters of all jobs: about those of one request body.
 MAX_WAITING_SIZE = 1 << 26
 STOP_S = 2.0
+ERRORS = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,6 @@ class TextLimits:
     # Limit of unfinished jobs; further ones are refused.
     max_waiting: int = 1024
 
-    def of(self, num_chars: int) -> float:
-        """Return the time limit of a job of this size, in seconds."""
-        return self.job_s + self.char_s * num_chars
-
 
 class Asker(Protocol):
     """Receiver of a job's outcome; called on the event loop."""
@@ -84,6 +81,7 @@ class RenderJob:
     message: messages.EncodeJob
     asker: Asker
     size: int
+    limit_s: float
     lane: Lane
     # Processes that died while it ran.
     num_deaths: int = 0
@@ -145,31 +143,25 @@ class Renderer:
     def encode(self, texts: Sequence[str], is_whole: bool, asker: Asker) -> None:
         """Encode texts; raise Overloaded if too many jobs wait. The asker gets the outcome."""
         message = messages.EncodeTexts(next(self._numbers), list(texts), is_whole)
-        size = sum(map(len, texts))
-        self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "short"))
+        self._submit(message, sum(map(len, texts)), "short", asker)
 
-    def encode_chat(
-        self,
-        asked: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        max_chars: int,
-        asker: Asker,
-    ) -> None:
+    def encode_chat(self, asked: object, options: object, max_chars: int, asker: Asker) -> None:
         """Like `encode`, for messages. The template may produce at most `max_chars` characters."""
         told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
         message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
-        size = len(told) + len(settings)
-        self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "chat"))
+        self._submit(message, len(told) + len(settings), "chat", asker)
 
-    def _submit(self, job: RenderJob) -> None:
+    def _submit(self, message: messages.EncodeJob, size: int, lane: Lane, asker: Asker) -> None:
         if self.process.is_stopping:
             raise NotReady(f"model '{self.name}' is unloaded")
         jobs = list(self._jobs())
         if len(jobs) >= self._limits.max_waiting:
             raise Overloaded(f"{len(jobs)} texts wait to be encoded")
-        if jobs and sum(each.size for each in jobs) + job.size > MAX_WAITING_SIZE:
+        if jobs and sum(each.size for each in jobs) + size > MAX_WAITING_SIZE:
             raise Overloaded(f"texts of {MAX_WAITING_SIZE} characters wait to be encoded")
-        self._queues[job.lane].append(job)
+        lane = "long" if size > MAX_SHORT else lane
+        limit_s = self._limits.job_s + self._limits.char_s * size
+        self._queues[lane].append(RenderJob(message, asker, size, limit_s, lane))
         self._idle.clear()
         self._pump()
 
@@ -202,7 +194,7 @@ class Renderer:
         self._sent[job.message.job] = job
         job.is_slow = False
         job.timers = [
-            loop.call_later(self._limits.of(job.size), self._end_overdue, job),
+            loop.call_later(job.limit_s, self._end_overdue, job),
             loop.call_later(SLOW_S, self._give_up_slot, job),
         ]
         self._send(job.message)
@@ -220,8 +212,7 @@ class Renderer:
         if job.message.job not in self._sent:
             return
         text = "%s: %s took longer than %.3g s; ending the renderer process"
-        limit_s = self._limits.of(job.size)
-        log.error(text, self.name, job.what, limit_s, extra={"model": self.name})
+        log.error(text, self.name, job.what, job.limit_s, extra={"model": self.name})
         self._overdue = job
         self.process.kill()
 
@@ -273,8 +264,7 @@ class Renderer:
             case messages.Encoded(job, tokens):
                 self._finish(job, [messages.pack_tokens(each).tolist() for each in tokens])
             case messages.NotEncoded(job, kind, reason):
-                kinds = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
-                self._finish(job, kinds[kind](reason))
+                self._finish(job, ERRORS[kind](reason))
             case StartFailed(problems):
                 self.process.problems = problems
                 self.process.kill()
@@ -303,8 +293,8 @@ class Renderer:
             jobs.remove(overdue)
             for job in reversed(jobs):
                 self._queues[job.lane].appendleft(job)
-            limit_s = self._limits.of(overdue.size)
-            text = f"the model's {overdue.what} took longer than {limit_s:.3g} s and was stopped"
+            what, limit_s = overdue.what, overdue.limit_s
+            text = f"the model's {what} took longer than {limit_s:.3g} s and was stopped"
             self._tell(overdue, BackendFailed(text))
         elif len(jobs) == 1:
             text = f"the model's {jobs[0].what} ended its process, which {reason}"

@@ -41,19 +41,13 @@ class SampledStep:
 
     @property
     def logprobs(self) -> list[Logprobs | None]:
-        sampled = self.sampled
-        if sampled.logprobs is None:
-            return [None] * len(sampled.tokens)
-        own: list[float] = sampled.logprobs.tolist()
-        tokens: list[list[int]] = [[]] * len(own)
-        logprobs: list[list[float]] = [[]] * len(own)
-        if sampled.top_tokens is not None and sampled.top_logprobs is not None:
-            tokens, logprobs = sampled.top_tokens.tolist(), sampled.top_logprobs.tolist()
+        own, top = self.sampled.logprobs, self.sampled.top
+        if own is None or top is None:
+            return [None] * len(self.sampled.tokens)
+        parts = own.tolist(), top.indices.tolist(), top.values.tolist()
         return [
-            None
-            if num is None
-            else Logprobs(own[place], tokens[place][:num], logprobs[place][:num])
-            for place, num in enumerate(self.wanted)
+            None if num is None else Logprobs(logprob, tokens[:num], logprobs[:num])
+            for num, logprob, tokens, logprobs in zip(self.wanted, *parts, strict=True)
         ]
 
 

@@ -30,8 +30,7 @@ class Sampled:
 
     tokens: Tensor
     logprobs: Tensor | None = None
-    top_tokens: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    top: torch.return_types.topk | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
@@ -53,13 +52,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         return Sampled(tokens)
     # Before any logits processor.
     logprobs = logits.log_softmax(1)
-    top = logprobs.topk(max(wanted), 1) if any(wanted) else None
-    return Sampled(
-        tokens,
-        logprobs.gather(1, tokens[:, None])[:, 0],
-        None if top is None else top.indices,
-        None if top is None else top.values,
-    )
+    return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs.topk(max(wanted), 1))
 
 
 def add_noise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
