@@ -121,7 +121,7 @@ class EngineSupervisor:
         self.max_bytes = min(room - SOCKET_OVERHEAD, MAX_FRAME_BYTES)
         self.send(messages.LoadEngine(messages.VERSION, self._settings))
         if self.process.num_restarts:
-            self._metrics.restarted()
+            self._metrics.model.num_restarts += 1
 
     def loaded(self, message: messages.Ready | StartFailed) -> None:
         if isinstance(message, StartFailed):
@@ -136,7 +136,8 @@ class EngineSupervisor:
     def ended(self, reason: str, was_ready: bool) -> float:
         self.state = "UNAVAILABLE"
         if was_ready:
-            self._metrics.died("hang" if self._is_hung else "crash")
+            # It crashed, or it was killed after being silent for too long.
+            self._metrics.model.num_deaths["hang" if self._is_hung else "crash"] += 1
         self._is_hung = False
         well_s = self._clock() - self._ready_at if was_ready else 0.0
         self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)

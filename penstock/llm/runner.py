@@ -6,7 +6,6 @@ task.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -18,11 +17,9 @@ from penstock.llm.cache import Cache
 from penstock.llm.logits import SamplingRow
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
+from penstock.llm.prompt_logprobs import prompt_logprobs
 from penstock.llm.sampling import Sampled, sample
 from penstock.llm.scheduler import BatchStep, Chunk
-
-# Prompt positions whose logits are computed at a time: a vocabulary is large.
-MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,9 @@ class CpuRunner:
         with torch.inference_mode():
             attention = self._buckets.attention(step)
             hidden = self._decoder.hidden(torch.tensor(tokens), positions, attention)
-            prompts = prompt_logprobs(step, hidden, self._decoder.logits)
+            prompts: Many[PromptLogprobsChunk] = ()
+            if any(chunk.sequence.params.num_prompt_logprobs is not None for chunk in step.chunks):
+                prompts = prompt_logprobs(step, hidden, self._decoder.logits)
             return SampledStep(self._sample(step, hidden), wanted, prompts)
 
     def _sample(self, step: BatchStep, hidden: Tensor) -> Sampled:
@@ -83,41 +82,6 @@ class CpuRunner:
         if not rows:
             return Sampled(torch.empty(0, dtype=torch.int64))
         return sample(self._decoder.logits(hidden[places]), rows)
-
-
-def prompt_logprobs(
-    step: BatchStep, hidden: Tensor, logits: Callable[[Tensor], Tensor]
-) -> list[PromptLogprobsChunk]:
-    """Return the prompt logprobs of the requests that want them."""
-    found: list[PromptLogprobsChunk] = []
-    first = 0
-    for chunk in step.chunks:
-        sequence, count = chunk.sequence, num_followed(chunk)
-        num = sequence.params.num_prompt_logprobs
-        if num is not None and count > 0:
-            logprobs: list[Logprobs] = []
-            for start in range(0, count, MAX_ROWS):
-                end = min(start + MAX_ROWS, count)
-                tokens = sequence.tokens[chunk.start + start + 1 : chunk.start + end + 1]
-                logprobs += token_logprobs(logits(hidden[first + start : first + end]), tokens, num)
-            found.append(PromptLogprobsChunk(sequence.request, chunk.start + 1, logprobs))
-        first += chunk.count
-    return found
-
-
-def num_followed(chunk: Chunk) -> int:
-    """Return how many tokens of the chunk are followed by a prompt token."""
-    return min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
-
-
-def token_logprobs(logits: Tensor, tokens: Many[int], num: int) -> list[Logprobs]:
-    """Return the logprobs of each token and of the `num` most likely ones, from its logits."""
-    logprobs = logits.float().log_softmax(1)
-    index = torch.tensor(tokens, device=logits.device)[:, None]
-    own: list[float] = logprobs.gather(1, index)[:, 0].tolist()
-    top = logprobs.topk(num, 1)
-    rows = zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
-    return [Logprobs(*row) for row in rows]
 
 
 def row_of(chunk: Chunk) -> SamplingRow:

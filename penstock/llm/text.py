@@ -1,24 +1,21 @@
 """A model's tokenizer and chat template: turns text and messages into tokens.
 
 Both come with the model (`text_files`) and may loop or exhaust memory, so a server runs them in a
-process of their own (`renderer_main`), never in the core. Templates run in Jinja's sandbox and see
-messages only.
+process of their own (`renderer_main`), never in the core.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template
 from tokenizers import Tokenizer
 
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, TooLarge, error_text
+from penstock.llm.chat_template import TemplateRefused, compile_template
 from penstock.llm.control_tokens import ControlTokens
 from penstock.llm.token_bytes import Vocabulary
 from penstock.llm.token_reader import read_vocabulary
@@ -29,10 +26,6 @@ Messages = Sequence[Mapping[str, object]]
 MAX_REASON_CHARS = 500
 # The plainest chat: a template that cannot render it is broken.
 PLAIN_MESSAGES = ({"role": "user", "content": "Hello"},)
-
-
-class TemplateRefused(TemplateError):
-    """Raised by a template that does not take the messages."""
 
 
 @dataclass(eq=False)
@@ -140,27 +133,4 @@ class Text:
 
     @cached_property
     def _compiled(self) -> Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, strftime_now=_now)
-        try:
-            return environment.from_string(self.template)
-        except MemoryError:
-            raise
-        except Exception as error:  # The compiler raises TemplateError, RecursionError and others.
-            log.error("the chat template cannot be read: %s", error_text(error))
-            raise BackendFailed("the model's chat template has an error; see the log") from None
-
-
-def _refuse(message: object) -> None:
-    raise TemplateRefused(str(message))
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+        return compile_template(self.template)

@@ -8,7 +8,7 @@ are passed on to the model's own metrics. docs/observability.md lists all of the
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.llm.messages import StepReport
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
     from penstock.llm.messages import Ready
 
-# Why an engine ended: it crashed, or it was killed after being silent for too long.
-Death = Literal["crash", "hang"]
 # Finish reasons, as in vLLM.
 REASONS = ("stop", "length", "abort", "error")
 # Totals of an engine that has not reported yet.
@@ -38,16 +36,14 @@ class TextMetrics:
     """Metrics of one language model, across restarts of its engine."""
 
     def __init__(self, model: ModelMetrics) -> None:
-        self._model = model
+        self.model = model
         model.others = partial(scrape, self, model)
-        self.num_running = 0
-        self.num_waiting = 0
+        self.num_running = self.num_waiting = 0
         # Share of KV blocks in use.
         self.cache_use = 0.0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_asked = 0
-        self.num_cached = 0
+        self.num_prompt_tokens = self.num_generated_tokens = 0
+        # Prompt tokens looked up in the prefix cache, and found there.
+        self.num_asked = self.num_cached = 0
         self.num_preemptions = 0
         self.num_ended = dict.fromkeys(REASONS, 0)
         self.first_token_s = Histogram(FIRST_TOKEN_S)
@@ -90,12 +86,6 @@ class TextMetrics:
         self.num_running = self.num_waiting = 0
         self.cache_use = 0.0
 
-    def died(self, cause: Death) -> None:
-        self._model.num_deaths[cause] += 1
-
-    def restarted(self) -> None:
-        self._model.num_restarts += 1
-
     # Requests.
 
     def token(self, generation: Generation, output: SequenceOutput, now: float) -> None:
@@ -113,20 +103,20 @@ class TextMetrics:
         # If any of several texts hit the limit, operators want to see that.
         self.num_ended["length" if "length" in reasons else "stop"] += 1
         self._ended(generation, now)
-        self._model.answered(total_s, now - generation.admitted)
+        self.model.answered(total_s, now - generation.admitted)
 
     def failed(self, generation: Generation, error: PenstockError, now: float) -> None:
         """Count a failure after admission."""
         is_left = isinstance(error, Cancelled | NotReady)
         self.num_ended["abort" if is_left else "error"] += 1
         self._ended(generation, now)
-        self._model.failed("CANCELED" if is_left else "BACKEND")
-        self._model.fail_s += max(0.0, now - generation.arrived)
+        self.model.failed("CANCELED" if is_left else "BACKEND")
+        self.model.fail_s += max(0.0, now - generation.arrived)
 
     def refused(self, error: PenstockError, seconds: float) -> None:
         """Count a refusal, before anything was computed."""
-        self._model.refused(error)
-        self._model.fail_s += max(0.0, seconds)
+        self.model.refused(error)
+        self.model.fail_s += max(0.0, seconds)
 
     def _ended(self, generation: Generation, now: float) -> None:
         self.request_s.add(now - generation.arrived)

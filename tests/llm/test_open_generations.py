@@ -416,9 +416,10 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
                 while model.engine.state != "READY":
                     await asyncio.sleep(0.01)
             again = a_generation()
-            assert (
-                await answered(model, again)
-            ).error is None and model.engine.process.num_restarts == 1
+            assert (await answered(model, again)).error is None
+            counts = model.metrics.model
+            assert model.engine.process.num_restarts == counts.num_restarts == 1
+            assert counts.num_deaths == {"crash": 1, "hang": 0}
             assert model.metrics.num_ended["error"] == 1 and model.metrics.num_running == 0
 
     run(scenario)

@@ -176,12 +176,6 @@ class TestEngine:
         metrics.step(a_step(waits_s=(0.1, 0.4)))
         assert metrics.queue_s.count == 2 and metrics.queue_s.total == pytest.approx(0.5)
 
-    def test_deaths_and_restarts_are_the_models(self, model, metrics):
-        metrics.died("crash")
-        metrics.died("hang")
-        metrics.restarted()
-        assert model.num_deaths == {"crash": 1, "hang": 1} and model.num_restarts == 1
-
 
 class TestScrape:
     def test_names_and_kinds_are_vllms(self, model, metrics):
