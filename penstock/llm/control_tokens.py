@@ -54,10 +54,10 @@ class ControlTokens:
         """Return the tokens of a text with marks; None if it has none and is encoded as usual."""
         if BREAK not in rendered:
             return None
-        text = self._pattern.sub(self._alias, rendered).replace(BREAK, "")
+        text = self._pattern.sub(lambda match: alias(self._numbers[match[0]]), rendered)
         with self._lock:
             plain = self._plain
-        (found,) = plain.encode_batch_fast([text], add_special_tokens=False)
+        (found,) = plain.encode_batch_fast([text.replace(BREAK, "")], add_special_tokens=False)
         numbers = self._numbers_of_aliases
         return [numbers.get(token, token) for token in found.ids]
 
@@ -68,27 +68,14 @@ class ControlTokens:
         ends = (text[-size:] for size in range(1, min(self._longest, len(text) + 1)))
         return text + BREAK if any(end in self._starts for end in ends) else text
 
-    def _alias(self, match: re.Match[str]) -> str:
-        return alias(self._numbers[match[0]])
-
     @cached_property
     def _plain(self) -> Tokenizer:
         """A copy of the tokenizer for which special tokens are text, and aliases are special."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
-        plain.add_tokens(
-            [
-                AddedToken(
-                    alias(number),
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=False,
-                )
-                for number, token in self._tokens.items()
-            ]
-        )
+        fields = ("single_word", "lstrip", "rstrip", "normalized")
+        flags = {n: {f: getattr(token, f) for f in fields} for n, token in self._tokens.items()}
+        plain.add_tokens([AddedToken(alias(n), **each, special=False) for n, each in flags.items()])
         return plain
 
     @cached_property

@@ -1,12 +1,8 @@
 """Messages between the core and the two processes of a language model (see `wire.frames`).
 
-    core → engine: LoadEngine, GenerateRequest, GiveUp, EndText, Stop
-    engine → core: Ready, StartFailed, PromptLogprobsChunk, StepReport, RequestRefused, StepFailed
-    core → renderer: LoadText, EncodeTexts, EncodeChat, Stop
-    renderer → core: TextReady, StartFailed, Encoded, NotEncoded
-
-Tokens travel as bytes, four a token. All results of a step are one message. Messages of engines are
-one datagram each; those of renderers may be larger (see `processes.parts`).
+`ToEngine`, `FromEngine`, `ToRenderer` and `FromRenderer` say which goes where. Tokens travel as
+bytes, four a token. All results of a step are one message. Messages of engines are one datagram
+each; those of renderers may be larger (see `processes.parts`).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def settings_of(config: ModelConfig) -> EngineSettings:
     return EngineSettings(
         path=str(path_of(config)),
         device=config.device,
-        dtype=_dtype(dtype, config.device),
+        dtype=dtype if dtype != "auto" else ("float32", "bfloat16")[place],
         num_threads=int(numbers["threads"]) or len(os.sched_getaffinity(0)),
         block_size=int(numbers["block_size"]),
         cache_bytes=int(numbers["kv_cache_bytes"]),
@@ -110,12 +110,6 @@ def path_of(config: ModelConfig) -> Path:
     artifact = Path(config.artifact)
     is_alone = config.options.get(f"{PREFIX}random_weights") == "true"
     return artifact if artifact.suffix == GGUF or is_alone else artifact.parent
-
-
-def _dtype(asked: str, device: str) -> str:
-    if asked == "auto":
-        return "float32" if device == CPU else "bfloat16"
-    return asked
 
 
 def _flag(config: ModelConfig, name: str, problems: list[str]) -> bool:
