@@ -24,11 +24,10 @@ from penstock.backends.torch_cuda import Cuda
 from penstock.errors import first_line
 from penstock.llm import operations
 from penstock.llm.cache import Cache
-from penstock.llm.fused import Fused
+from penstock.llm.logits import prompt_logprobs, wants_prompts
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Places
-from penstock.llm.prompt_logprobs import prompt_logprobs, wants_prompts
+from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Fused, Places
 from penstock.llm.runner import SampledStep, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
 from penstock.llm.scheduler import BatchStep, Chunk, StepLimits

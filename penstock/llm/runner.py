@@ -14,10 +14,9 @@ from torch import Tensor
 
 from penstock.llm.batched_attention import KvBuckets
 from penstock.llm.cache import Cache
-from penstock.llm.logits import SamplingRow
+from penstock.llm.logits import SamplingRow, prompt_logprobs
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.prompt_logprobs import prompt_logprobs
 from penstock.llm.sampling import Sampled, sample
 from penstock.llm.scheduler import BatchStep, Chunk
 
