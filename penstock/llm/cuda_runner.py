@@ -243,14 +243,12 @@ class CudaRunner:
         batch_table[last, KEY] += moved.view(np.int32)
         num_ones = int((counts == 1).sum())
         num_seen = int((batch_table[num_ones:, POSITION] + 1).sum())
-        is_graph = self._fits_a_graph(num_tokens, num_ones, num_seen) and not wants_prompts(chunks)
+        is_graph = num_ones == num_tokens or (
+            num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
+        )
+        is_graph = is_graph and not wants_prompts(chunks)
         lines = NO_LINES if is_graph else self._lines(chunks, rows, ends, num_ones)
         return StepLayout(num_tokens, num_ones, is_graph, last, lines, changes)
-
-    def _fits_a_graph(self, num_tokens: int, num_ones: int, num_seen: int) -> bool:
-        if num_ones == num_tokens:
-            return True
-        return num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
 
     def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> Array:
         """Return the work items of prompt attention, the longest ones first."""

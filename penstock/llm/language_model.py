@@ -230,8 +230,7 @@ class LanguageModel:
             self._open.cancel(request)
 
     def refused(self, error: PenstockError, received: float) -> None:
-        self.metrics.refused(error)
-        self.metrics.fail_s += max(0.0, time.monotonic() - received)
+        self._open.metrics.refused(error, time.monotonic() - received)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,11 +208,13 @@ class Encoded(Frame, tag="done"):
     tokens: list[bytes]
 
 
-class NotEncoded(Frame, tag="no"):
-    """`kind`: the client's messages are invalid or too large, or the model's files failed."""
+# The client's messages are invalid or too large, or the model's files failed.
+Failure = Literal["invalid", "too_large", "failed"]
 
+
+class NotEncoded(Frame, tag="no"):
     job: int
-    kind: Literal["invalid", "too_large", "failed"]
+    kind: Failure
     reason: str
 
 

@@ -19,7 +19,7 @@ from penstock.kernels import has_triton
 from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
-from penstock.llm.cache import Cache
+from penstock.llm.cache import Cache, attend_sdpa
 from penstock.llm.logits import without
 from penstock.llm.models.decoder import Decoder, rms_norm, rope, widen
 from penstock.llm.models.fp8 import Fp8Linear, in_fp8
@@ -169,12 +169,8 @@ def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) ->
         if len(slots) == 0:
             out[number] = 0
             continue
-        keys, values = (each[slots].transpose(0, 1) for each in (paged.keys, paged.values))
-        mixed = F.scaled_dot_product_attention(
-            queries[number, :, None],
-            *(each.repeat_interleave(queries.shape[1] // len(each), 0) for each in (keys, values)),
-        )
-        out[number] = mixed[:, 0]
+        own = queries[number : number + 1]
+        out[number] = attend_sdpa(own, paged.keys[slots], paged.values[slots])[0]
 
 
 class Fused:

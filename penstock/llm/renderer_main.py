@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -40,6 +40,7 @@ MAX_ERROR_CHARS = 500
 SWITCH_S = 0.0005
 # Switch of the library's own threads: each job is one text, which they cannot share.
 PARALLELISM = "TOKENIZERS_PARALLELISM"
+KINDS: Mapping[type, messages.Failure] = {TooLarge: "too_large", InvalidRequest: "invalid"}
 _json = msgspec.json.Decoder()
 
 
@@ -121,16 +122,11 @@ class RendererProcess:
 
 
 def _failure(job: int, error: BaseException) -> messages.NotEncoded:
-    match error:
-        case TooLarge():
-            return messages.NotEncoded(job, "too_large", error_text(error))
-        case InvalidRequest():
-            return messages.NotEncoded(job, "invalid", error_text(error))
-        case PenstockError():
-            return messages.NotEncoded(job, "failed", error_text(error))
-        case MemoryError():
-            reason = "the tokenizer needs more memory than it may use"
-            return messages.NotEncoded(job, "failed", reason)
+    if isinstance(error, PenstockError):
+        return messages.NotEncoded(job, KINDS.get(type(error), "failed"), error_text(error))
+    if isinstance(error, MemoryError):
+        reason = "the tokenizer needs more memory than it may use"
+        return messages.NotEncoded(job, "failed", reason)
     log.error("a text cannot be encoded", exc_info=error)
     return messages.NotEncoded(job, "failed", "the tokenizer failed")
 
