@@ -74,8 +74,7 @@ def is_four_bits(path: Path) -> bool:
 
 def divergence(wanted: Tensor, found: Tensor) -> float:
     """Return the mean KL divergence of distributions, each a row of logprobs."""
-    each = F.kl_div(found, wanted, reduction="none", log_target=True).sum(1)
-    return float(each.mean())
+    return float(F.kl_div(found, wanted, reduction="batchmean", log_target=True))
 
 
 def _size(entry: TensorEntry) -> int:
