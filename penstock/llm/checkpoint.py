@@ -81,8 +81,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     with ExitStack() as stack:
         opened = {name: stack.enter_context(_open(folder / name)) for name in set(files.values())}
         wanted = weight_sizes(shape)
+        # An index may name weights that are in none of its files.
         found = {
-            name: tuple(opened[file].get_slice(name).get_shape())
+            name: tuple(opened[file].get_slice(name).get_shape()) if name in wanted else ()
             for name, file in files.items()
             if name in wanted or not name.endswith(LEFT_OUT)
         }
