@@ -23,7 +23,8 @@ from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
-from penstock.llm.text import Text, read_text
+from penstock.llm.text import Text
+from penstock.llm.text_files import read_text
 from penstock.serving import local
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
 from penstock.wire.openai_v1 import ChatRequest, read_chat
@@ -52,7 +53,7 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
 
     def _check_template(self, config: ModelConfig) -> None:
         text = read_text(str(path_of(config)))
-        if self._spec.api == "chat" and not text.has_template:
+        if self._spec.api == "chat" and not text.template:
             problem = "the model has no template for chats; give --api completions"
             raise ConfigError([f"{self._spec.address}: {problem}"])
 

@@ -149,8 +149,7 @@ FAMILIES = (LLAMA, QWEN3)
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """Return the family of an architecture; raise ConfigError with the known ones if it has
-    none."""
+    """Return the family of an architecture; raise ConfigError if there is none."""
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
