@@ -25,11 +25,11 @@ from penstock.optimizer.shapes import THREADS
 from penstock.profiling import onnx_times, openvino_times, profiler, roofline, torch_times, trace
 from penstock.profiling.path import buckets_of
 from penstock.profiling.peaks import peaks_of
-from penstock.profiling.profiler import Packed, ProfileFailed, ProfileJob, unpacked
+from penstock.profiling.profiler import ProfileFailed, ProfileJob
 from penstock.profiling.results import Profile
 from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.work import Timed
-from penstock.types import from_array
+from penstock.wire.v2_client import Values
 
 NUM_WARM_UP = 3
 # Batches per slot while several are in flight.
@@ -55,7 +55,7 @@ def main() -> None:
 def profiled(job: ProfileJob) -> Profile:
     served = profiler.read_config(Path(job.folder))
     config, job, sent = served.model, _of_the_model(served, job), _sent(served, job)
-    batch = Batch({each.name: unpacked(each) for each in job.tensors}, job.num_rows)
+    batch = Batch({each.name: each.array() for each in job.tensors}, job.num_rows)
     runner = backends.backend(config.backend)(config)
     # Before any other runner: torch has one thread count for the whole process.
     built = dict(runner.built())
@@ -119,7 +119,7 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     is sent: the rows with the most common shapes."""
     if config.preprocess is None:
         return job
-    inputs = {each.name: unpacked(each) for each in job.tensors}
+    inputs = {each.name: each.array() for each in job.tensors}
     rows = [inputs]
     if config.max_batch_size:
         rows = [{name: each[n] for name, each in inputs.items()} for n in range(job.num_rows)]
@@ -128,12 +128,11 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
 
 
-def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
+def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Values]:
     """Return a request's tensors: one row if processed, as answers may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
-    rows = [from_array(each.name, each.datatype, unpacked(each)[:1]) for each in job.tensors]
-    return list(map(profiler.packed, rows))
+    return [Values.of(each.name, each.datatype, each.array()[:1]) for each in job.tensors]
 
 
 def _queue_delay_s(config: ModelConfig) -> float:

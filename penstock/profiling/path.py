@@ -11,12 +11,11 @@ from threading import Event
 
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
-from penstock.profiling.profiler import Packed
 from penstock.profiling.results import RequestPhase
 from penstock.serving.local import LocalModel
 from penstock.types import Request, Response, TensorSpec
 from penstock.wire.v2 import Codec
-from penstock.wire.v2_client import encode_infer
+from penstock.wire.v2_client import Values, encode_infer
 
 NUM_WARM_UP = 3
 TIMEOUT_S = 300.0
@@ -25,7 +24,7 @@ TIMEOUT_S = 300.0
 class TimedSender:
     """Sends requests one after the other and records the time of each part."""
 
-    def __init__(self, config: ModelConfig, tensors: Sequence[Packed]) -> None:
+    def __init__(self, config: ModelConfig, tensors: Sequence[Values]) -> None:
         self._codec = Codec()
         self._specs: Sequence[TensorSpec] = config.outputs
         # If there is a function, it takes by far most of that part.
@@ -67,7 +66,7 @@ class TimedSender:
 
 
 def buckets_of(
-    config: ModelConfig, folder: Path, tensors: Sequence[Packed], num_runs: int
+    config: ModelConfig, folder: Path, tensors: Sequence[Values], num_runs: int
 ) -> list[RequestPhase]:
     """Return the median time of each part, in the order a request passes them."""
     sender = TimedSender(config, tensors)
