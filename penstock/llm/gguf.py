@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.serving.padding import bf16_floats
 from penstock.types import Array
 
 MAGIC = b"GGUF"
@@ -218,8 +219,7 @@ def _f16(blocks: Array) -> Array:
 
 
 def _bf16(blocks: Array) -> Array:
-    bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16
-    return bits.view(np.float32)
+    return bf16_floats(np.ascontiguousarray(blocks).view(np.uint16))
 
 
 def _q4_0(blocks: Array) -> Array:
