@@ -34,6 +34,7 @@ from penstock.optimizer.this_machine import CpuMeter
 from penstock.optimizer.time_plan import CutOff
 from penstock.processes.tool import ToolProcess
 from penstock.serving.explain import Explanation
+from penstock.serving.padding import bf16_floats
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 
 # Receives what is being done, for the live view.
@@ -276,7 +277,7 @@ def _is_stackable(spec: TensorSpec, rows: Sequence[Row]) -> bool:
 def _plain(spec: TensorSpec, array: Array) -> Array:
     """Return the array as stored in files: rows hold BF16 as bits, files hold floats."""
     if spec.datatype == "BF16" and array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        return bf16_floats(array)
     return np.asarray(array, DATATYPES[spec.datatype].numpy)
 
 

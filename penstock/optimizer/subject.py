@@ -181,7 +181,9 @@ def _take_file(source: ModelSource, version: Path) -> ImportedModel:
 
 def _take_served(model: ModelSource, version: Path) -> ImportedModel:
     """Take a version of a repository with its own configuration, but without its SLO."""
-    folder, config = _served_version(model)
+    found = model.read()
+    config = found.only(model.path, "", "name the folder of one")
+    folder = found.folders[config.name]
     without = (layout.CONFIG, manifests.NAME)
     folders.take_files(folder / config.version, version, shutil.copyfile, without)
     for spec in config.outputs:
@@ -205,17 +207,6 @@ def _author_limit(folder: Path, config: ModelConfig) -> int | None:
     own = config.version if layout.has_own_config(folder, config.version) else ""
     written: int = layout.read_message(folder, own).max_batch_size
     return written or None
-
-
-def _served_version(model: ModelSource) -> tuple[Path, ModelConfig]:
-    found = model.read()
-    for name, problems in found.problems.items():
-        raise ConfigError([f"{name}: {problem}" for problem in problems])
-    if len(found.folders) > 1:
-        names = ", ".join(found.folders)
-        raise ConfigError([f"{model.path}: holds several models ({names}); name the folder of one"])
-    (folder,) = found.folders.values()
-    return folder, max(found.configs, key=lambda config: int(config.version))
 
 
 def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelConfig:

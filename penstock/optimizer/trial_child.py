@@ -32,8 +32,9 @@ from penstock.processes.start import begin_life
 from penstock.serving.executor import checked
 from penstock.serving.proof import prove
 from penstock.serving.warmups import warm_up_all
-from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
+from penstock.types import Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
+from penstock.wire.v2_client import Values
 
 MAX_ERROR_CHARS = 4096
 # Minimum number of runs per point; fewer if one run takes very long.
@@ -41,22 +42,6 @@ MIN_RUNS = 5
 MIN_LONG_RUNS = 3
 LONG_RUN_S = 0.3
 log = logging.getLogger("penstock.trial")
-
-
-class Values(msgspec.Struct, array_like=True):
-    """A tensor; BYTES with lengths, as on the wire."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, name: str, datatype: str, array: Array) -> Values:
-        return cls(name, datatype, array.shape, bytes(from_array(name, datatype, array).data))
-
-    def array(self) -> Array:
-        return to_array(Tensor(self.name, self.datatype, self.shape, self.data))
 
 
 class PrepareTrial(msgspec.Struct, tag="prepare"):

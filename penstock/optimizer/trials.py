@@ -31,6 +31,7 @@ from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
 from penstock.types import Array
 from penstock.wire.frames import Proof
+from penstock.wire.v2_client import Values
 
 # Compilers take minutes; a model that is silent for this long hangs.
 LOAD_TIMEOUT_S = 900.0
@@ -465,9 +466,9 @@ def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> f
 # Rows to batches.
 
 
-def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
+def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
     """Stack the model's inputs of rows with equal shapes; other fields are not sent."""
-    values: list[messages.Values] = []
+    values: list[Values] = []
     for spec in config.inputs:
         if spec.name not in rows[0]:
             if spec.is_optional:
@@ -475,7 +476,7 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
             raise ConfigError([f"input '{spec.name}': missing; a row has {sorted(rows[0])}"])
         arrays = [np.asarray(row[spec.name]) for row in rows]
         array = np.stack(arrays) if config.max_batch_size else arrays[0]
-        values.append(messages.Values.of(spec.name, spec.datatype, array))
+        values.append(Values.of(spec.name, spec.datatype, array))
     return values
 
 
@@ -522,9 +523,7 @@ def _filled(
     return sent, [(length_of(row, axes) or 0) if bucket else 0 for row, bucket in pairs]
 
 
-def _cut_back(
-    outputs: Sequence[messages.Values], crops: Collection[Crop], length: int
-) -> dict[str, Array]:
+def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -> dict[str, Array]:
     """Return one row's answer with a batch dimension of 1, cropped to its own length."""
     arrays = {each.name: each.array()[None] for each in outputs}
     if not length:

@@ -25,6 +25,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
 from penstock.protocols.text_answers import counted
 from penstock.serving.catalog import Catalog
+from penstock.serving.padding import bf16_floats
 from penstock.serving.served import Served
 from penstock.types import (
     CANCELLED,
@@ -236,7 +237,7 @@ def vectors_of(answer: Response, name: str) -> Vectors:
     (tensor,) = [each for each in answer.outputs if each.name == name]
     array: Array = to_array(tensor)
     if tensor.datatype == "BF16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
+        array = bf16_floats(array)
     found: Vectors = np.array(array, dtype=np.float32).reshape(-1, array.shape[-1])
     if not np.isfinite(found).all():
         raise BackendFailed("the model gave a vector with numbers that are not finite")

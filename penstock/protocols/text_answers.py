@@ -23,7 +23,7 @@ from penstock.errors import (
     PenstockError,
     TooLarge,
 )
-from penstock.llm.generation import Generation, Totals
+from penstock.llm.generation import Generation
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.protocols import access_log
@@ -206,7 +206,7 @@ class PromptSink:
     def token(self, event: TokenEvent) -> None:
         self.answer.token(self.number, event, self.echo)
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         self.answer.finished(totals)
 
     def failed(self, error: PenstockError) -> None:
@@ -261,7 +261,7 @@ class Answer:
         self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         known = self.usage
         self.usage = TokenUsage(
             known.num_prompt + totals.num_prompt,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -58,6 +58,20 @@ class RepositoryScan:
         self.configs += other.configs
         self.problems |= other.problems
         self.folders |= other.folders
+
+    def only(self, where: object, version: str, advice: str) -> ModelConfig:
+        """Return the one model, in its newest or the given version; ConfigError if any model has a
+        problem, if there are several, with the advice, or none of that version."""
+        if self.problems:
+            raise ConfigError([f"{where}: {text}" for text in flat(self.problems)])
+        configs = [config for config in self.configs if version in ("", config.version)]
+        if not configs:
+            there = ", ".join(config.version for config in self.configs)
+            models = ", ".join(self.folders)
+            raise ConfigError([f"{where}: {models} has no version {version}; there: {there}"])
+        if len(names := {config.name for config in configs}) > 1:
+            raise ConfigError([f"{where}: holds {listed(sorted(names))}; {advice}"])
+        return configs[-1]
 
 
 class ModelKind(enum.Enum):
@@ -320,6 +334,11 @@ def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
     if folder_kind(root) is not ModelKind.REPOSITORY:
         return read(root)
     return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
+
+
+def flat(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the problems of models, each with its model's name."""
+    return [f"{name}: {text}" for name, texts in problems.items() for text in texts]
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:

@@ -17,10 +17,10 @@ import numpy as np
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
-from penstock.serving.plan import column_bytes, fixed_outputs, matches
+from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.slab import Layout, Segment
 from penstock.serving.worker_spill import Values, WorkerSpill, split
-from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 from penstock.wire import frames
 
 MAX_VIEWS = 256
@@ -204,7 +204,7 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
     if values is None:
         raise BackendFailed(f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}")
     expected = (num_rows, *spec.shape) if config.max_batch_size > 0 else spec.shape
-    if values.shape != expected and not matches(values.shape, expected):
+    if values.shape != expected and not shape_fits(values.shape, expected):
         raise BackendFailed(
             f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotReady, PenstockError
+from penstock.errors import NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
@@ -177,13 +177,4 @@ def place_here(config: ModelConfig) -> ModelConfig:
 
 def choose(found: RepositoryScan, where: object, version: str = "") -> ModelConfig:
     """Return the one model found, placed; ConfigError if there are several or none of `version`."""
-    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
-    if problems:
-        raise ConfigError(problems)
-    configs = [config for config in found.configs if version in ("", config.version)]
-    names = sorted({config.name for config in configs})
-    if not configs:
-        raise ConfigError([f"{where}: no version {version}"])
-    if len(names) > 1:
-        raise ConfigError([f"{where}: holds {', '.join(names)}; give the folder of one model"])
-    return place_here(configs[-1])
+    return place_here(found.only(where, version, "give the folder of one model"))

@@ -20,7 +20,7 @@ from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, first_line
-from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
+from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, bf16_floats, cropped
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
 
@@ -345,9 +345,8 @@ def _row(outputs: Outputs, position: int) -> dict[str, Array]:
 
 def to_float64(spec: TensorSpec, values: Array) -> Array:
     """Return the numbers of a tensor; those of BF16 from their bits."""
-    if spec.datatype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return values.astype(np.float64)
+    numbers = bf16_floats(values) if spec.datatype == "BF16" else values
+    return numbers.astype(np.float64)
 
 
 def _is_finite(spec: TensorSpec, outputs: Outputs) -> bool:
