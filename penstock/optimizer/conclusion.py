@@ -24,8 +24,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.search import Search
-from penstock.optimizer.time_budget import TimeBudget
-from penstock.optimizer.time_plan import CutOff
+from penstock.optimizer.time_plan import CutOff, TimeBudget
 
 UNPROVEN = "was ahead in the search but was not proven"
 BEST_MEASURED = "the best version measured so far"

@@ -18,12 +18,11 @@ from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.machine import Machine
+from penstock.optimizer.machine import Machine, machine_speed_s
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.this_machine import machine_speed_s
 
 Watch = Callable[[Progress], None]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.optimizer.candidates import STAGES, Stage
 from penstock.optimizer.findings import Findings, Shaped
-from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
+from penstock.optimizer.time_plan import MODEL_STAGES, TimeBudget
 
 # On a GPU, FP16 halves the work and needs only a check. Compiled code is tuned for one precision,
 # so precision comes first to avoid compiling twice.

@@ -6,10 +6,10 @@ import datetime
 import time
 
 from penstock.optimizer.llm.recognise import is_language_model
+from penstock.optimizer.machine import read_machine
 from penstock.optimizer.model_run import Watch
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization
-from penstock.optimizer.this_machine import read_machine
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:

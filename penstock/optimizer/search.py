@@ -25,8 +25,13 @@ from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
-from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
-from penstock.optimizer.time_plan import PROFILE_S, OutOfTime, smallest_budget_s
+from penstock.optimizer.time_plan import (
+    MODEL_STAGES,
+    PROFILE_S,
+    OutOfTime,
+    TimeBudget,
+    smallest_budget_s,
+)
 
 # Parents below this share of the best are not used in the stage: BF16 may double the rate.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}

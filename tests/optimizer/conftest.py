@@ -1,12 +1,12 @@
 """Tests of the optimiser run beside other work. What they assert must not depend on it, so the run
-assumes a quiet machine; the meter itself is tested in `test_this_machine`."""
+assumes a quiet machine; the meter itself is tested in `test_machine`."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from penstock.optimizer import endpoints, model_run
-from penstock.optimizer.results import Conditions
+from penstock.optimizer.machine import Conditions
 
 SPEED_S = 1e-3
 

@@ -13,7 +13,7 @@ from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.subject import Subject
 from penstock.optimizer.tensor_run import TensorRun
-from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TimeBudget
 
 
 def made_record(evaluator: Any, findings: Findings) -> Optimization:

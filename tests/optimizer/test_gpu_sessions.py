@@ -27,8 +27,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.time_budget import TimeBudget
-from penstock.optimizer.time_plan import CutOff, TookTooLong
+from penstock.optimizer.time_plan import CutOff, TimeBudget, TookTooLong
 from penstock.system import devices
 
 MOST = 2, 4

@@ -27,7 +27,7 @@ from penstock.optimizer.progress import Progress, ProgressReporter, stages_of
 from penstock.optimizer.results import FallbackLayer, ServedMeasurement, TermVerdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TimeBudget
 from penstock.types import TensorSpec
 
 WISH = slo.parse("p99 < 50ms at 200/s")

@@ -15,7 +15,7 @@ import psutil
 
 from penstock.config import CPU
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import time_budget
+from penstock.optimizer import time_plan
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.endpoints import Servers
@@ -28,8 +28,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.served import ServedBench
 from penstock.optimizer.served_figures import repriced
-from penstock.optimizer.time_budget import TextTime
-from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TookTooLong
+from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TextTime, TookTooLong
 
 CHOICE, HELD_OUT = "choice", "held out"
 # Prompts judged per part, and the tokens of a long prompt that are judged, at its start and at its
@@ -99,7 +98,7 @@ class TextEvaluator:
 
         def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
             found, has_ended = bench.rate_from(self.build(candidate), start)
-            return [found], has_ended or search_s >= time_budget.SEARCH_S
+            return [found], has_ended or search_s >= time_plan.TEXT_SEARCH_S
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
         (found,) = self._served("text rates", key, measured, MeasurementLimits(search_s=search_s))
@@ -108,7 +107,7 @@ class TextEvaluator:
     def prove(
         self, builds: Sequence[Build], starts: Sequence[float | None]
     ) -> list[ServedMeasurement]:
-        longest_s = time_budget.SEARCH_S
+        longest_s = time_plan.TEXT_SEARCH_S
 
         def left_s() -> float:
             """Return the time left, less what the last level of each search overruns."""

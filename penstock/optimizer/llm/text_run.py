@@ -27,7 +27,7 @@ from penstock.optimizer.model_run import ModelRun
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.served_figures import repriced
-from penstock.optimizer.time_budget import TextTime
+from penstock.optimizer.time_plan import TextTime
 
 WITHOUT_DATA = (
     "--data is required for language models: typical prompts, in a .jsonl file of "

@@ -19,7 +19,7 @@ from penstock.optimizer.llm.text_steps import DTYPE, Knob, stage_of
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, Try
-from penstock.optimizer.time_budget import TextTime
+from penstock.optimizer.time_plan import TextTime
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
 AHEAD = 1.1

@@ -15,8 +15,7 @@ from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_l
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, TermVerdict
-from penstock.optimizer.time_budget import TextTime
-from penstock.optimizer.time_plan import CutOff
+from penstock.optimizer.time_plan import CutOff, TextTime
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)
