@@ -66,10 +66,6 @@ class Facts(msgspec.Struct):
             self.operators.get("Softmax", 0) >= 1 and self.operators.get("MatMul", 0) >= 8
         )
 
-    @property
-    def is_convolutional(self) -> bool:
-        return self.operators.get("Conv", 0) > 0
-
 
 def file_facts(build: Build) -> Facts:
     """Read the facts that need no loaded model."""

@@ -45,7 +45,7 @@ BACKENDS: Mapping[ModelKind, str] = {
 }
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 URL = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
-FACTORY_WRITER = "penstock.optimizer.factory_folder"
+FACTORY_WRITER = "penstock.optimizer.torch_source"
 # Characters of a name that is made from a file's name; others become "-".
 NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 MAX_NAMES = 5

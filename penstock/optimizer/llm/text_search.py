@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,23 +30,16 @@ STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
 NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 
+@dataclass(slots=True)
 class TextSearch:
     """One search. Its contenders are the original and each candidate that became the best, in that
     order; the finalists are the same, the best first."""
 
-    def __init__(
-        self,
-        evaluator: TextEvaluator,
-        plan: Plan,
-        findings: Findings,
-        budget: TextTime,
-        progress: ProgressReporter,
-    ) -> None:
-        self._evaluator = evaluator
-        self._plan = plan
-        self.budget = budget
-        self.progress = progress
-        self.findings = findings
+    evaluator: TextEvaluator
+    plan: Plan
+    findings: Findings
+    budget: TextTime
+    progress: ProgressReporter
 
     def run(self, dtypes: Sequence[Step], others: Callable[[Candidate], Sequence[Knob]]) -> None:
         """Try the datatypes, then the knobs that `others` returns for the best one. Raise
@@ -80,15 +74,15 @@ class TextSearch:
     @property
     def is_enough(self) -> bool:
         """Whether the best meets the required rate with headroom; never if no rate is required."""
-        needed = goals.required_rate(self._plan.slo, self._plan.price_per_hour)
+        needed = goals.required_rate(self.plan.slo, self.plan.price_per_hour)
         is_there = needed > 0 and self.best.contender.rate >= ROOM * needed
-        return is_there and not self._plan.is_exhaustive
+        return is_there and not self.plan.is_exhaustive
 
     def _measure_original(self) -> None:
         began = self.budget.clock()
         original = Candidate()
         self.progress.begin(original)
-        self.findings.original = served = self._evaluator.rated(original, None)
+        self.findings.original = served = self.evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
         attempt = Try(original, "baseline", "kept", reason, served=served)
@@ -98,7 +92,7 @@ class TextSearch:
 
     def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:
         """Add the best so far."""
-        build = self._evaluator.build(candidate)
+        build = self.evaluator.build(candidate)
         contender = Contender(build, Facts("llm"), {}, [((), rate)], is_lossy(candidate))
         self.findings.contenders.append(contender)
         self.findings.finalists.insert(0, Finalist(contender, build, served))
@@ -143,12 +137,12 @@ class TextSearch:
     def _measured(self, attempt: Try) -> bool:
         candidate, best = attempt.candidate, self.best.contender
         if is_lossy(candidate) and candidate.steps[-1].pass_name == DTYPE:
-            attempt.accuracy = self._evaluator.judge(candidate)
+            attempt.accuracy = self.evaluator.judge(candidate)
             if not attempt.accuracy.is_passed:
                 attempt.outcome, attempt.reason = "rejected", attempt.accuracy.text
                 return False
         start = AHEAD * best.rate if best.rate else None
-        attempt.served = served = self._evaluator.rated(candidate, start)
+        attempt.served = served = self.evaluator.rated(candidate, start)
         rate = rate_of(served)
         if not rate:
             missed = [each.term for each in served.verdicts if each.outcome == "missed"]
