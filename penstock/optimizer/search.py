@@ -15,7 +15,7 @@ from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
-from penstock.optimizer import goals, wording
+from penstock.optimizer import goals, time_plan, wording
 from penstock.optimizer.attempts import Attempts, note_times, pass_context
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
@@ -25,13 +25,7 @@ from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
-from penstock.optimizer.time_plan import (
-    MODEL_STAGES,
-    PROFILE_S,
-    OutOfTime,
-    TimeBudget,
-    smallest_budget_s,
-)
+from penstock.optimizer.time_plan import MODEL_STAGES, OutOfTime, TimeBudget
 
 # Parents below this share of the best are not used in the stage: BF16 may double the rate.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
@@ -241,7 +235,7 @@ class Search:
         """Find the bottleneck of the best. If this fails, only the report lacks a figure."""
         budget_s = self._plan.budget_s
         is_short = self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S
-        if is_short or not self.budget.has_search_time(PROFILE_S):
+        if is_short or not self.budget.has_search_time(time_plan.PROFILE_S):
             return
         best = self.findings.best
         self.progress.begin(best.candidate)
@@ -288,7 +282,7 @@ class Search:
             return
         needed_s = budget.baseline_s + budget.step_s + budget.estimates.shortest_kept_s
         # More than the budget that was too small.
-        suggested_s = smallest_budget_s(max(needed_s, budget_s + 1))
+        suggested_s = time_plan.smallest_budget_s(max(needed_s, budget_s + 1))
         self.findings.notes.append(
             f"no step was completed: {wording.span(budget_s)} are enough for the "
             f"baseline and the proof of the original only; use --budget {suggested_s:.0f}s or more"

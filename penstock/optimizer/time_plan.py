@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import BackendFailed
 from penstock.optimizer import wording
@@ -241,41 +241,38 @@ def _span(seconds: float) -> str:
     return wording.span(seconds).removesuffix(" 0 s")
 
 
+@dataclass(slots=True)
 class TimeBudget:
-    def __init__(
-        self,
-        plan: Plan,
-        findings: Findings,
-        clock: Callable[[], float],
-        began: float | None = None,
-        *,
-        is_on_gpu: bool,
-    ) -> None:
-        self._plan = plan
-        self._findings = findings
-        self._is_on_gpu = is_on_gpu
-        self.clock = clock
-        self._began = clock() if began is None else began
-        # The plan at the start, the same in a run that is resumed; and with the durations that were
-        # learned since.
-        self.planned = self.estimates = plan_time(plan, is_on_gpu=is_on_gpu)
-        # The current stage, or "proof".
-        self.stage: str = "baseline"
-        # Time for facts and batch times of the original: a step takes at least as long.
-        self.step_s = 0.0
-        # Time from the start to the end of the baseline.
-        self.baseline_s = 0.0
-        # The current step runs to its end, whatever is left for steps.
-        self.is_finishing = False
+    plan: Plan
+    findings: Findings
+    clock: Callable[[], float]
+    # Seconds of the clock when the run began.
+    began: float
+    is_on_gpu: bool = field(kw_only=True)
+    # The plan at the start, the same in a run that is resumed; and with the durations that were
+    # learned since.
+    planned: TimePlan = field(init=False)
+    estimates: TimePlan = field(init=False)
+    # The current stage, or "proof".
+    stage: str = "baseline"
+    # Time for facts and batch times of the original: a step takes at least as long.
+    step_s: float = 0.0
+    # Time from the start to the end of the baseline.
+    baseline_s: float = 0.0
+    # The current step runs to its end, whatever is left for steps.
+    is_finishing: bool = False
+
+    def __post_init__(self) -> None:
+        self.planned = self.estimates = plan_time(self.plan, is_on_gpu=self.is_on_gpu)
 
     @property
     def elapsed_s(self) -> float:
-        return self.clock() - self._began
+        return self.clock() - self.began
 
     @property
     def left_s(self) -> float | None:
         """Seconds left of the time budget; None: no limit."""
-        return None if self._plan.budget_s is None else self._plan.budget_s - self.elapsed_s
+        return None if self.plan.budget_s is None else self.plan.budget_s - self.elapsed_s
 
     # Estimates.
 
@@ -297,13 +294,13 @@ class TimeBudget:
         left_s = self.left_s
         if left_s is None:
             return None
-        findings = self._findings
+        findings = self.findings
         if len(findings.tries) <= 1:
             # A one-round proof of a candidate is worth more than a long one of the original.
             return left_s - self.estimates.shortest_kept_s
         # On GPUs the last steps reach far more than the first ones, and servers stay up.
-        is_near = not findings.contenders or findings.is_in_reach(self._plan)
-        return left_s - self.estimates.kept_s(is_far=not self._is_on_gpu and not is_near)
+        is_near = not findings.contenders or findings.is_in_reach(self.plan)
+        return left_s - self.estimates.kept_s(is_far=not self.is_on_gpu and not is_near)
 
     @property
     def stage_left_s(self) -> float | None:

@@ -32,7 +32,9 @@ def made_evaluator(
     budget: TimeBudget | None = None,
 ) -> Evaluator:
     is_on_gpu = subject.build.config.uses_gpu
-    budget = budget or TimeBudget(plan, Findings(), time.monotonic, is_on_gpu=is_on_gpu)
+    budget = budget or TimeBudget(
+        plan, Findings(), time.monotonic, time.monotonic(), is_on_gpu=is_on_gpu
+    )
     return Evaluator(
         RunContext(plan, machine, subject, examples, journal, budget, lambda doing: None)
     )

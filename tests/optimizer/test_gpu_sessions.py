@@ -289,7 +289,7 @@ def compiled_lab(tmp_path: Path) -> Callable[..., contextlib.AbstractContextMana
         machine = Machine("a processor", 4, 1 << 33, ())
         with Journal(tmp_path / "run") as journal:
             subject = Subject(build, "pytorch", "", "")
-            budget = TimeBudget(plan, Findings(), lambda: 0.0, is_on_gpu=True)
+            budget = TimeBudget(plan, Findings(), lambda: 0.0, 0.0, is_on_gpu=True)
             budget.stage = stage
             lab = made_evaluator(plan, machine, subject, examples, journal, budget)
             with contextlib.closing(lab):

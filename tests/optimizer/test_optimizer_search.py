@@ -221,6 +221,7 @@ def made_search(
     began: float | None = None,
 ) -> Search:
     findings, is_on_gpu = Findings(), lab.device != "cpu"
+    began = lab.clock() if began is None else began
     lab.time_budget = TimeBudget(lab.plan, findings, lab.clock, began, is_on_gpu=is_on_gpu)
     progress = ProgressReporter(
         watch,
