@@ -232,7 +232,6 @@ WITHOUT_OWN_TEST = {
     "protocols/route.py": "tests/protocols/test_route_table.py finds every row",
     "wire/statuses.py": "tests/protocols/test_v2_http.py and test_v2_grpc.py meet each of them",
     "serving/served.py": "a protocol; whatever the catalog has is one",
-    "repository/safetensors_file.py": "tests/serving/test_fleet.py and optimizer/test_facts.py",
     "repository/onnx_file.py": "tests/repository/test_repository_layout.py reads files through it",
     "optimizer/__init__.py": "empty",
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",

@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
-from penstock.repository import pt2_file, safetensors_file
+from penstock.repository import pretrained, pt2_file
 from penstock.types import DATATYPES
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _read_safetensors(artifact: Path, facts: Facts) -> None:
     found = []
     folder = artifact if artifact.is_dir() else artifact.parent
     for path in sorted(folder.glob("*.safetensors")):
-        tensors = safetensors_file.read_header(path)
+        tensors = pretrained.read_header(path)
         if tensors is None:
             raise ConfigError([f"{path.name}: cannot be read as safetensors: no header"])
         for each in tensors:

@@ -19,12 +19,12 @@ from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.machine import Machine, machine_speed_s, read_machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.subject import Subject
+from penstock.repository.model_source import is_language_model
 
 Watch = Callable[[Progress], None]
 

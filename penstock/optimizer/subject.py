@@ -21,7 +21,6 @@ from penstock.config import (
     EACH_GPU,
     BatchPolicy,
     ModelConfig,
-    PadAxis,
     Padding,
     Postprocess,
     Preprocess,
@@ -33,6 +32,7 @@ from penstock.optimizer.examples import open_examples
 from penstock.optimizer.facts import describe_weights
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import Row
+from penstock.optimizer.simulate import variable_axes
 from penstock.optimizer.user_code import UserFunction
 from penstock.repository import layout, pbtxt, pt2_file
 from penstock.repository import manifest as manifests
@@ -252,7 +252,7 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     kinds = {(spec.shape, spec.datatype) for spec in config.inputs}
     if not has_mask or not kinds <= {((-1,), "INT64"), ((-1,), "INT32")}:
         return None
-    axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
+    axes = variable_axes(config)
     name = config.inputs[0].name
     lengths = [len(row[name]) for row in rows if name in row and row[name].ndim == 1]
     limit = max(lengths, default=UNLIMITED)

@@ -267,10 +267,6 @@ class TrialProcess:
         may_pad = self.rules.may_pad and not self.proof.unpadded
         return self.config.padding is not None and may_pad
 
-    def prepare(self) -> None:
-        """Make it import the backend; expect `TrialDone` before any other request."""
-        self.send(messages.PrepareTrial(self.config.backend))
-
     def load(self, run_timeout_s: float | None = None) -> messages.TrialLoaded:
         """Load the model. Later requests have this timeout; None: the default."""
         self.send(messages.LoadTrial(self.config))
