@@ -249,6 +249,8 @@ WITHOUT_OWN_TEST = {
     "optimizer/attempts.py": "tests/optimizer/test_optimizer_search.py tries every outcome",
     "optimizer/findings.py": "tests/optimizer/test_optimizer_search.py and test_conclusion.py",
     "optimizer/serving_rounds.py": "tests/optimizer/test_optimizer_search.py serves by it",
+    "optimizer/run.py": "tests/optimizer/test_optimizer_run.py, whose name was taken",
+    "optimizer/machine.py": "values only; tests/optimizer/test_this_machine.py reads them",
     "optimizer/plan.py": "values only; tests/optimizer/test_plan_file.py makes them",
     "optimizer/results.py": "values only; tests/optimizer/test_optimization_files.py",
     "optimizer/passes/__init__.py": "tests/optimizer/passes/ build through it",

@@ -17,7 +17,7 @@ from penstock.cli import main
 from penstock.cli.optimize import optimize as command
 from penstock.cli.options import from_params
 from penstock.errors import ConfigError
-from penstock.optimizer import model_run as optimizer_run
+from penstock.optimizer import run as optimizer_run
 from penstock.optimizer.optimization_files import read_optimization
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.workspace import WriteFailed

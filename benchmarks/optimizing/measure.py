@@ -30,11 +30,11 @@ from penstock.optimizer import plan_file, served
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.endpoints import Servers, patience_s
 from penstock.optimizer.examples import open_examples
-from penstock.optimizer.machine import read_machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve
 from penstock.optimizer.simulate import Row
 from penstock.optimizer.subject import open_subject
+from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.time_plan import SEARCH_S, MeasurementLimits
 from penstock.repository import layout, pbtxt
 from penstock.slo import parse

@@ -70,7 +70,7 @@ class OptimizeResult:
 
 def optimize(model: str, options: OptimizeOptions, *, progress: bool = False) -> OptimizeResult:
     """Optimise a model and commit the best version."""
-    from penstock.optimizer.model_run import optimize as run
+    from penstock.optimizer.run import optimize as run
     from penstock.report.optimize_live import OptimizeDisplay
 
     plan = make_plan(model, options)

@@ -86,7 +86,7 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
 def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]:
     """Return the results, and whether Ctrl-C ended the run early."""
     from penstock.optimizer.interruption import Interruption
-    from penstock.optimizer.model_run import optimize as run
+    from penstock.optimizer.run import optimize as run
     from penstock.report.optimize_live import OptimizeDisplay
 
     command = typed_command()

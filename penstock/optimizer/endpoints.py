@@ -30,9 +30,10 @@ from penstock.config import ModelConfig
 from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.machine import Conditions, CpuMeter
+from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import Row, fitted
+from penstock.optimizer.this_machine import CpuMeter
 from penstock.optimizer.time_plan import CutOff
 from penstock.optimizer.trials import stacked
 from penstock.processes.tool import ToolProcess

@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ from penstock.optimizer.findings import Findings
 from penstock.optimizer.first_line import headline
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.machine import Machine, machine_speed_s, read_machine
+from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.subject import Subject
-from penstock.repository.model_source import is_language_model
+from penstock.optimizer.this_machine import machine_speed_s
 
 Watch = Callable[[Progress], None]
 
@@ -138,16 +137,3 @@ def _note_resumed(found: Optimization, journal: Journal) -> None:
     if journal.num_discarded:
         discarded = f"{journal.num_discarded} earlier measurements were discarded"
         found.notes.append(f"{discarded}: the machine runs at another speed now")
-
-
-def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
-    """Run the optimisation. ConfigError at once if the plan or its files are wrong."""
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    call = plan, watch, command, time.monotonic(), created, read_machine()
-    if is_language_model(plan.model):
-        from penstock.optimizer.llm.text_run import TextRun
-
-        return TextRun(*call).optimize()
-    from penstock.optimizer.tensor_run import TensorRun
-
-    return TensorRun(*call).optimize()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from penstock.benchmark import system
-from penstock.optimizer import machine, onnx_model
+from penstock.optimizer import onnx_model, this_machine
 from penstock.profiling.results import Peaks
 from penstock.types import Array
 
@@ -228,7 +228,7 @@ def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
         import torch
     except ModuleNotFoundError:
         return None
-    if not {"avx512_bf16", "amx_bf16"}.intersection(machine.read_machine().isa):
+    if not {"avx512_bf16", "amx_bf16"}.intersection(this_machine.read_machine().isa):
         return None
     torch.set_num_threads(num_threads)
     left, right = (torch.randn((size, size)).to(torch.bfloat16) for _ in range(2))

@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.repository import layout
 from penstock.optimizer import examples
 from penstock.optimizer.candidates import Build, Step
-from penstock.optimizer.machine import read_machine
+from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.passes import BuildContext, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import open_subject

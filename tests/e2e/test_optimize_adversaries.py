@@ -19,8 +19,8 @@ from adversaries import ADVERSARIES, NAME, TWINS, Adversary, Planted
 from oracle import ask, run_build, serving
 from traps import SERVING, UNPROFILED, Ran, committed, num_versions, optimized
 
-from penstock.optimizer.machine import read_machine
 from penstock.optimizer.results import Try
+from penstock.optimizer.this_machine import read_machine
 from penstock.repository import layout
 
 pytestmark = pytest.mark.slow

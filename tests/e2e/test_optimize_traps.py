@@ -44,10 +44,10 @@ from traps import (
 
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Candidate, Step
-from penstock.optimizer.machine import read_machine
 from penstock.optimizer.numerics import cosines
 from penstock.optimizer.passes.int8_static import Int8Static
 from penstock.optimizer.results import Optimization, Try
+from penstock.optimizer.this_machine import read_machine
 from penstock.repository import layout
 from penstock.system.exit_codes import ExitCode
 from penstock.types import Array

@@ -1,5 +1,5 @@
 """Tests of the optimiser run beside other work. What they assert must not depend on it, so the run
-assumes a quiet machine; the meter itself is tested in `test_machine`."""
+assumes a quiet machine; the meter itself is tested in `test_this_machine`."""
 
 from collections.abc import Iterator
 

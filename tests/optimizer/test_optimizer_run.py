@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer import (
     endpoints,
     evidence,
-    model_run,
+    run,
     shapes,
     tensor_run,
     time_plan,
@@ -76,7 +76,7 @@ def plan(tmp_path: Path) -> Plan:
 def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     """At once, with its proof; and run again nothing is measured, and nothing committed twice."""
     told: list[Progress] = []
-    found = model_run.optimize(plan, told.append, "penstock optimize …")
+    found = run.optimize(plan, told.append, "penstock optimize …")
     assert found.outcome == "kept"
     assert found.chosen is not None and not found.chosen.steps
     assert [str(each.candidate) for each in found.tries] == ["original"]
@@ -85,7 +85,7 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     assert {each.stage for each in told} == {"baseline", "proof"}
     check_evidence(plan, found)
 
-    again = model_run.optimize(plan, lambda progress: None, "")
+    again = run.optimize(plan, lambda progress: None, "")
     assert again.num_measured == 0
     assert again.num_remembered > 0
     assert again.version == found.version == "1"
@@ -166,7 +166,7 @@ def test_labels_that_the_original_knows_nothing_of_are_refused(plan: Plan) -> No
         rows, labels = arrays["x"], arrays["label"]
     np.savez(plan.data, x=rows, label=np.random.default_rng(0).permutation(labels))
     with pytest.raises(ConfigError, match="guessing gives"):
-        model_run.optimize(plan, lambda progress: None, "")
+        run.optimize(plan, lambda progress: None, "")
     assert not (Path(plan.out) / "small").exists()
 
 
@@ -180,7 +180,7 @@ def with_nan(plan: Plan, row: int) -> None:
 def test_a_row_that_makes_the_answer_nan_is_refused_with_its_index(plan: Plan) -> None:
     with_nan(plan, 117)
     with pytest.raises(ConfigError) as caught:
-        model_run.optimize(plan, lambda progress: None, "")
+        run.optimize(plan, lambda progress: None, "")
     [problem] = caught.value.problems
     assert problem.startswith(
         "data.npz: input 'x' row 117 has NaN, and the model's answer is not finite either; leave"
@@ -204,7 +204,7 @@ def test_a_model_that_takes_nan_for_a_missing_value_gets_it(plan: Plan) -> None:
     model.graph.node.extend(nodes)
     onnx.save(model, plan.model)
     with_nan(plan, 117)
-    found = model_run.optimize(plan, lambda progress: None, "")
+    found = run.optimize(plan, lambda progress: None, "")
     assert found.outcome == "kept"
     note = "data.npz: input 'x' row 117 has NaN; the model answers with finite values"
     assert note in found.notes
@@ -255,7 +255,7 @@ def outlier_plan(plan: Plan, tmp_path: Path, write_onnx) -> Plan:
 @pytest.mark.slow
 def test_a_model_whose_real_rows_influence_each_other_is_never_batched(outlier_plan: Plan) -> None:
     """Neither as the baseline nor as it is committed; the check at load would let it be."""
-    found = model_run.optimize(outlier_plan, lambda progress: None, "")
+    found = run.optimize(outlier_plan, lambda progress: None, "")
     assert found.outcome == "kept"
     [note] = [each for each in found.notes if each.startswith("the original is served without")]
     assert "without batching: answers depend on other rows in the batch: output 'y'" in note
@@ -328,7 +328,7 @@ def test_a_model_that_answers_differently_each_time_cannot_be_judged(
     plan: Plan, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        model_run.optimize(python_plan(plan, tmp_path, NOISY), lambda progress: None, "")
+        run.optimize(python_plan(plan, tmp_path, NOISY), lambda progress: None, "")
     [problem] = caught.value.problems
     assert problem.startswith(
         "the model's answers differ between two runs on the same rows: output 'y' of example "
@@ -385,7 +385,7 @@ def test_a_version_that_misses_its_slo_does_not_refuse_requests_for_it(
 def test_a_repository_that_cannot_be_written(plan: Plan) -> None:
     Path(plan.out).write_text("a file")
     with pytest.raises(ConfigError, match="models"):
-        model_run.optimize(plan, lambda progress: None, "")
+        run.optimize(plan, lambda progress: None, "")
 
 
 @pytest.mark.slow
@@ -420,7 +420,7 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     out = str(tmp_path / "models")
     # Too little for highest rates, and enough for a busy machine.
     plan = Plan(str(folder), "model", out, slo=wish, duration_s=0.5, budget_s=90.0)
-    found = model_run.optimize(plan, lambda progress: None, "")
+    found = run.optimize(plan, lambda progress: None, "")
     assert found.outcome == "missed"
     assert loads == ["cuda"]
     assert len(servers) == len(set(servers)) > 1

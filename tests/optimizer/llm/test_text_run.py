@@ -15,7 +15,7 @@ from served_builds import a_config
 
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
-from penstock.optimizer import budget, model_run, outcomes, time_plan
+from penstock.optimizer import budget, outcomes, run, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.facts import Facts
@@ -77,8 +77,8 @@ def found(root):
         patch.setattr(text_evaluator, "NUM_ROUNDS", 1)
         patch.setattr(text_run, "DTYPES", ("auto", "float32", "bfloat16", "fp8"))
         patch.setattr(text_run, "serving_offers", lambda *asked: serving_offers(*asked)[:1])
-        optimization = model_run.optimize(a_plan(root), told.append, "penstock optimize smol")
-        again = model_run.optimize(a_plan(root), told.append, "penstock optimize smol")
+        optimization = run.optimize(a_plan(root), told.append, "penstock optimize smol")
+        again = run.optimize(a_plan(root), told.append, "penstock optimize smol")
     # What was measured once is known.
     assert again.num_measured == 0 < again.num_remembered == optimization.num_measured
     assert (again.version, again.chosen) == (optimization.version, optimization.chosen)
@@ -138,12 +138,12 @@ def test_what_was_found_is_a_file_and_a_page(found, tmp_path):
 class TestWrongInputs:
     def test_without_prompts(self, root):
         with pytest.raises(ConfigError, match="--data is required for language models"):
-            model_run.optimize(a_plan(root, data=""), lambda progress: None, "")
+            run.optimize(a_plan(root, data=""), lambda progress: None, "")
 
     def test_functions_and_labels_are_for_others(self, root):
         plan = a_plan(root, labels="y", evaluator="a:b", preprocess="a:b")
         with pytest.raises(ConfigError) as caught:
-            model_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
         assert [each.partition(" ")[0] for each in caught.value.problems] == [
             "--labels",
             "--eval",
@@ -153,19 +153,19 @@ class TestWrongInputs:
     def test_a_metric_that_is_not_known(self, root):
         plan = a_plan(root, accuracy=budget.parse("top1 drop <= 1 %"))
         with pytest.raises(ConfigError, match="expected kl, agreement, nll"):
-            model_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
 
     def test_prompts_that_are_longer_than_the_model(self, root, tmp_path):
         (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "the " * 300}) + "\n")
         plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
         with pytest.raises(ConfigError, match="leaves room for its answer within 256 tokens"):
-            model_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
 
     def test_a_file_of_something_else(self, root, tmp_path):
         (tmp_path / "x.jsonl").write_text('{"image": 3}\n')
         plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
         with pytest.raises(ConfigError, match="expected 'prompt', 'messages' or 'conversations'"):
-            model_run.optimize(plan, lambda progress: None, "")
+            run.optimize(plan, lambda progress: None, "")
 
 
 class HeldOut:

@@ -14,9 +14,10 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.machine import Machine, read_machine
+from penstock.optimizer.machine import Machine
 from penstock.optimizer.passes import BuildContext, PassContext, find
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.torch_source import take_factory
 
 torch = pytest.importorskip("torch")

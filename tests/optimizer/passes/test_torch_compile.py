@@ -13,9 +13,9 @@ from penstock.errors import ConfigError
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.machine import read_machine
 from penstock.optimizer.passes import BuildContext, PassContext, find
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.torch_source import take_factory
 

@@ -9,7 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock.optimizer.machine import CpuMeter, Machine, isa_of, read_machine
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.this_machine import CpuMeter, isa_of, read_machine
 
 CPUINFO = """processor\t: 0
 model name\t: A Processor
