@@ -21,8 +21,7 @@ from penstock.errors import ConfigError, first_line
 from penstock.repository import pretrained
 from penstock.repository.layout import listed
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = pretrained.WEIGHTS
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 # Limit of names listed for one kind of problem.
 MAX_NAMES = 5

@@ -21,7 +21,7 @@ from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm import text_evaluator, text_run
-from penstock.optimizer.llm.text_steps import serving_offers
+from penstock.optimizer.llm.text_search import serving_offers
 from penstock.optimizer.optimization_files import (
     read_optimization,
     write_optimization,
