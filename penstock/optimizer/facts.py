@@ -156,7 +156,7 @@ def datatype_name(name: str) -> str:
 def _read_openvino(path: Path, facts: Facts) -> None:
     from penstock.repository import openvino_file
 
-    layers = openvino_file.read_layers(path)
+    layers = openvino_file.read_xml(path).findall("layers/layer")
     facts.operators = dict(Counter(layer.get("type", "") for layer in layers))
     found = []
     for layer in layers:

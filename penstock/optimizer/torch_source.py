@@ -242,7 +242,12 @@ def _config(
     module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, version: Path
 ) -> ModelConfig:
     """Return the configuration with the module's outputs; batched if their first axes are rows."""
-    _check_names(module, specs)
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(**dict.fromkeys(spec.name for spec in specs))
+    except TypeError as error:
+        given = ", ".join(f"'{spec.name}'" for spec in specs)
+        raise ConfigError([f"model: forward{signature}: {error}; the data has {given}"]) from None
     try:
         outputs, max_batch = _outputs(module, specs, read, has_batch=True), MAX_BATCH
     except _NoBatch as reason:
@@ -264,15 +269,6 @@ def _config(
 
 class _NoBatch(Exception):
     """The module does not run, or its outputs do not have a row for each input row."""
-
-
-def _check_names(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
-    signature = inspect.signature(module.forward)
-    try:
-        signature.bind(**dict.fromkeys(spec.name for spec in specs))
-    except TypeError as error:
-        given = ", ".join(f"'{spec.name}'" for spec in specs)
-        raise ConfigError([f"model: forward{signature}: {error}; the data has {given}"]) from None
 
 
 def _outputs(
