@@ -53,6 +53,7 @@ class Proposals:
         reasons why it proposes none."""
         if each.changes_answers and self.run.examples is None:
             return [], [Skip(each.name, NEEDS_DATA)]
+        is_adding = each.stage == "compile" and each.name != COMPILER
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
         skips: dict[str, Skip] = {}
         for parent in sorted(self.findings.contenders, key=_from_the_best):
@@ -66,7 +67,9 @@ class Proposals:
             found = each.propose(pass_context(self.run, parent))
             steps = [one for one in found if isinstance(one, Step)]
             skips.update({one.reason: one for one in found if isinstance(one, Skip)})
-            if steps or self._stands_for_all(each):
+            # On a GPU, passes that build on their parent are not tried on slower parents, even if
+            # they propose nothing for the best.
+            if steps or (is_adding and self.is_pruned):
                 proposals[family] = (parent, steps)
         found_any = [each for each in proposals.values() if each[1]]
         return found_any, [] if found_any else list(skips.values())
@@ -86,13 +89,6 @@ class Proposals:
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
         how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
         return f"{step} {how}: the same compiler with more time is not tried"
-
-    def _stands_for_all(self, each: Pass) -> bool:
-        """Return whether only the best of a family is asked, even if the pass proposes nothing for
-        it: on a GPU, passes that build on their parent are not tried on slower parents. Compilers
-        start again from the model's own operators."""
-        is_adding = each.stage == "compile" and each.name != COMPILER
-        return is_adding and self.is_pruned
 
     def _is_far_behind(self, parent: Contender, each: Pass) -> bool:
         """Return whether no precision can make a parent the best. A compiler might."""

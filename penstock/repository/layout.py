@@ -33,6 +33,10 @@ TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
 VERSION, MAX_VERSION = re.compile("[1-9][0-9]*"), 2**63 - 1
+PICKLED = (
+    "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
+    "where it is trusted and write it with save_pretrained"
+)
 FOLLOW_HINT = f"; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
 
 
@@ -220,9 +224,8 @@ def read_hugging_face(folder: Path) -> RepositoryScan:
     def read() -> ModelConfig:
         if not pretrained.is_model(folder):
             expected = f"{pretrained.WEIGHTS[0]} or {pretrained.ONNX[-1]}"
-            raise ConfigError(
-                f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"
-            )
+            hint = PICKLED if any(folder.glob("pytorch_model*.bin")) else ""
+            raise ConfigError(f"{TEXT_CONFIG} is there, but no weights; expected {expected}{hint}")
         described, message = pretrained.read(folder), read_message(folder)
         if described is None or message.backend == LLM:
             return _text_config(folder)
@@ -233,16 +236,6 @@ def read_hugging_face(folder: Path) -> RepositoryScan:
         return replace(config, written=written, notes=notes)
 
     return read_alone(folder.name, folder, read)
-
-
-def _pickled(folder: Path) -> str:
-    """Say what to do with weights in the old format."""
-    if not any(folder.glob("pytorch_model*.bin")):
-        return ""
-    return (
-        "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
-        "where it is trusted and write it with save_pretrained"
-    )
 
 
 def architectures(folder: Path) -> list[str]:
