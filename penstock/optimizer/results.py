@@ -22,7 +22,6 @@ from penstock.profiling.results import Profile
 # the time budget ended before it was built or measured.
 Outcome = Literal["kept", "equal", "slower", "rejected", "failed", "cut off"]
 
-
 # Units of terms with a lower limit; all others have an upper limit.
 AT_LEAST = ("/s", "%")
 # A figure this many times below its limit is certain, however few requests it comes from.

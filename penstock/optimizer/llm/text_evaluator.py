@@ -50,7 +50,6 @@ BYTES, BESIDE = 4, 3 << 30
 # overruns its time.
 NUM_ROUNDS, IN_TIME = 2, 0.7
 
-
 # All answers have the requested length, so all candidates do the same work.
 EXTRA = '{"ignore_eos": true}'
 # Requests that a level should have, and the longest time to wait for them.
