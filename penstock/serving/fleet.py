@@ -19,7 +19,7 @@ from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
-from penstock.repository import safetensors_file
+from penstock.repository import pretrained
 from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan, shortages
 from penstock.serving.placement import place
 from penstock.system import devices
@@ -167,7 +167,7 @@ def weight_bytes(config: ModelConfig) -> int:
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
     An invalid file counts with its file size: loading it reports the error."""
-    tensors = safetensors_file.read_header(file) if float_bytes is not None else None
+    tensors = pretrained.read_header(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
     return sum(
