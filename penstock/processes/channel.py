@@ -31,8 +31,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 class Datagrams:
     """One end of a socket pair on an event loop. `received` gets every datagram and returns whether
     the next one may wait for the next turn of the loop; `lost` is called when the other end has
-    closed. Datagrams are sent in order and queued while the socket is full; those to an end that
-    has closed are dropped."""
+    closed. Datagrams are sent in order, queued while the socket is full, dropped if it is lost."""
 
     def __init__(
         self,

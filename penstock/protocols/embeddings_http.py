@@ -97,8 +97,7 @@ class Embedder:
 
 
 def embedder_of(config: ModelConfig) -> Embedder:
-    """Return how to ask a model for vectors. InvalidRequest, with its inputs and outputs, if it is
-    not an embedding model."""
+    """Return how to ask a model for vectors. InvalidRequest if it is not an embedding model."""
     kind = CLASSIFIERS.get(config.postprocess.function) if config.postprocess else None
     if kind is not None:
         raise InvalidRequest(

@@ -128,8 +128,7 @@ def http_spec(
 
 @dataclass(frozen=True, slots=True)
 class CoreApi:
-    """The core, as its fronts call it. `http` handles messages of HTTP fronts; `gate` resolves
-    the names of callers."""
+    """The core, as fronts call it. `http` answers messages of HTTP fronts; `gate` names callers."""
 
     management: ManagementApi
     http: Handler | None = None

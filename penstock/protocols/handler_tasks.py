@@ -49,8 +49,7 @@ RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
 
 
 class HandlerTasks:
-    """Runs handlers and sends their replies. A client that disconnects cancels its task; `close`
-    cancels all."""
+    """Runs handlers and replies. A client that leaves cancels its task; `close` cancels all."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

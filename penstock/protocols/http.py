@@ -74,14 +74,10 @@ class Exchange:
         """Send the whole answer. Buffers are copied before this returns."""
         if self.is_finished:
             return
-        self.is_finished = True
-        # Also breaks the reference cycle exchange, request, sink, so that none waits for the GC.
-        self.waiter = None
         length = 0
         for part in parts:
             length += len(part)
-        connection, head = self._connection, self.head
-        keeps = connection.will_keep_alive(head)
+        head, keeps = self.head, self._connection.will_keep_alive(self.head)
         if not keeps:
             headers += b"Connection: close\r\n"
         if head.method == b"HEAD":
@@ -90,21 +86,21 @@ class Exchange:
             start = b"%b\r\n" % (_status_line(status) + headers)
         else:
             start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
-        connection.finish(b"".join((start, *parts)), keeps)
+        self.pass_on(b"".join((start, *parts)), keeps)
 
     def reply_json(self, body: bytes) -> None:
         self.reply(200, JSON, (body,))
 
     def pass_on(self, data: bytes, keep_alive: bool) -> None:
-        """Send an answer that was written elsewhere, including its head."""
+        """Send an answer with its head, or the end of one; once it is finished, do nothing."""
         if not self.is_finished:
             self.is_finished = True
+            # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
             self.waiter = None
             self._connection.finish(data, keep_alive)
 
     def pass_part(self, data: bytes) -> None:
-        """Send the next part of an answer written elsewhere. A client that does not read is
-        disconnected."""
+        """Send the next part of such an answer. A client that does not read is disconnected."""
         if self.is_finished:
             return
         if self._connection.num_unsent > MAX_UNSENT_BYTES:
@@ -147,12 +143,8 @@ class Exchange:
             self.pass_part(b"%x\r\n%b\r\n" % (len(part), bytes(part)))
 
     def end_stream(self) -> None:
-        if not self.is_finished:
-            self.is_finished = True
-            self.waiter = None
-            keeps = self._keeps_after_stream()
-            has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
-            self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
+        has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
+        self.pass_on(b"0\r\n\r\n" if has_end else b"", self._keeps_after_stream())
 
     def _keeps_after_stream(self) -> bool:
         """Whether the connection survives a stream: HTTP/1.0 ends one by closing it."""
@@ -197,7 +189,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
         if not self._server.add(self):
-            transport.write(_refusal(503, "too many connections"))
+            transport.write(refusal(503, "too many connections"))
             self._is_closing = True
             transport.close()
 
@@ -365,7 +357,7 @@ class Connection(asyncio.Protocol):
         self._enqueue(refusal)
 
     def _refuse_now(self, rejection: Rejection) -> None:
-        self.write(_refusal(rejection.status, str(rejection)))
+        self.write(refusal(rejection.status, str(rejection)))
         self.since = self._server.now()
         self.close()
 
@@ -374,6 +366,6 @@ def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-def _refusal(status: int, text: str) -> bytes:
+def refusal(status: int, text: str) -> bytes:
     body, head = encode_error(text), _STATUS_LINES[status] + JSON + b"Connection: close\r\n"
     return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)

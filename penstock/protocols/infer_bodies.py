@@ -14,8 +14,7 @@ from penstock.wire import compression
 
 
 class InferBodies:
-    """Checks bodies, and inflates those that are compressed: then `infer` gets the call later, or
-    `refuse` its error."""
+    """Checks bodies, and inflates compressed ones: `infer` or `refuse` then hears of them later."""
 
     def __init__(
         self,
@@ -71,9 +70,8 @@ class InferBodies:
                 )
             length = int(text)
             if length > size:
-                raise InvalidRequest(
-                    f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
-                )
+                text = f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
+                raise InvalidRequest(text)
         if (size if length is None else length) > self._limits.max_json_bytes:
             raise too_much_json(self._limits, "send large tensors as binary data, or ")
         return length

@@ -28,8 +28,7 @@ class Router(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        """Called once for each inference request, before its body is looked at. QuotaExceeded when
-        the key sends too many."""
+        """Count an inference request before its body is read; QuotaExceeded if too many came."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 

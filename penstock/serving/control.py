@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from penstock.errors import InvalidRequest, NotAllowed, PenstockError, StorageFull, Unsupported
 from penstock.repository import layout, model_source, staging
 from penstock.repository.python_file import local_imports
 from penstock.serving.catalog import Catalog
+from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.reload")
 INTERVAL_S = 0.5
@@ -36,14 +36,12 @@ class Control:
         self._is_explicit = is_explicit
         self._allows_hard_links = allows_hard_links
 
-    async def index(self, only_ready: object = False) -> list[dict[str, str]]:
-        """Return one row per version, without empty fields."""
+    async def index(self, only_ready: object = False) -> list[IndexRow]:
         if not isinstance(only_ready, bool):
             raise InvalidRequest("'ready' must be true or false")
         names = await asyncio.to_thread(lambda: model_source.resolve(self._path).names())
-        entries = self._catalog.index(names)
-        shown = [asdict(each) for each in entries if each.state == "READY" or not only_ready]
-        return [{key: value for key, value in row.items() if value} for row in shown]
+        rows = self._catalog.index(names)
+        return [each for each in rows if each.state == "READY" or not only_ready]
 
     async def load(self, name: str, parameters: Collection[str] = ()) -> None:
         """Load or replace a model. If this call is cancelled, nothing changes."""

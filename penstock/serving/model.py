@@ -138,8 +138,7 @@ class Model:
                 raise self.readiness.not_ready()
             self._admission.admit(request)
         except PenstockError as error:
-            if self._admission.shows_full_queue(request, error):
-                self._admission.note_full(request, self.num_waiting + self.num_running)
+            self._admission.refused(request, error, self.num_waiting + self.num_running)
             self.refused(error, request.timings.received)
             request.respond(error)
             return

@@ -169,8 +169,7 @@ class Paces:
         return max(MIN_MARGIN * self._slo_s, self.spread_s(batch_s, SPREADS))
 
     def spread_s(self, batch_s: float, times: float = 1.0) -> float:
-        """Return how much longer such a batch may take, capped by the room in the SLO: more would
-        refuse everything."""
+        """Return how much longer it may take, within the SLO: more would refuse everything."""
         room_s = self.usable_s - batch_s * (1 + 1 / self.num_executors)
         return max(0.0, min(times * (self._inflation - 1) * batch_s, room_s))
 

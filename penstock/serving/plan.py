@@ -71,9 +71,8 @@ class Fit:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """How an admitted request runs, and what it holds. `queue` is set by the batcher (its lane, or
-    the reruns; None: not queued), `slab` and `row` by its place in shared memory (None: it has no
-    rows)."""
+    """How an admitted request runs, and what it holds. The batcher sets `queue`: its lane, or the
+    reruns; None: not queued. Its place in shared memory is `slab` and `row`; None: no rows."""
 
     fit: Fit
     queue: Lane | deque[Request] | None = None
@@ -245,9 +244,8 @@ class Planner:
         """Return pairs (input of the model, tensor of the request), in the model's order."""
         name = self._config.name
         if not tensors and self._inputs:
-            raise InvalidRequest(
-                f"the request has no inputs; model '{name}' takes {_quoted(self._inputs)}"
-            )
+            text = f"the request has no inputs; model '{name}' takes {_quoted(self._inputs)}"
+            raise InvalidRequest(text)
         seen: dict[int, int] = {}
         for tensor_index, tensor in enumerate(tensors):
             index = self._inputs.get(tensor.name)

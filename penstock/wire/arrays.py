@@ -69,9 +69,8 @@ def _by_name(given: Given, specs: Mapping[str, TensorSpec], model: str) -> Mappi
     for names in (list(specs), required):
         if len(names) == 1:
             return {names[0]: given}
-    raise InvalidRequest(
-        f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
-    )
+    text = f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
+    raise InvalidRequest(text)
 
 
 def _too_large(spec: TensorSpec) -> InvalidRequest:

@@ -94,9 +94,8 @@ def _parameters(fields: JsonObject) -> JsonObject:
         raise InvalidRequest("parameters: expected an object", "parameters")
     packed = fields.get("sampling_parameters")
     if packed is not None and not isinstance(packed, str):
-        raise InvalidRequest(
-            "sampling_parameters: expected JSON as a string", "sampling_parameters"
-        )
+        text = "sampling_parameters: expected JSON as a string"
+        raise InvalidRequest(text, "sampling_parameters")
     found = _object(packed.encode(), "sampling_parameters") if packed else {}
     found |= inner or {}
     found |= fields

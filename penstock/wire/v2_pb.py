@@ -47,8 +47,7 @@ CONTENTS: Mapping[str, str] = {
     "UINT32": "uint_contents", "UINT64": "uint64_contents",
     "FP32": "fp32_contents", "FP64": "fp64_contents",
 }  # fmt: skip
-# Typed elements per request. They are converted one by one on the event loop, which delays all
-# other requests.
+# Typed elements per request: converting them one by one delays all other requests.
 MAX_TYPED = 4 << 20
 # Requests an empty final answer, for models that may send none or several.
 _KINDS = {bool: "bool", int: "int64", float: "double", str: "string"}
