@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.config import BatchPolicy
 from penstock.serving.batch_times import BatchTimes, Spread
@@ -37,17 +38,15 @@ ARRIVALS_S = 0.1
 MAX_PACES = 512
 
 
+@dataclass(slots=True, eq=False)
 class GeometryPace:
     """Statistics of one geometry: T(b), target size, arrival rate in rows (or tokens)."""
 
-    __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
-
-    def __init__(self, times: BatchTimes) -> None:
-        self.times = times
-        self.target_size = 1
-        self.target_s = 0.0
-        self.arrivals_per_s = 0.0
-        self._arrived_at = -math.inf
+    times: BatchTimes
+    target_size: int = 1
+    target_s: float = 0.0
+    arrivals_per_s: float = 0.0
+    _arrived_at: float = -math.inf
 
     @property
     def unit_s(self) -> float:
