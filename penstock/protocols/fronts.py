@@ -323,10 +323,8 @@ class Session:
             self._calls.pop(number, None)
 
         def send(parcel: frames.Parcel) -> None:
-            parameters = dict(answer.parameters or {})
-            frame = frames.InferReply(
-                number, parcel, answer.model_name, answer.model_version, parameters
-            )
+            named, parameters = (answer.model_name, answer.model_version), answer.parameters
+            frame = frames.InferReply(number, parcel, *named, dict(parameters or {}))
             frame.is_final = is_final
             if timings is not None:
                 waits = (timings.queued, timings.dispatched, timings.instance_wait_s)
@@ -474,13 +472,10 @@ class Front:
         return self._session.child.life.pid if self._session is not None else 0
 
     def use(self) -> FrontUse:
-        spec = self._spec
+        spec, number = self._spec, str(self._spec.number or "")
         # The gRPC library does not report its number of connections.
-        num_connections = None if spec.protocol == "grpc" else self.num_connections
-        number = str(spec.number or "")
-        return FrontUse(
-            spec.protocol, self.num_restarts, number, num_connections, spec.name, self.pid
-        )
+        clients = None if spec.protocol == "grpc" else self.num_connections
+        return FrontUse(spec.protocol, self.num_restarts, number, clients, spec.name, self.pid)
 
     @property
     def num_running(self) -> int:
@@ -592,9 +587,8 @@ class Front:
             return
         delay_s = self._crashes.delay_s
         why = "; ".join(self._problems) or reason
-        log.warning(
-            "the %s %s; restart in %.1f s", self._spec.name, why, delay_s, extra={"reason": why}
-        )
+        text, extra = "the %s %s; restart in %.1f s", {"reason": why}
+        log.warning(text, self._spec.name, why, delay_s, extra=extra)
         self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
 

@@ -99,10 +99,8 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     """Return the handlers by their names in the route table."""
 
     async def answer(call: RouteCall) -> Reply:
-        match = call.match
-        asked = ManagementCall(
-            match.route.handler, match.model_name, match.model_version, _parameters(call)
-        )
+        match, action = call.match, call.match.route.handler
+        asked = ManagementCall(action, match.model_name, match.model_version, _parameters(call))
         return Reply(await management.answer(asked))
 
     async def metrics(call: RouteCall) -> Reply:

@@ -167,9 +167,8 @@ class Connection(asyncio.Protocol):
         self._limits = server.limits
         self._lifecycle = server.lifecycle
         self._known_heads = server.known_heads
-        self._reader = MessageReader(
-            server.limits, server.screen, self._enqueue, self._expect_continue
-        )
+        limits, screen = server.limits, server.screen
+        self._reader = MessageReader(limits, screen, self._enqueue, self._expect_continue)
         # Set before any other call.
         self._transport: asyncio.Transport
         self._running: Exchange | None = None

@@ -245,16 +245,10 @@ class Remote:
                 timings.queued, timings.dispatched, timings.instance_wait_s = told[:3]
                 timings.compute_s, timings.completed = (told[3], told[4], told[5]), told[6]
             outputs = unpack(frame.parcel, self._answers)
-            response = Response(
-                frame.model_name, frame.model_version, outputs, frame.parameters or None
-            )
+            named = frame.model_name, frame.model_version
+            response = Response(*named, outputs, frame.parameters or None)
             if request.form is not None and not frame.parameters:
-                response.form = (
-                    request.form,
-                    frame.model_name,
-                    frame.model_version,
-                    frame.parcel.pieces,
-                )
+                response.form = (request.form, *named, frame.parcel.pieces)
             request.respond(response, frame.is_final)
 
     def _forwarded(self, frame: frames.Forwarded) -> None:

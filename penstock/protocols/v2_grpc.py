@@ -140,25 +140,18 @@ class Service:
         self._readers: set[asyncio.Task[None]] = set()
 
     def handler(self) -> Gated:
-        unary = grpc.unary_unary_rpc_method_handler
-        infer_to_bytes = service_pb2.ModelInferResponse.SerializeToString
-        stream_to_bytes = service_pb2.ModelStreamInferResponse.SerializeToString
-        health_to_bytes = health_pb2.HealthCheckResponse.SerializeToString
+        unary, watch = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        infer, health = service_pb2.ModelInferResponse, health_pb2.HealthCheckResponse
+        both, stream = grpc.stream_stream_rpc_method_handler, service_pb2.ModelStreamInferResponse
         methods = {_path(method): self._unary(method) for method in SERVICE.methods}
-        methods |= {
-            f"/{SERVICE.full_name}/ModelInfer": unary(
-                _guarded("ModelInfer", self._infer_once), response_serializer=infer_to_bytes
-            ),
-            f"/{SERVICE.full_name}/ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                self._stream, response_serializer=stream_to_bytes
-            ),
-            f"/{HEALTH.full_name}/Check": unary(
-                _guarded("Check", self._check), response_serializer=health_to_bytes
-            ),
-            f"/{HEALTH.full_name}/Watch": grpc.unary_stream_rpc_method_handler(
-                _guarded("Watch", self._watch), response_serializer=health_to_bytes
-            ),
-        }
+        for service, name, kind, call, answer in (
+            (SERVICE, "ModelInfer", unary, _guarded("ModelInfer", self._infer_once), infer),
+            (SERVICE, "ModelStreamInfer", both, self._stream, stream),
+            (HEALTH, "Check", unary, _guarded("Check", self._check), health),
+            (HEALTH, "Watch", watch, _guarded("Watch", self._watch), health),
+        ):
+            path, to_bytes = f"/{service.full_name}/{name}", answer.SerializeToString
+            methods[path] = kind(call, response_serializer=to_bytes)
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:

@@ -89,9 +89,8 @@ class Models:
             quotas.check_rate(exchange.caller, exchange.received)
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        self._catalog.count_request(
-            call.caller, exchange.received, call.model_name, call.model_version
-        )
+        name, version = call.model_name, call.model_version
+        self._catalog.count_request(call.caller, exchange.received, name, version)
 
     def refuse(self, exchange: Exchange, error: Refusal) -> bool:
         reply_error(exchange, error)
@@ -103,12 +102,11 @@ class Models:
         try:
             if self._lifecycle.is_draining:
                 raise NotReady("the server is shutting down")
+            body, received = exchange.body, exchange.received
             if call.json_bytes == 0:
-                request = decode_raw(exchange.body, model.config, sink, exchange.received)
+                request = decode_raw(body, model.config, sink, received)
             else:
-                request = self._codec.decode_infer(
-                    exchange.body, call.json_bytes, sink, exchange.received
-                )
+                request = self._codec.decode_infer(body, call.json_bytes, sink, received)
         except PenstockError as error:
             model.refused(error, exchange.received)
             raise

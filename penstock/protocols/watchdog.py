@@ -113,10 +113,8 @@ class Watchdog:
                 # Python writes only signals that have a handler to the wake-up descriptor below.
                 before = signal.signal(number, lambda *_: None)
                 self._undo.callback(signal.signal, number, before)
-            fd = self._theirs.fileno()
-            self._undo.callback(
-                signal.set_wakeup_fd, signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-            )
+            old = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+            self._undo.callback(signal.set_wakeup_fd, old)
         self._thread.start()
 
     def stop(self) -> None:

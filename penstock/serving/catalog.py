@@ -18,9 +18,9 @@ from penstock.processes.life import ProcessLife
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Fleet, GpuReservations
-from penstock.serving.memory_plan import Share
 from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.placement import Share
 from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import Pending
 from penstock.serving.served import ModelProcess, Served

@@ -140,9 +140,8 @@ class BatchExecutor:
         num_rows = 0
         for run in frame.runs:
             columns = self.memory.columns(run.slab, frame)
-            parts.append(
-                [column[run.row : run.row + run.count] for column in columns[: len(names)]]
-            )
+            rows = slice(run.row, run.row + run.count)
+            parts.append([column[rows] for column in columns[: len(names)]])
             num_rows += run.count
         if len(parts) == 1:
             inputs = dict(zip(names, parts[0], strict=True))

@@ -70,9 +70,8 @@ class Model:
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
         self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
-        self._dispatcher = dispatcher = Dispatcher(
-            context, supervisor, queue, memory, replies, guard
-        )
+        dispatcher = Dispatcher(context, supervisor, queue, memory, replies, guard)
+        self._dispatcher = dispatcher
         self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
         self.instances: Sequence[Instance] = supervisor.instances
         # What only one part does, as `Served` promises it.

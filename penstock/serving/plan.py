@@ -111,9 +111,8 @@ class Planner:
     def __init__(self, config: ModelConfig, slab_bytes: int) -> None:
         self._config = config
         self.slab_bytes = slab_bytes
-        self._has_rows = config.max_batch_size > 0 and all(
-            spec.datatype != "BYTES" for spec in config.inputs
-        )
+        has_bytes = any(spec.datatype == "BYTES" for spec in config.inputs)
+        self._has_rows = config.max_batch_size > 0 and not has_bytes
         # ONNX strings are UTF-8; a preprocess function may take any bytes.
         self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}

@@ -83,9 +83,8 @@ class SloBatcher(Lanes):
         super().__init__(policy)
         self._max_size = policy.max_tokens or self._max_rows
         # Size of a request in the unit of T(b).
-        self._size: Callable[[Request], int] = attrgetter(
-            "num_tokens" if self._has_budget else "num_rows"
-        )
+        size = "num_tokens" if self._has_budget else "num_rows"
+        self._size: Callable[[Request], int] = attrgetter(size)
         self._paces = paces = Paces(policy, num_executors)
         # Statistics of each geometry seen recently.
         self.paces: Mapping[object, GeometryPace] = paces.by_geometry

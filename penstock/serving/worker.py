@@ -200,9 +200,7 @@ class Worker:
         follows it. Invariant: the exceptions of the batch are gone."""
         if self._memory_limit is None:
             return
-        errors = (
-            (answer.error,) if isinstance(answer, frames.BatchFailed) else answer.errors.values()
-        )
+        errors = answer.errors.values() if isinstance(answer, frames.Done) else [answer.error]
         reason = self._memory_limit.restart_reason(errors)
         if reason:
             self._memory_limit = None

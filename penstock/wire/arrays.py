@@ -74,9 +74,8 @@ def _by_name(given: Given, specs: Mapping[str, TensorSpec], model: str) -> Mappi
 
 
 def _too_large(spec: TensorSpec) -> InvalidRequest:
-    return InvalidRequest(
-        f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
-    )
+    text = f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
+    return InvalidRequest(text)
 
 
 def _wrong_type(spec: TensorSpec, array: Array) -> InvalidRequest:
