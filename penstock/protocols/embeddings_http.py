@@ -78,7 +78,7 @@ class EmbeddingsHttp:
                 text = f"dimensions is {asked.dimensions}; expected at most {size}"
                 raise InvalidRequest(text, "dimensions")
         answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
-        exchange.waiter = answer
+        exchange.abandon = answer.abandon
         answer.begin(texts)
 
 

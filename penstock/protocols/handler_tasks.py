@@ -58,7 +58,7 @@ class HandlerTasks:
         task = asyncio.get_running_loop().create_task(self._run(exchange, handler, match))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        exchange.waiter = _Cancelling(task)
+        exchange.abandon = task.cancel
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -76,14 +76,6 @@ class HandlerTasks:
         else:
             headers = f"Content-Type: {reply.content_type}\r\n".encode() if reply.body else b""
             exchange.reply(reply.status, headers + reply.headers, (reply.body,))
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancelling:
-    task: asyncio.Task[None]
-
-    def abandon(self) -> None:
-        self.task.cancel()
 
 
 def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:

@@ -37,12 +37,6 @@ _STATUS_LINES = {
 JSON = b"Content-Type: application/json\r\n"
 
 
-class Waiter(Protocol):
-    """Works on the answer of an exchange."""
-
-    def abandon(self) -> None: ...
-
-
 class Peer(Protocol):
     """The sender of a message: a connection, or the front that holds it."""
 
@@ -58,7 +52,7 @@ class Peer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One message and its answer. `waiter` is notified if the client disconnects before it."""
+    """One message and its answer. `abandon` is called if the client disconnects before it."""
 
     _connection: Peer
     head: MessageHead
@@ -68,7 +62,7 @@ class Exchange:
     caller: bytes = b""
     is_finished: bool = False
     is_streaming: bool = False
-    waiter: Waiter | None = None
+    abandon: Callable[[], object] | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """Send the whole answer. Buffers are copied before this returns."""
@@ -96,7 +90,7 @@ class Exchange:
         if not self.is_finished:
             self.is_finished = True
             # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
-            self.waiter = None
+            self.abandon = None
             self._connection.finish(data, keep_alive)
 
     def pass_part(self, data: bytes) -> None:
@@ -104,15 +98,15 @@ class Exchange:
         if self.is_finished:
             return
         if self._connection.num_unsent > MAX_UNSENT_BYTES:
-            # The waiter is notified when the connection closes.
+            # Whoever works on it is told when the connection closes.
             self.abort()
         else:
             self._connection.write(data)
 
     def leave(self) -> None:
         self.is_finished = True
-        if self.waiter is not None:
-            self.waiter.abandon()
+        if self.abandon is not None:
+            self.abandon()
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
         self.reply(status, JSON + headers, (encode_error(text),))

@@ -180,7 +180,7 @@ class GenerateCall(TextCall):
         first.num_following = sum(len(each.tokens) for each in others)
         for each in others:
             each.leader = first.id
-        exchange.waiter = answer
+        exchange.abandon = answer.abandon
         for generation in list(answer.generations):
             if not answer.is_over:
                 model.submit(generation)

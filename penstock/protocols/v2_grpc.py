@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -71,13 +72,11 @@ Metadata = Iterable[tuple[str, str | bytes]]
 Answer = Callable[..., Awaitable[Proto]]
 
 
+@dataclass(frozen=True, slots=True)
 class InferWaiter:
     """The sink of one request: `message` resolves to the encoded answer."""
 
-    __slots__ = ("message",)
-
-    def __init__(self) -> None:
-        self.message: asyncio.Future[Proto] = asyncio.get_running_loop().create_future()
+    message: asyncio.Future[Proto]
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if self.message.done():
@@ -169,7 +168,7 @@ class Service:
     async def _infer(self, data: bytes, caller: bytes, answer: Proto = None) -> Proto:
         """Return the answer to a ModelInferRequest. The core counts all requests, also those that
         cannot be decoded. `answer.id` is set to the request's id as soon as it is known."""
-        waiter, name, version = InferWaiter(), "", ""
+        waiter, name, version = InferWaiter(asyncio.get_running_loop().create_future()), "", ""
         try:
             message = parse(service_pb2.ModelInferRequest, data)
             name, version = message.model_name, message.model_version

@@ -112,7 +112,7 @@ class Models:
             raise
         request.caller = call.caller
         sink.request = request
-        exchange.waiter = sink
+        exchange.abandon = sink.abandon
         model.submit(request)
 
 

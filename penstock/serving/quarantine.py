@@ -13,10 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.errors import Quarantined
-from penstock.serving.context import ModelContext, log_about
 from penstock.types import Buffer, Parameter, Request, Tensor
+
+if TYPE_CHECKING:
+    from penstock.serving.context import ModelContext
 
 MAX_BODY_DEATHS = 2
 MAX_KEY_DEATHS = 5
@@ -222,12 +225,14 @@ class PoisonGuard:
         body = fingerprint(self._body(request), request.parameters)
         verdict = self.quarantine.died(body, caller, self._clock())
         if verdict.quarantines_key:
-            text = ": an API key is quarantined: its requests killed %d workers"
-            log_about(log, logging.WARNING, self._config, text, MAX_KEY_DEATHS)
+            self._warn("an API key is quarantined: its requests killed %d workers", MAX_KEY_DEATHS)
         if verdict.quarantines_body:
-            text = ": a request is quarantined: it killed %d workers"
-            log_about(log, logging.WARNING, self._config, text, MAX_BODY_DEATHS)
+            self._warn("a request is quarantined: it killed %d workers", MAX_BODY_DEATHS)
         return verdict
+
+    def _warn(self, text: str, num_deaths: int) -> None:
+        named = self._config.name, self._config.version
+        log.warning(f"%s/%s: {text}", *named, num_deaths, extra=self._config.labels)
 
     def _body(self, request: Request) -> list[Tensor]:
         """Return the inputs, whether or not they are in shared memory already."""
