@@ -101,11 +101,8 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     async def refuse(call: RouteCall) -> Reply:
         raise unsupported(call.match.route.handler)
 
-    return {
-        **dict.fromkeys(management.actions, answer),
-        **dict.fromkeys(MISSING, refuse),
-        "metrics": metrics,
-    }
+    own = dict.fromkeys(management.actions, answer)
+    return {**own, **dict.fromkeys(MISSING, refuse), "metrics": metrics}
 
 
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:

@@ -62,11 +62,8 @@ class Models:
         self._codec = Codec()
         self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
-        self._direct = {
-            "openai": handle_openai,
-            "generate": handle_generate,
-            "generate_stream": handle_generate,
-        }
+        generate = dict.fromkeys(("generate", "generate_stream"), handle_generate)
+        self._direct = {"openai": handle_openai, **generate}
         self.close = self._tasks.close
 
     def other(self, exchange: Exchange, match: Match) -> None:

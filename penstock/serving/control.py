@@ -25,7 +25,7 @@ INTERVAL_S = 0.5
 Stamps = Mapping[Path, tuple[int, int] | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Control:
     """Model control for one repository, at `path`. `is_explicit` allows loading and unloading;
     `allows_hard_links` allows model files with several hard links."""
