@@ -116,7 +116,6 @@ PURE = [
     "serving/explain.py",
     "serving/batches.py",
     "serving/lanes.py",
-    "serving/memory_plan.py",
     "serving/padding.py",
     "serving/paces.py",
     "serving/placement.py",

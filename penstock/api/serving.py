@@ -19,7 +19,7 @@ from penstock.system import logs
 if TYPE_CHECKING:
     from penstock.repository.layout import RepositoryScan
     from penstock.server import LoadProgress, Server
-    from penstock.serving.memory_plan import GpuPlan
+    from penstock.serving.placement import GpuPlan
 
 log = logging.getLogger("penstock")
 

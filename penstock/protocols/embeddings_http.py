@@ -79,7 +79,7 @@ class EmbeddingsHttp:
                 text = f"dimensions is {asked.dimensions}; expected at most {size}"
                 raise InvalidRequest(text, "dimensions")
         answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
-        exchange.waiter = answer
+        exchange.abandon = answer.abandon
         answer.begin(texts)
 
 
@@ -98,8 +98,7 @@ class Embedder:
 
 
 def embedder_of(config: ModelConfig) -> Embedder:
-    """Return how to ask a model for vectors. InvalidRequest, with its inputs and outputs, if it is
-    not an embedding model."""
+    """Return how to ask a model for vectors. InvalidRequest if it is not an embedding model."""
     kind = CLASSIFIERS.get(config.postprocess.function) if config.postprocess else None
     if kind is not None:
         raise InvalidRequest(

@@ -1,9 +1,9 @@
 """Assigns model instances to the GPUs of this machine, and checks that they fit together.
 
-Queries the machine, then lets `placement` and `memory_plan` decide. Starts nothing: the catalog
-loads the arrangement, and the command line shows the plan. The need of an instance is the first
-known of: the configured size, the size measured for the version's evidence, and an estimate from
-its weights at their loaded precision plus a fixed amount for the rest.
+Queries the machine, then lets `placement` decide. Starts nothing: the catalog loads the
+arrangement, and the command line shows the plan. The need of an instance is the first known of: the
+configured size, the size measured for the version's evidence, and an estimate from its weights at
+their loaded precision plus a fixed amount for the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
 from penstock.repository import pretrained
-from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan, shortages
-from penstock.serving.placement import place
+from penstock.serving.placement import GpuPlan, Need, Share, make_plan, place, shortages
 from penstock.system import devices
 from penstock.system.devices import Gpu
 

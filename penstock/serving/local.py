@@ -117,10 +117,8 @@ class LocalModel(ModelThread[Model | StagePipeline]):
             else:
                 future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
 
-        config = self.config
-        tensors = to_tensors(
-            inputs, config.inputs, config.name, has_batch=config.max_batch_size > 0
-        )
+        config, has_batch = self.config, self.config.max_batch_size > 0
+        tensors = to_tensors(inputs, config.inputs, config.name, has_batch=has_batch)
         request = Request(CallbackSink(deliver), tensors, time.monotonic())
         self.send(request)
         future.add_done_callback(lambda done: self.cancel(request) if done.cancelled() else None)

@@ -81,9 +81,8 @@ class Fit:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """How an admitted request runs, and what it holds. `queue` is set by the batcher (its lane, or
-    the reruns; None: not queued), `slab` and `row` by its place in shared memory (None: it has no
-    rows)."""
+    """How an admitted request runs, and what it holds. The batcher sets `queue`: its lane, or the
+    reruns; None: not queued. Its place in shared memory is `slab` and `row`; None: no rows."""
 
     fit: Fit
     queue: Lane | deque[Request] | None = None
@@ -122,9 +121,8 @@ class Planner:
     def __init__(self, config: ModelConfig, slab_bytes: int) -> None:
         self._config = config
         self.slab_bytes = slab_bytes
-        self._has_rows = config.max_batch_size > 0 and all(
-            spec.datatype != "BYTES" for spec in config.inputs
-        )
+        has_bytes = any(spec.datatype == "BYTES" for spec in config.inputs)
+        self._has_rows = config.max_batch_size > 0 and not has_bytes
         # ONNX strings are UTF-8; a preprocess function may take any bytes.
         self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
@@ -255,9 +253,8 @@ class Planner:
         """Return pairs (input of the model, tensor of the request), in the model's order."""
         name = self._config.name
         if not tensors and self._inputs:
-            raise InvalidRequest(
-                f"the request has no inputs; model '{name}' takes {quoted(self._inputs)}"
-            )
+            text = f"the request has no inputs; model '{name}' takes {quoted(self._inputs)}"
+            raise InvalidRequest(text)
         seen: dict[int, int] = {}
         for tensor_index, tensor in enumerate(tensors):
             index = self._inputs.get(tensor.name)

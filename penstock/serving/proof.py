@@ -28,8 +28,7 @@ Found = TypeVar("Found")
 SEED = 20
 # Sizes of variable axes: the first with which the model runs is used.
 SIZES = (16, 64, 224)
-# Random integers are below this. They may be indices, flags or masks: the first limit that gives
-# finite outputs is used.
+# Limits of random integers (indices, flags or masks): the first with finite outputs is used.
 INTEGERS = (2, 100)
 NUM_ROWS = 3
 # Characters of a model's error that are kept.
@@ -50,9 +49,8 @@ class Unproven(Exception):
 
 
 def prove(config: ModelConfig, runner: Runner) -> Proof:
-    """Try out a model; never raises because of its behaviour on random inputs. For a model with
-    functions around it, the model itself is tried out, and the runner is then told whether to
-    pad."""
+    """Try out a model; never raises because of its behaviour on random inputs. Inside functions,
+    the model itself is tried out, and the runner is then told whether to pad."""
     if isinstance(runner, Processed | Headed):
         return _prove_inside(config, runner)
     if config.max_batch_size == 0 or not config.batching.is_dynamic:
@@ -252,8 +250,7 @@ class ProofTrial:
         return values.astype(dtype)
 
     def _run(self, rows: Sequence[Array]) -> dict[str, Array]:
-        """Return the outputs; raise Unproven if the model fails or its outputs do not match the
-        configuration."""
+        """Return the outputs; Unproven if the model fails or they do not fit the configuration."""
         names = [spec.name for spec in self._config.inputs]
         num_rows = len(rows[0]) if rows else 0
         for values in rows:

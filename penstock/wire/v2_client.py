@@ -1,5 +1,4 @@
-"""Client side of a v2 inference over HTTP: tensors to a binary request, an answer to arrays.
-Pure."""
+"""A v2 inference over HTTP as its client sees it: tensors to bytes, an answer to arrays. Pure."""
 
 from __future__ import annotations
 
