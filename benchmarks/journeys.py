@@ -6,8 +6,9 @@
 Each journey is run for real, in all its processes, with a hook that counts calls. A function is on
 the path if it was called at least once per request (or candidate); *path lines* are the lines of
 these functions, *module lines* those of the files they are in. Functions that run once per
-connection, per load or every now and then are not on the path. A candidate's path is that of the
-optimiser and its trial processes; the server that measures it is the journey of a request.
+connection, per load or every now and then are not on the path. A candidate's path is what runs
+while one is tried, in the optimiser and in trial processes, for most candidates; the server that
+measures the best of them is the journey of a request.
 """
 
 from __future__ import annotations
@@ -42,11 +43,23 @@ import atexit, collections, json, os, sys, threading, time
 def trace(folder):
     counts = collections.Counter()
 
+    # Within a function of EXTENTS each other one is counted once; without EXTENTS, every call.
+    inside, depth = set(), [0]
+
     def count(frame, event, _):
+        code = frame.f_code
         # Templates are compiled under the names of their files.
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE) and name.endswith(".py"):
-            counts[frame.f_code] += 1
+        if not (code.co_filename.startswith(PACKAGE) and code.co_filename.endswith(".py")):
+            return
+        if event == "call" and (depth[0] or not EXTENTS):
+            if not EXTENTS or code not in inside:
+                counts[code] += 1
+            inside.add(code)
+        if code.co_qualname in EXTENTS and event in ("call", "return"):
+            depth[0] += 1 if event == "call" else -1
+            if event == "call" and depth[0] == 1:
+                counts[code] += 1
+                inside.clear()
 
     def write():
         rows = [
@@ -72,7 +85,9 @@ if VARIABLE in os.environ:
     # The arguments are not in sys.argv yet.
     with open("/proc/self/cmdline") as file:
         words = file.read().split("\\0")
-    if not {"serve", "penstock.benchmark.generator"} & set(words) or not SKIPS_SERVERS:
+    is_trial = any("trial_child" in word for word in words)
+    EXTENTS = () if is_trial else EXTENTS
+    if is_trial or not HAS_EXTENTS or "optimize" in words:
         trace(os.environ[VARIABLE])
 """
 
@@ -90,8 +105,13 @@ class Journey:
     run: Callable[[Path, dict[str, str]], None]
     # A function on the path of all; what was called less often is not on it.
     anchor: str
-    # Whether servers and load generators are left out.
-    skips_servers: bool = False
+    # Functions whose extent is the path, in the process that has them; others count as a whole.
+    extents: tuple[str, ...] = ()
+    # Share of the anchor's calls from which a function is on the path. Templates may fail to match
+    # once, and tests of the hardware come on top.
+    share: float = 0.9
+    # The folder that decides; what it calls elsewhere has a journey, or a page, of its own.
+    home: str = ""
 
 
 def infer(scratch: Path, environment: dict[str, str]) -> None:
@@ -175,7 +195,14 @@ def post(port: int, path: str, body: bytes) -> None:
 JOURNEYS = {
     "infer": Journey("one HTTP infer request", infer, "Model.submit"),
     "chat": Journey("one streamed chat answer", chat, "OpenAiHttp._chats"),
-    "candidate": Journey("one optimise candidate", candidate, "Attempts._checked", True),
+    "candidate": Journey(
+        "one optimise candidate",
+        candidate,
+        "Attempts.try_step",
+        ("Attempts.try_step",),
+        0.5,
+        "optimizer",
+    ),
 }
 
 
@@ -186,7 +213,7 @@ def count_calls(journey: Journey) -> Counter[Called]:
         for folder in (scratch, hook, found):
             folder.mkdir()
         constants = f"PACKAGE, FLUSH_S, VARIABLE = {str(PACKAGE)!r}, {FLUSH_S}, {VARIABLE!r}\n"
-        constants += f"SKIPS_SERVERS = {journey.skips_servers}\n"
+        constants += f"EXTENTS, HAS_EXTENTS = {journey.extents}, {bool(journey.extents)}\n"
         (hook / "sitecustomize.py").write_text(constants + HOOK)
         path = os.pathsep.join([str(hook), str(ROOT)])
         journey.run(scratch, {**os.environ, "PYTHONPATH": path, VARIABLE: str(found)})
@@ -212,8 +239,7 @@ def path_of(journey: Journey) -> dict[Called, int]:
     return {
         called: lines[called.file, called.line]
         for called, count in counts.items()
-        # Templates may fail to match once, and tests of the hardware come on top.
-        if count >= 0.9 * anchors[0] and (called.file, called.line) in lines
+        if count >= journey.share * anchors[0] and (called.file, called.line) in lines
     }
 
 
@@ -228,17 +254,22 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.journey or JOURNEYS:
         path = path_of(JOURNEYS[name])
-        files = {called.file for called in path}
         if args.list:
             for called, lines in sorted(path.items(), key=lambda row: (row[0].file, row[0].line)):
                 print(f"  {called.file.relative_to(ROOT)}:{called.line} {called.name} ({lines})")
-        num_module_lines = sum(file.read_text().count("\n") for file in files)
-        print(
-            f"{JOURNEYS[name].title}: {len(path)} functions, {sum(path.values()):,} path lines"
-            f" (goal {MAX_PATH_LINES:,}), in {len(files)} modules of {num_module_lines:,} lines"
-            f" (goal {MAX_MODULE_LINES:,})",
-            flush=True,
-        )
+        print(f"{JOURNEYS[name].title}: {describe(path)}", flush=True)
+        if home := JOURNEYS[name].home:
+            inside = {each: n for each, n in path.items() if PACKAGE / home in each.file.parents}
+            print(f"  of that in {home}/: {describe(inside)}", flush=True)
+
+
+def describe(path: dict[Called, int]) -> str:
+    files = {called.file for called in path}
+    num_lines = sum(file.read_text().count("\n") for file in files)
+    return (
+        f"{len(path)} functions, {sum(path.values()):,} path lines (goal {MAX_PATH_LINES:,}), in "
+        f"{len(files)} modules of {num_lines:,} lines (goal {MAX_MODULE_LINES:,})"
+    )
 
 
 if __name__ == "__main__":
