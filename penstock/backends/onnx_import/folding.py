@@ -1,0 +1,148 @@
+"""Simplifies an imported graph for the shapes it will get.
+
+Shapes are computed without data, on torch's meta device, for a few sizes of the dynamic dimensions.
+A host value that is the same for all of them becomes a constant. In a shape that is asked for, one
+element that differs becomes -1. What is left is computed on the host at each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from penstock.backends.onnx_import import shapes
+from penstock.backends.onnx_import.elementwise import cast
+from penstock.backends.onnx_import.importer import HOST, ImportedModel, ToDevice
+from penstock.backends.onnx_import.values import ints
+
+# Functions whose second argument is a shape, in which one element may be -1.
+RESHAPES = (shapes.reshape,)
+FLOATS = (torch.float32, torch.float64)
+
+
+class _Recorder(fx.Interpreter):  # type: ignore[misc]
+    """Runs a graph on the meta device and keeps the values on the host."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.host: dict[fx.Node, torch.Tensor] = {}
+        self.ranks: dict[fx.Node, int] = {}
+
+    def run_node(self, node: fx.Node) -> object:
+        found = super().run_node(node)
+        if isinstance(found, torch.Tensor):
+            self.ranks[node] = found.dim()
+            if found.device.type == "cpu" and node.op == "call_function":
+                self.host[node] = found
+        return found
+
+    def call_module(self, target: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        module = self.fetch_attr(target)
+        if isinstance(module, ToDevice):
+            value = args[0]
+            assert isinstance(value, torch.Tensor)
+            return value.to("meta")
+        with torch.device("meta"):
+            return torch.func.functional_call(
+                module,
+                {name: each.to("meta") for name, each in module.state_dict().items()},
+                args,
+                kwargs,
+            )
+
+    def get_attr(self, target: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        found = super().get_attr(target, args, kwargs)
+        return found.to("meta") if isinstance(found, torch.Tensor) else found
+
+
+def fold_shapes(
+    model: ImportedModel, samples: Sequence[Mapping[str, tuple[torch.dtype, Sequence[int]]]]
+) -> int:
+    """Fold what is the same for all samples of input shapes; return how many nodes were. A graph
+    whose shapes depend on data is folded as far as they are known."""
+    module = model.module
+    records = []
+    for sample in samples:
+        recorder = _Recorder(module)
+        given = [
+            torch.empty(tuple(shape), dtype=dtype, device="meta")
+            for dtype, shape in (sample[name] for name in model.inputs)
+        ]
+        try:
+            with torch.no_grad():
+                recorder.run(*given)
+        except Exception:  # A shape depends on data, which meta tensors do not have.
+            pass
+        records.append(recorder.host)
+    count = 0
+    for node in list(module.graph.nodes):
+        values = [record[node] for record in records if node in record]
+        if len(values) == len(records) > 0 and all(torch.equal(values[0], v) for v in values):
+            count += _fold(module, node, values[0])
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in RESHAPES:
+            count += _make_free(node, records)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return count
+
+
+def _fold(module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> int:
+    """Replace a host value: by numbers where an operator takes them, by a weight on the device."""
+    graph, count = module.graph, 0
+    for user in list(node.users):
+        is_moved = user.op == "call_module" and isinstance(
+            module.get_submodule(str(user.target)), ToDevice
+        )
+        if is_moved:
+            name = f"folded_{user.name}"
+            module.register_buffer(name, value)
+            with graph.inserting_before(user):
+                constant = graph.get_attr(name)
+            user.replace_all_uses_with(constant)
+            graph.erase_node(user)
+            count += 1
+        positions = user.meta.get(HOST, ())
+        if any(each is node and n in positions for n, each in enumerate(user.args)):
+            user.args = tuple(
+                value.tolist() if each is node and n in positions else each
+                for n, each in enumerate(user.args)
+            )
+            count += 1
+    return count
+
+
+def _make_free(node: fx.Node, records: Sequence[Mapping[fx.Node, torch.Tensor]]) -> int:
+    """Write the one element of a shape that differs between the samples as -1."""
+    wanted = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(wanted, fx.Node) or not all(wanted in record for record in records):
+        return 0
+    rows = [ints(record[wanted]) for record in records]
+    if len({len(row) for row in rows}) != 1:
+        return 0
+    differs = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
+    if sum(differs) != 1 or -1 in rows[0]:
+        return 0
+    shape = [-1 if is_free else size for is_free, size in zip(differs, rows[0], strict=True)]
+    node.args = (node.args[0], shape, *node.args[2:])
+    return 1
+
+
+def retype(model: ImportedModel, dtype: torch.dtype) -> None:
+    """Let the graph compute in another floating datatype: casts to FP32 become casts to it, and
+    constants beyond its range, such as those that mask, become its largest numbers."""
+    for node in model.module.graph.nodes:
+        if node.op == "call_function" and node.target is cast and node.kwargs.get("to") == 1:
+            node.kwargs = {**node.kwargs, "to": dtype}
+        if node.op == "call_function" and node.kwargs.get("dtype") in FLOATS:
+            node.kwargs = {**node.kwargs, "dtype": dtype}
+    limit = torch.finfo(dtype).max
+    for name, buffer in list(model.module.named_buffers()):
+        if buffer.dtype in FLOATS and buffer.numel() and bool((buffer.abs() > limit).any()):
+            owner, _, attribute = name.rpartition(".")
+            module = model.module.get_submodule(owner)
+            setattr(module, attribute, buffer.clamp(-limit, limit))
+    model.module.recompile()
+
