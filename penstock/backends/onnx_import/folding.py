@@ -1,8 +1,9 @@
 """Simplifies an imported graph for the shapes it will get.
 
 Shapes are computed without data, on torch's meta device, for a few sizes of the dynamic dimensions.
-A host value that is the same for all of them becomes a constant. In a shape that is asked for, one
-element that differs becomes -1. What is left is computed on the host at each run.
+A host value that is the same for all of them becomes a constant. A size that a Reshape or an Expand
+copies from its input is written as such, and one that Reshape can work out becomes -1. What is left
+is computed on the host at each run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from penstock.backends.onnx_import.elementwise import cast
 from penstock.backends.onnx_import.importer import HOST, ImportedModel, ToDevice
 from penstock.backends.onnx_import.values import ints
 
-# Functions whose second argument is a shape, in which one element may be -1.
-RESHAPES = (shapes.reshape,)
+# What a size is written as that is copied from the input, by the function whose second argument is
+# a shape.
+COPIED = {shapes.reshape: 0, shapes.expand: 1}
 FLOATS = (torch.float32, torch.float64)
 
 
@@ -28,12 +30,12 @@ class _Recorder(fx.Interpreter):  # type: ignore[misc]
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.host: dict[fx.Node, torch.Tensor] = {}
-        self.ranks: dict[fx.Node, int] = {}
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
 
     def run_node(self, node: fx.Node) -> object:
         found = super().run_node(node)
         if isinstance(found, torch.Tensor):
-            self.ranks[node] = found.dim()
+            self.shapes[node] = tuple(found.shape)
             if found.device.type == "cpu" and node.op == "call_function":
                 self.host[node] = found
         return found
@@ -75,14 +77,14 @@ def fold_shapes(
                 recorder.run(*given)
         except Exception:  # A shape depends on data, which meta tensors do not have.
             pass
-        records.append(recorder.host)
+        records.append(recorder)
     count = 0
     for node in list(module.graph.nodes):
-        values = [record[node] for record in records if node in record]
+        values = [record.host[node] for record in records if node in record.host]
         if len(values) == len(records) > 0 and all(torch.equal(values[0], v) for v in values):
             count += _fold(module, node, values[0])
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in RESHAPES:
+        if node.op == "call_function" and node.target in COPIED:
             count += _make_free(node, records)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -114,20 +116,43 @@ def _fold(module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> int:
     return count
 
 
-def _make_free(node: fx.Node, records: Sequence[Mapping[fx.Node, torch.Tensor]]) -> int:
-    """Write the one element of a shape that differs between the samples as -1."""
-    wanted = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(wanted, fx.Node) or not all(wanted in record for record in records):
+def _make_free(node: fx.Node, records: Sequence[_Recorder]) -> int:
+    """Write a shape that differs between the samples without computing it, if that is possible."""
+    x, wanted = node.args[:2] if len(node.args) > 1 else (None, None)
+    if not isinstance(wanted, fx.Node) or not isinstance(x, fx.Node):
         return 0
-    rows = [ints(record[wanted]) for record in records]
-    if len({len(row) for row in rows}) != 1:
+    if not all(wanted in record.host and x in record.shapes for record in records):
         return 0
-    differs = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
-    if sum(differs) != 1 or -1 in rows[0]:
+    given = [record.shapes[x] for record in records]
+    rows = [ints(record.host[wanted]) for record in records]
+    if len({len(row) for row in rows}) != 1 or any(0 in row for row in rows):
         return 0
-    shape = [-1 if is_free else size for is_free, size in zip(differs, rows[0], strict=True)]
-    node.args = (node.args[0], shape, *node.args[2:])
+    shape: list[int] = []
+    for place, column in enumerate(zip(*rows, strict=True)):
+        if len(set(column)) == 1:
+            shape.append(column[0])
+        elif _is_copied(node, place, column, given, len(rows[0])):
+            shape.append(COPIED[node.target])
+        elif node.target is shapes.reshape and -1 not in (*shape, *rows[0]):
+            shape.append(-1)
+        else:
+            return 0
+    node.args = (x, shape, *node.args[2:])
     return 1
+
+
+def _is_copied(
+    node: fx.Node,
+    place: int,
+    column: Sequence[int],
+    given: Sequence[tuple[int, ...]],
+    rank: int,
+) -> bool:
+    """Whether a size is always that of the input: at the same place, for Expand from the right."""
+    at = place if node.target is shapes.reshape else place - rank + len(given[0])
+    if node.kwargs.get("allowzero") or not 0 <= at < min(map(len, given)):
+        return False
+    return all(shape[at] == size for shape, size in zip(given, column, strict=True))
 
 
 def retype(model: ImportedModel, dtype: torch.dtype) -> None:

@@ -91,7 +91,7 @@ def split(
     return found
 
 
-def slice_(
+def take_slice(
     x: Tensor,
     first: Numbers | None = None,
     last: Numbers | None = None,
@@ -170,7 +170,7 @@ def constant_of_shape(
     return torch.full(tuple(ints(wanted)), value, dtype=dtype, device=device)
 
 
-def range_(
+def make_range(
     start: Tensor | float,
     limit: Tensor | float,
     delta: Tensor | float,
@@ -256,12 +256,12 @@ OPERATORS = {
     "Flatten": Operator(flatten),
     "Identity": Operator(identity),
     "Pad": Operator(pad, host=(1, 2, 3)),
-    "Range": Operator(range_, host=(0, 1, 2)),
+    "Range": Operator(make_range, host=(0, 1, 2)),
     "Reshape": Operator(reshape, host=(1,)),
     "ReverseSequence": Operator(reverse_sequence),
     "Shape": Operator(shape),
     "Size": Operator(size),
-    "Slice": Operator(slice_, host=(1, 2, 3, 4)),
+    "Slice": Operator(take_slice, host=(1, 2, 3, 4)),
     "SpaceToDepth": Operator(space_to_depth),
     "Split": Operator(split, host=(1,)),
     "Squeeze": Operator(squeeze, host=(1,)),
