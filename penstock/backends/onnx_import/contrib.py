@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch.nn import functional
 
 from penstock.backends.onnx_import import quantised
 from penstock.backends.onnx_import.elementwise import gelu, swish
+from penstock.backends.onnx_import.layers import convolve
 from penstock.backends.onnx_import.matrices import gemm
-from penstock.backends.onnx_import.values import Operator
+from penstock.backends.onnx_import.values import ConvAttributes, GemmAttributes, OnnxOperator
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -171,10 +173,10 @@ def fused_matmul(
     b: Tensor,
     *,
     alpha: float = 1.0,
-    transA: int = 0,  # noqa: N803 - The attribute's name.
-    transB: int = 0,  # noqa: N803
-    transBatchA: int = 0,  # noqa: N803
-    transBatchB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
 ) -> Tensor:
     if transBatchA or transBatchB:
         raise ValueError("FusedMatMul: transBatchA and transBatchB are not supported")
@@ -189,7 +191,7 @@ def fused_gemm(
     *,
     activation: str = "",
     activation_alpha: float = 0.01,
-    **attributes: float,
+    **attributes: Unpack[GemmAttributes],
 ) -> Tensor:
     return _activate(gemm(a, b, c, **attributes), activation, [activation_alpha])
 
@@ -202,9 +204,9 @@ def fused_conv(
     *,
     activation: str = "",
     activation_params: Sequence[float] = (),
-    **attributes: object,
+    **attributes: Unpack[ConvAttributes],
 ) -> Tensor:
-    found = quantised.convolve(x, weight, bias, **attributes)
+    found = convolve(x, weight, bias, **attributes)
     found = found if added is None else found + added
     return _activate(found, activation, activation_params)
 
@@ -228,7 +230,7 @@ def _activate(x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
     raise ValueError(f"activation '{name}' is not supported")
 
 
-def _qlinear_binary(is_product: bool) -> Operator:
+def _qlinear_binary(is_product: bool) -> OnnxOperator:
     def call(
         a: Tensor,
         a_scale: Tensor,
@@ -239,17 +241,20 @@ def _qlinear_binary(is_product: bool) -> Operator:
         y_scale: Tensor,
         y_zero: Tensor | None = None,
     ) -> Tensor:
-        one, other = quantised.dequantize(a, a_scale, a_zero), quantised.dequantize(b, b_scale, b_zero)
+        one, other = (
+            quantised.dequantize(a, a_scale, a_zero),
+            quantised.dequantize(b, b_scale, b_zero),
+        )
         return _quantize(one * other if is_product else one + other, y_scale, y_zero, a)
 
-    return Operator(call)
+    return OnnxOperator(call)
 
 
 def _quantize(x: Tensor, scale: Tensor, zero: Tensor | None, like: Tensor) -> Tensor:
     return quantised.quantize(x, scale, like.new_zeros(()) if zero is None else zero)
 
 
-def _qlinear_unary(compute: str) -> Operator:
+def _qlinear_unary(compute: str) -> OnnxOperator:
     def call(
         x: Tensor,
         x_scale: Tensor,
@@ -262,7 +267,7 @@ def _qlinear_unary(compute: str) -> Operator:
         found = _activate(quantised.dequantize(x, x_scale, x_zero), compute, [alpha])
         return _quantize(found, y_scale, y_zero, x)
 
-    return Operator(call)
+    return OnnxOperator(call)
 
 
 def qlinear_average_pool(
@@ -333,8 +338,8 @@ def matmul_nbits(
     groups: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    K: int,  # noqa: N803 - The attribute's name.
-    N: int,  # noqa: N803
+    K: int,
+    N: int,
     bits: int = 4,
     block_size: int,
     accuracy_level: int = 0,
@@ -361,27 +366,27 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 
 OPERATORS = {
-    "Attention": Operator(attention),
-    "BiasGelu": Operator(bias_gelu),
-    "DynamicQuantizeMatMul": Operator(dynamic_quantize_matmul),
-    "EmbedLayerNormalization": Operator(embed_layer_norm),
-    "FastGelu": Operator(fast_gelu),
-    "FusedConv": Operator(fused_conv),
-    "FusedGemm": Operator(fused_gemm),
-    "FusedMatMul": Operator(fused_matmul),
-    "Gelu": Operator(gelu),
-    "MatMulIntegerToFloat": Operator(matmul_integer_to_float),
-    "MatMulNBits": Operator(matmul_nbits),
-    "MultiHeadAttention": Operator(multi_head_attention),
+    "Attention": OnnxOperator(attention),
+    "BiasGelu": OnnxOperator(bias_gelu),
+    "DynamicQuantizeMatMul": OnnxOperator(dynamic_quantize_matmul),
+    "EmbedLayerNormalization": OnnxOperator(embed_layer_norm),
+    "FastGelu": OnnxOperator(fast_gelu),
+    "FusedConv": OnnxOperator(fused_conv),
+    "FusedGemm": OnnxOperator(fused_gemm),
+    "FusedMatMul": OnnxOperator(fused_matmul),
+    "Gelu": OnnxOperator(gelu),
+    "MatMulIntegerToFloat": OnnxOperator(matmul_integer_to_float),
+    "MatMulNBits": OnnxOperator(matmul_nbits),
+    "MultiHeadAttention": OnnxOperator(multi_head_attention),
     "QLinearAdd": _qlinear_binary(is_product=False),
-    "QLinearConcat": Operator(qlinear_concat),
-    "QLinearGlobalAveragePool": Operator(qlinear_average_pool),
+    "QLinearConcat": OnnxOperator(qlinear_concat),
+    "QLinearGlobalAveragePool": OnnxOperator(qlinear_average_pool),
     "QLinearLeakyRelu": _qlinear_unary("LeakyRelu"),
     "QLinearMul": _qlinear_binary(is_product=True),
     "QLinearSigmoid": _qlinear_unary("Sigmoid"),
-    "QLinearSoftmax": Operator(qlinear_softmax),
-    "QuickGelu": Operator(quick_gelu),
-    "SkipLayerNormalization": Operator(skip_layer_norm),
-    "SkipSimplifiedLayerNormalization": Operator(skip_rms_norm),
-    "Swish": Operator(swish),
+    "QLinearSoftmax": OnnxOperator(qlinear_softmax),
+    "QuickGelu": OnnxOperator(quick_gelu),
+    "SkipLayerNormalization": OnnxOperator(skip_layer_norm),
+    "SkipSimplifiedLayerNormalization": OnnxOperator(skip_rms_norm),
+    "Swish": OnnxOperator(swish),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backends.onnx_import.values import DTYPES, FOUR_BITS, Operator
+from penstock.backends.onnx_import.values import DTYPES, FOUR_BITS, OnnxOperator
 
 UNSIGNED = {
     torch.uint16: torch.int32,
@@ -236,7 +236,7 @@ def hard_swish(x: Tensor) -> Tensor:
 
 # Operators that compute in the datatype of their inputs.
 ARITHMETIC = {
-    name: Operator(compute)
+    name: OnnxOperator(compute)
     for name, compute in {
         "Abs": torch.abs,
         "Acos": torch.acos,
@@ -307,12 +307,12 @@ ARITHMETIC = {
     }.items()
 }
 OPERATORS = ARITHMETIC | {
-    "BitCast": Operator(bit_cast),
-    "Cast": Operator(cast),
-    "CastLike": Operator(cast_like),
-    "Hardmax": Operator(_from_axis(hardmax)),
-    "IsInf": Operator(is_inf),
-    "IsNaN": Operator(is_nan),
-    "LogSoftmax": Operator(_from_axis(log_softmax)),
-    "Softmax": Operator(_from_axis(softmax)),
+    "BitCast": OnnxOperator(bit_cast),
+    "Cast": OnnxOperator(cast),
+    "CastLike": OnnxOperator(cast_like),
+    "Hardmax": OnnxOperator(_from_axis(hardmax)),
+    "IsInf": OnnxOperator(is_inf),
+    "IsNaN": OnnxOperator(is_nan),
+    "LogSoftmax": OnnxOperator(_from_axis(log_softmax)),
+    "Softmax": OnnxOperator(_from_axis(softmax)),
 }

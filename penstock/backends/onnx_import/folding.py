@@ -15,7 +15,7 @@ from torch import fx
 
 from penstock.backends.onnx_import import shapes
 from penstock.backends.onnx_import.elementwise import cast
-from penstock.backends.onnx_import.importer import HOST, ImportedModel, ToDevice
+from penstock.backends.onnx_import.importer import HOST, ImportedGraph, ToDevice
 from penstock.backends.onnx_import.values import ints
 
 # What a size is written as that is copied from the input, by the function whose second argument is
@@ -40,7 +40,9 @@ class _Recorder(fx.Interpreter):  # type: ignore[misc]
                 self.host[node] = found
         return found
 
-    def call_module(self, target: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def call_module(
+        self, target: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         module = self.fetch_attr(target)
         if isinstance(module, ToDevice):
             value = args[0]
@@ -60,7 +62,7 @@ class _Recorder(fx.Interpreter):  # type: ignore[misc]
 
 
 def fold_shapes(
-    model: ImportedModel, samples: Sequence[Mapping[str, tuple[torch.dtype, Sequence[int]]]]
+    model: ImportedGraph, samples: Sequence[Mapping[str, tuple[torch.dtype, Sequence[int]]]]
 ) -> int:
     """Fold what is the same for all samples of input shapes; return how many nodes were. A graph
     whose shapes depend on data is folded as far as they are known."""
@@ -155,7 +157,7 @@ def _is_copied(
     return all(shape[at] == size for shape, size in zip(given, column, strict=True))
 
 
-def retype(model: ImportedModel, dtype: torch.dtype) -> None:
+def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
     """Let the graph compute in another floating datatype: casts to FP32 become casts to it, and
     constants beyond its range, such as those that mask, become its largest numbers."""
     for node in model.module.graph.nodes:
@@ -170,4 +172,3 @@ def retype(model: ImportedModel, dtype: torch.dtype) -> None:
             module = model.module.get_submodule(owner)
             setattr(module, attribute, buffer.clamp(-limit, limit))
     model.module.recompile()
-

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backends.onnx_import.values import Numbers, Operator, Reals, ints, positive, reals
+from penstock.backends.onnx_import.values import Numbers, OnnxOperator, Reals, ints, positive, reals
 
 
 def _source(
-    n_out: int, n_in: int, scale: float, mode: str, region: tuple[float, float], device: torch.device
+    n_out: int,
+    n_in: int,
+    scale: float,
+    mode: str,
+    region: tuple[float, float],
+    device: torch.device,
 ) -> Tensor:
     """Return the position in the input of each position in the output."""
     at = torch.arange(n_out, device=device, dtype=torch.float64)
@@ -47,7 +53,9 @@ def _nearest(position: Tensor, mode: str) -> Tensor:
     return (position - 0.5).ceil()
 
 
-def _weights(position: Tensor, scale: float, kind: str, cubic: float, antialias: bool) -> tuple[Tensor, Tensor]:
+def _weights(
+    position: Tensor, scale: float, kind: str, cubic: float, antialias: bool
+) -> tuple[Tensor, Tensor]:
     """Return the positions that each output reads, and their weights."""
     stretch = min(scale, 1.0) if antialias else 1.0
     reach = (1 if kind == "linear" else 2) / stretch
@@ -66,22 +74,39 @@ def _weights(position: Tensor, scale: float, kind: str, cubic: float, antialias:
     return at, weights
 
 
-def _resize_axis(x: Tensor, axis: int, n_out: int, how: dict[str, object]) -> Tensor:
-    n_in = x.shape[axis]
-    scale = float(how["scale"])  # type: ignore[arg-type]
-    coordinates = str(how["coordinates"])
-    region: tuple[float, float] = how["region"]  # type: ignore[assignment]
-    position = _source(n_out, n_in, scale, coordinates, region, x.device)
-    outside = (position < 0) | (position > n_in - 1)
-    kind = str(how["mode"])
-    if kind == "nearest":
-        at = _nearest(position, str(how["nearest"])).long().clamp(0, n_in - 1)
-        found = x.index_select(axis, at)
-    else:
-        at, weights = _weights(
-            position, scale, kind, float(how["cubic"]), bool(how["antialias"])  # type: ignore[arg-type]
-        )
-        if how["exclude_outside"]:
+@dataclass(frozen=True, slots=True)
+class Resampling:
+    """How positions of one axis are chosen and weighed."""
+
+    mode: str
+    coordinates: str
+    nearest: str
+    cubic: float
+    antialias: bool
+    excludes_outside: bool
+    filling: float
+
+    def resize(
+        self, x: Tensor, axis: int, length: int, scale: float, region: tuple[float, float]
+    ) -> Tensor:
+        n_in = x.shape[axis]
+        position = _source(length, n_in, scale, self.coordinates, region, x.device)
+        if self.mode == "nearest":
+            at = _nearest(position, self.nearest).long().clamp(0, n_in - 1)
+            found = x.index_select(axis, at)
+        else:
+            found = self._interpolate(x, axis, position, scale)
+        if self.coordinates != "tf_crop_and_resize":
+            return found
+        shape = [1] * found.dim()
+        shape[axis] = -1
+        outside = (position < 0) | (position > n_in - 1)
+        return found.masked_fill(outside.reshape(shape), self.filling)
+
+    def _interpolate(self, x: Tensor, axis: int, position: Tensor, scale: float) -> Tensor:
+        n_in = x.shape[axis]
+        at, weights = _weights(position, scale, self.mode, self.cubic, self.antialias)
+        if self.excludes_outside:
             weights = weights * ((at >= 0) & (at < n_in))
         weights = weights / weights.sum(1, keepdim=True)
         at = at.long().clamp(0, n_in - 1)
@@ -89,12 +114,7 @@ def _resize_axis(x: Tensor, axis: int, n_out: int, how: dict[str, object]) -> Te
         shape = [1] * parts.dim()
         shape[axis], shape[axis + 1] = weights.shape
         wide = parts if x.is_floating_point() else parts.float()
-        found = (wide * weights.to(wide.dtype).reshape(shape)).sum(axis + 1)
-    if coordinates == "tf_crop_and_resize":
-        shape = [1] * found.dim()
-        shape[axis] = -1
-        found = found.masked_fill(outside.reshape(shape), float(how["fill"]))  # type: ignore[arg-type]
-    return found
+        return (wide * weights.to(wide.dtype).reshape(shape)).sum(axis + 1)
 
 
 def resize(
@@ -130,30 +150,26 @@ def resize(
         factors_by_size = [each / x.shape[axis] for each, axis in zip(wanted, where, strict=False)]
     factors = factors or factors_by_size
     if not wanted:
-        wanted = [math.floor(x.shape[axis] * each) for axis, each in zip(where, factors, strict=True)]
+        wanted = [
+            math.floor(x.shape[axis] * each) for axis, each in zip(where, factors, strict=True)
+        ]
     crops = [] if roi is None else reals(roi)
     dtype = x.dtype
+    how = Resampling(
+        mode,
+        coordinate_transformation_mode,
+        nearest_mode,
+        cubic_coeff_a,
+        bool(antialias),
+        bool(exclude_outside),
+        extrapolation_value,
+    )
     for number, axis in enumerate(where):
         region = (crops[number], crops[number + len(where)]) if crops else (0.0, 1.0)
         is_cropped = coordinate_transformation_mode == "tf_crop_and_resize"
         if wanted[number] == x.shape[axis] and factors[number] == 1 and not is_cropped:
             continue
-        x = _resize_axis(
-            x,
-            axis,
-            wanted[number],
-            {
-                "scale": factors[number],
-                "coordinates": coordinate_transformation_mode,
-                "region": region,
-                "mode": mode,
-                "nearest": nearest_mode,
-                "cubic": cubic_coeff_a,
-                "antialias": antialias,
-                "exclude_outside": exclude_outside,
-                "fill": extrapolation_value,
-            },
-        )
+        x = how.resize(x, axis, wanted[number], factors[number], region)
     if not dtype.is_floating_point and x.is_floating_point():
         limits = torch.iinfo(dtype)
         x = x.round().clamp(limits.min, limits.max)
@@ -269,7 +285,9 @@ def roi_align(
         down = _samples(top, height, output_height, sampling_ratio, x)
         across = _samples(left, width, output_width, sampling_ratio, x)
         values = _bilinear(image, down, across, is_max=mode == "max")
-        parts = values.reshape(len(image), output_height, -1, output_width, len(across) // output_width)
+        parts = values.reshape(
+            len(image), output_height, -1, output_width, len(across) // output_width
+        )
         found.append(parts.amax((2, 4)) if mode == "max" else parts.mean((2, 4)))
     return torch.stack(found) if found else x.new_zeros(0, x.shape[1], output_height, output_width)
 
@@ -307,10 +325,10 @@ def _bilinear(image: Tensor, down: Tensor, across: Tensor, is_max: bool) -> Tens
 
 
 OPERATORS = {
-    "AffineGrid": Operator(affine_grid, host=(1,)),
-    "GridSample": Operator(grid_sample),
-    "NonMaxSuppression": Operator(non_max_suppression, host=(2, 3, 4)),
-    "Resize": Operator(resize, host=(1, 2, 3)),
-    "RoiAlign": Operator(roi_align),
-    "Upsample": Operator(upsample, host=(1,)),
+    "AffineGrid": OnnxOperator(affine_grid, host=(1,)),
+    "GridSample": OnnxOperator(grid_sample),
+    "NonMaxSuppression": OnnxOperator(non_max_suppression, host=(2, 3, 4)),
+    "Resize": OnnxOperator(resize, host=(1, 2, 3)),
+    "RoiAlign": OnnxOperator(roi_align),
+    "Upsample": OnnxOperator(upsample, host=(1,)),
 }

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import onnx
+import onnx.inliner
 import torch
 from onnx import GraphProto, ModelProto, NodeProto, helper
 from torch import fx, nn
@@ -36,7 +37,7 @@ from penstock.backends.onnx_import import (
     signal,
 )
 from penstock.backends.onnx_import.modules import build_module
-from penstock.backends.onnx_import.values import DTYPES, Compute, Operator
+from penstock.backends.onnx_import.values import DTYPES, Compute, OnnxOperator
 from penstock.backends.onnx_import.weights import read_tensor
 from penstock.errors import ConfigError, first_line
 
@@ -47,7 +48,7 @@ Attributes = dict[str, object]
 
 CONTRIB = "com.microsoft"
 STANDARD = ("", "ai.onnx")
-OPERATORS: Mapping[str, Mapping[str, Operator]] = {
+OPERATORS: Mapping[str, Mapping[str, OnnxOperator]] = {
     "": {
         **elementwise.OPERATORS,
         **images.OPERATORS,
@@ -63,9 +64,7 @@ OPERATORS: Mapping[str, Mapping[str, Operator]] = {
     },
     # ONNX Runtime writes LayerNormalization and Q/DQ in either domain.
     CONTRIB: contrib.OPERATORS
-    | {
-        name: quantised.OPERATORS[name] for name in ("DequantizeLinear", "QuantizeLinear")
-    },
+    | {name: quantised.OPERATORS[name] for name in ("DequantizeLinear", "QuantizeLinear")},
 }
 # Oldest operator set whose meaning the tables have.
 OLDEST, NEWEST = 7, onnx.defs.onnx_opset_version()
@@ -86,19 +85,19 @@ HOST = "penstock_host"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GraphStep:
     """One operator with its inputs and outputs by name; an empty name means it is absent."""
 
     name: str
     op_type: str
-    operator: Operator
+    operator: OnnxOperator
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Attributes
 
 
 @dataclass(frozen=True, slots=True)
-class ImportedModel:
+class ImportedGraph:
     """A graph that takes its inputs by position and returns a tuple of its outputs."""
 
     module: fx.GraphModule
@@ -110,7 +109,7 @@ class ImportedModel:
 
 def import_file(
     path: Path, fixed: Tensors | None = None, sizes: Sizes | None = None
-) -> ImportedModel:
+) -> ImportedGraph:
     """Import a file. `fixed` inputs are constants from then on; `sizes` are shapes of inputs that
     will not change, with -1 for sizes that may. Raise ConfigError naming each operator that this
     engine does not have."""
@@ -126,7 +125,7 @@ def import_model(
     folder: Path = Path(),
     fixed: Tensors | None = None,
     sizes: Sizes | None = None,
-) -> ImportedModel:
+) -> ImportedGraph:
     for value in model.graph.input:
         for dim, size in zip(
             value.type.tensor_type.shape.dim, (sizes or {}).get(value.name, ()), strict=False
@@ -153,10 +152,13 @@ def _inlined(model: ModelProto) -> ModelProto:
     if not unknown:
         return model
     try:
-        return onnx.inliner.inline_selected_functions(model, unknown, inline_schema_functions=True)
+        expanded: ModelProto = onnx.inliner.inline_selected_functions(
+            model, unknown, inline_schema_functions=True
+        )
     except Exception as error:  # Unknown operators are reported by name later on.
         log.debug("cannot expand %s: %s", unknown, first_line(error))
         return model
+    return expanded
 
 
 def _check_opset(model: ModelProto) -> None:
@@ -184,7 +186,7 @@ def _all_nodes(graph: GraphProto) -> Iterable[NodeProto]:
                 yield from _all_nodes(inner)
 
 
-def _find(node: NodeProto) -> Operator | None:
+def _find(node: NodeProto) -> OnnxOperator | None:
     domain = "" if node.domain in STANDARD else node.domain
     op_type = ALIASES.get(node.op_type, node.op_type)
     found = OPERATORS.get(domain, {}).get(op_type)
@@ -198,7 +200,10 @@ def _has_body(node: NodeProto, opsets: Mapping[str, int]) -> bool:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
     except onnx.defs.SchemaError:
         return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
+    # The stubs of onnx lack both.
+    return any(
+        getattr(schema, f"has_{kind}") for kind in ("function", "context_dependent_function")
+    )
 
 
 @cache
@@ -208,9 +213,7 @@ def _parameters(compute: Compute) -> frozenset[str]:
         found = inspect.signature(compute).parameters.values()
     except (TypeError, ValueError):  # A function of torch without a signature.
         return frozenset()
-    return frozenset(
-        "**" if each.kind is each.VAR_KEYWORD else each.name for each in found
-    )
+    return frozenset("**" if each.kind is each.VAR_KEYWORD else each.name for each in found)
 
 
 @dataclass(slots=True)
@@ -218,7 +221,7 @@ class _Flattener:
     """Reads a graph into steps: constants are computed, branches chosen."""
 
     folder: Path
-    steps: list[Step] = field(default_factory=list)
+    steps: list[GraphStep] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
@@ -318,7 +321,7 @@ class _Flattener:
     def _resolve(self, name: str) -> str:
         return self._names.get(name, name)
 
-    def _add(self, node: NodeProto, operator: Operator) -> None:
+    def _add(self, node: NodeProto, operator: OnnxOperator) -> None:
         try:
             attributes = self._attributes(node, operator)
         except ConfigError as error:
@@ -330,31 +333,24 @@ class _Flattener:
         outputs = tuple(node.output)
         while not outputs[-1]:
             outputs = outputs[:-1]
-        step = Step(node.name, node.op_type, operator, inputs, outputs, attributes)
+        step = GraphStep(node.name, node.op_type, operator, inputs, outputs, attributes)
         if node.op_type == "Identity":
             self._names[outputs[0]] = inputs[0]
         elif not self._fold(step):
             self.steps.append(step)
 
-    def _attributes(self, node: NodeProto, operator: Operator) -> Attributes:
+    def _attributes(self, node: NodeProto, operator: OnnxOperator) -> Attributes:
         known = _parameters(operator.compute)
         found: Attributes = {}
         for attribute in node.attribute:
-            value = helper.get_attribute_value(attribute)
-            if isinstance(value, bytes):
-                value = value.decode()
-            elif attribute.type == onnx.AttributeProto.STRINGS:
-                value = [each.decode() for each in value]
-            elif attribute.type == onnx.AttributeProto.TENSOR:
+            value = _attribute_value(attribute)
+            if isinstance(value, onnx.TensorProto):
                 tensor = read_tensor(value, self.folder)
                 # Only ConstantOfShape has one: a number and its type.
                 found["dtype"], value = tensor.dtype, tensor.item()
-            elif attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
-                value = list(value)
-            if attribute.name in known or "**" in known:
-                found[attribute.name] = value
-            elif attribute.name != "consumed_inputs":
+            if attribute.name not in known and "**" not in known:
                 raise ConfigError([f"attribute {attribute.name} is not known"])
+            found[attribute.name] = value
         if found.get("to", 1) not in DTYPES:
             raise ConfigError([f"datatype {onnx.TensorProto.DataType.Name(found['to'])}"])
         if "types" in known:
@@ -365,7 +361,7 @@ class _Flattener:
             found["num_outputs"] = max(n for n, name in enumerate(node.output, 1) if name)
         return found
 
-    def _fold(self, step: Step) -> bool:
+    def _fold(self, step: GraphStep) -> bool:
         """Compute a step of constants, or of sizes that are known; return whether it was."""
         if (known := self._known_sizes(step)) is not None:
             self.constants[step.outputs[0]] = known
@@ -386,24 +382,35 @@ class _Flattener:
         }
         return True
 
-    def _known_sizes(self, step: Step) -> torch.Tensor | None:
+    def _known_sizes(self, step: GraphStep) -> torch.Tensor | None:
         """Return the result of Shape, or of choosing from it, if its sizes are known."""
         source = step.inputs[0] if step.inputs else ""
         if step.op_type == "Shape" and source in self.sizes:
-            chosen = slice(step.attributes.get("start"), step.attributes.get("end"))
-            found = self.sizes[source][chosen]
-            self.partial[step.outputs[0]] = found
-            return None if -1 in found else torch.tensor(found)
+            first, last = step.attributes.get("start"), step.attributes.get("end")
+            assert isinstance(first, int | None) and isinstance(last, int | None)
+            sizes = self.sizes[source][first:last]
+            self.partial[step.outputs[0]] = sizes
+            return None if -1 in sizes else torch.tensor(sizes, dtype=torch.int64)
         if step.op_type != "Gather" or source not in self.partial:
             return None
         indices = self.constants.get(step.inputs[1])
         if indices is None or int(indices.abs().max()) > len(self.partial[source]):
             return None
-        found = torch.tensor(self.partial[source])[indices]
+        found = torch.tensor(self.partial[source], dtype=torch.int64)[indices]
         return None if bool((found < 0).any()) else found
 
 
-def wide(step: Step, dtypes: Mapping[str, int]) -> Compute:
+def _attribute_value(attribute: onnx.AttributeProto) -> object:
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode()
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return [each.decode() for each in value]
+    is_list = attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS)
+    return list(value) if is_list else value
+
+
+def wide(step: GraphStep, dtypes: Mapping[str, int]) -> Compute:
     """Return the function of a step; for wide unsigned integers, one that torch computes."""
     kinds = {DTYPES.get(dtypes.get(name, 0)) for name in step.inputs}
     if kinds & set(elementwise.UNSIGNED) and step.op_type in elementwise.ARITHMETIC:
@@ -449,7 +456,7 @@ class _Emitter:
     _on_host: set[str] = field(default_factory=set)
     _num_modules: int = 0
 
-    def emit(self) -> ImportedModel:
+    def emit(self) -> ImportedGraph:
         self._on_host = _host_values(self.flat)
         for name in self.flat.inputs:
             self._nodes[name] = self.graph.placeholder(f"input_{len(self._nodes)}")
@@ -464,9 +471,9 @@ class _Emitter:
         module.delete_all_unused_submodules()
         module.recompile()
         names = tuple(self.flat.outputs)
-        return ImportedModel(module.eval(), tuple(self.flat.inputs), names, self.flat.counts)
+        return ImportedGraph(module.eval(), tuple(self.flat.inputs), names, self.flat.counts)
 
-    def _emit(self, step: Step) -> None:
+    def _emit(self, step: GraphStep) -> None:
         is_host = any(name in self._on_host for name in step.outputs)
         module = None if is_host else build_module(step.op_type, step.attributes, self._known(step))
         if module is not None:
@@ -483,25 +490,23 @@ class _Emitter:
             if name:
                 self._nodes[name] = self.graph.call_function(_item, (made, number))
 
-    def _known(self, step: Step) -> list[torch.Tensor | int | None]:
+    def _known(self, step: GraphStep) -> list[torch.Tensor | int | None]:
         """Return the constants among the inputs; for others their rank, if that is known."""
         constants, ranks = self.flat.constants, self.flat.ranks
         return [constants.get(name, ranks.get(name)) for name in step.inputs]
 
-    def _call(self, step: Step, is_host: bool) -> fx.Node:
+    def _call(self, step: GraphStep, is_host: bool) -> fx.Node:
         arguments = [self._argument(step, number, is_host) for number in range(len(step.inputs))]
         if step.op_type in SWAPPED and not isinstance(arguments[0], fx.Node):
             arguments.reverse()
         attributes = dict(step.attributes)
         if "device" in _parameters(step.operator.compute) and not is_host:
             attributes["device"] = self.graph.call_function(device_of, (self._nodes[""],))
-        made = self.graph.call_function(
-            wide(step, self.flat.dtypes), tuple(arguments), attributes
-        )
+        made = self.graph.call_function(wide(step, self.flat.dtypes), tuple(arguments), attributes)
         made.meta[HOST] = () if is_host else step.operator.host
         return made
 
-    def _argument(self, step: Step, position: int, is_host: bool) -> object:
+    def _argument(self, step: GraphStep, position: int, is_host: bool) -> object:
         name = step.inputs[position]
         if not name:
             return None
@@ -516,7 +521,7 @@ class _Emitter:
             return self.graph.call_function(torch.tensor, (literal,), {"dtype": constant.dtype})
         return self._value(name)
 
-    def _is_number(self, step: Step, position: int, constant: torch.Tensor) -> bool:
+    def _is_number(self, step: GraphStep, position: int, constant: torch.Tensor) -> bool:
         positions = TAKES_NUMBERS.get(step.op_type, ())
         others = [name for n, name in enumerate(step.inputs) if n != position]
         if step.op_type in SWAPPED:
@@ -569,5 +574,7 @@ def _host_values(flat: _Flattener) -> set[str]:
             for position, name in enumerate(step.inputs)
             if is_wanted or position in step.operator.host
         )
-    always = {name for step in flat.steps if step.op_type in ("Shape", "Size") for name in step.outputs}
+    always = {
+        name for step in flat.steps if step.op_type in ("Shape", "Size") for name in step.outputs
+    }
     return (derived & wanted) | always

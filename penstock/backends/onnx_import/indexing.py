@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.backends.onnx_import.values import Numbers, Operator, one_int, positive
+from penstock.backends.onnx_import.values import Numbers, OnnxOperator, one_int, positive
 
 REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
@@ -64,7 +64,12 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = 
 
 
 def tensor_scatter(
-    past: Tensor, update: Tensor, starts: Tensor | None = None, *, axis: int = -2, mode: str = "linear"
+    past: Tensor,
+    update: Tensor,
+    starts: Tensor | None = None,
+    *,
+    axis: int = -2,
+    mode: str = "linear",
 ) -> Tensor:
     """Write a slice of each row at its own start, as a KV cache does."""
     axis = positive(axis, past.dim())
@@ -129,16 +134,16 @@ def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tens
 
 
 OPERATORS = {
-    "Compress": Operator(compress),
-    "Gather": Operator(gather),
-    "GatherElements": Operator(gather_elements),
-    "GatherND": Operator(gather_nd),
-    "NonZero": Operator(nonzero),
-    "OneHot": Operator(one_hot, host=(1,)),
-    "Scatter": Operator(scatter_elements),
-    "ScatterElements": Operator(scatter_elements),
-    "ScatterND": Operator(scatter_nd),
-    "TensorScatter": Operator(tensor_scatter),
-    "TopK": Operator(top_k, host=(1,)),
-    "Unique": Operator(unique),
+    "Compress": OnnxOperator(compress),
+    "Gather": OnnxOperator(gather),
+    "GatherElements": OnnxOperator(gather_elements),
+    "GatherND": OnnxOperator(gather_nd),
+    "NonZero": OnnxOperator(nonzero),
+    "OneHot": OnnxOperator(one_hot, host=(1,)),
+    "Scatter": OnnxOperator(scatter_elements),
+    "ScatterElements": OnnxOperator(scatter_elements),
+    "ScatterND": OnnxOperator(scatter_nd),
+    "TensorScatter": OnnxOperator(tensor_scatter),
+    "TopK": OnnxOperator(top_k, host=(1,)),
+    "Unique": OnnxOperator(unique),
 }

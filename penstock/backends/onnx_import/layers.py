@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backends.onnx_import.values import DTYPES, Numbers, Operator, ints, one_int, positive, reals
+from penstock.backends.onnx_import.values import (
+    DTYPES,
+    Numbers,
+    OnnxOperator,
+    PoolAttributes,
+    ints,
+    positive,
+    reals,
+)
+from penstock.errors import ConfigError
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 TRANSPOSED = {
@@ -42,7 +52,12 @@ def padding(
     num = len(window)
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         return [
-            same_padding(x.shape[n + 2], (window[n] - 1) * dilations[n] + 1, strides[n], auto_pad == "SAME_UPPER")
+            same_padding(
+                x.shape[n + 2],
+                (window[n] - 1) * dilations[n] + 1,
+                strides[n],
+                auto_pad == "SAME_UPPER",
+            )
             for n in range(num)
         ]
     if auto_pad == "VALID" or not pads:
@@ -149,9 +164,7 @@ def convolve_transposed(
     num = weight.dim() - 2
     strides, dilations = strides or (1,) * num, dilations or (1,) * num
     extra = output_padding or (0,) * num
-    whole = TRANSPOSED[num](
-        x, weight, bias, tuple(strides), 0, 0, group, tuple(dilations)
-    )
+    whole = TRANSPOSED[num](x, weight, bias, tuple(strides), 0, 0, group, tuple(dilations))
     # The whole result is cut (or padded with what no input reaches) to the size that is asked for.
     spans = [(weight.shape[n + 2] - 1) * dilations[n] + 1 for n in range(num)]
     full = [strides[n] * (x.shape[n + 2] - 1) + spans[n] for n in range(num)]
@@ -174,7 +187,9 @@ def convolve_transposed(
     return functional.pad(whole - column, flat_pads(cuts)) + column
 
 
-def _ceil_pads(x: Tensor, window: Sequence[int], strides: Sequence[int], dilations: Sequence[int], around: Pads) -> Pads:
+def _ceil_pads(
+    x: Tensor, window: Sequence[int], strides: Sequence[int], dilations: Sequence[int], around: Pads
+) -> Pads:
     """Lengthen the padding so that the last, partial window counts; one that begins in the padding
     does not."""
     longer = []
@@ -209,11 +224,15 @@ def max_pool(
     padded = functional.pad(x, flat_pads(around), value=lowest) if any(map(any, around)) else x
     # On CPUs torch pools floats only; every integer of eight bits is one.
     values = padded if x.is_floating_point() else padded.float()
-    found, at = MAX_POOLS[num](
-        values, tuple(kernel_shape), tuple(strides), 0, tuple(dilations), return_indices=True
-    ) if num_outputs > 1 else (
-        MAX_POOLS[num](values, tuple(kernel_shape), tuple(strides), 0, tuple(dilations)),
-        None,
+    found, at = (
+        MAX_POOLS[num](
+            values, tuple(kernel_shape), tuple(strides), 0, tuple(dilations), return_indices=True
+        )
+        if num_outputs > 1
+        else (
+            MAX_POOLS[num](values, tuple(kernel_shape), tuple(strides), 0, tuple(dilations)),
+            None,
+        )
     )
     found = found.to(x.dtype)
     return found if at is None else (found, _positions(at, x, padded, around, storage_order))
@@ -222,7 +241,7 @@ def max_pool(
 def _positions(at: Tensor, x: Tensor, padded: Tensor, around: Pads, storage_order: int) -> Tensor:
     """Turn positions in a padded image into ONNX's, which count through the whole tensor."""
     sizes, lengths = padded.shape[2:], x.shape[2:]
-    parts = []
+    parts: list[Tensor] = []
     for n in reversed(range(len(sizes))):
         parts.insert(0, at % sizes[n] - around[n][0])
         at = at // sizes[n]
@@ -265,7 +284,7 @@ def average_pool(
     ceil_mode: int = 0,
     count_include_pad: int = 0,
     dilations: Sequence[int] = (),
-    kernel_shape: Sequence[int],
+    kernel_shape: Sequence[int] = (),
     pads: Sequence[int] = (),
     strides: Sequence[int] = (),
 ) -> Tensor:
@@ -300,18 +319,17 @@ def _window_sums(
     return x
 
 
-def lp_pool(x: Tensor, *, p: int = 2, **attributes: object) -> Tensor:
+def lp_pool(x: Tensor, *, p: int = 2, **attributes: Unpack[PoolAttributes]) -> Tensor:
     window = attributes["kernel_shape"]
-    assert isinstance(window, Sequence)
     powers = average_pool(x.abs() ** p, count_include_pad=1, **attributes)
     return (powers * math.prod(window)) ** (1 / p)
 
 
-def global_pool(reduce: Callable[..., Tensor]) -> Operator:
+def global_pool(reduce: Callable[..., Tensor]) -> OnnxOperator:
     def call(x: Tensor) -> Tensor:
         return reduce(x, tuple(range(2, x.dim())), keepdim=True)
 
-    return Operator(call)
+    return OnnxOperator(call)
 
 
 def global_lp_pool(x: Tensor, *, p: int = 2) -> Tensor:
@@ -425,7 +443,7 @@ def dropout(
     if training_mode is not None and bool(training_mode):
         rate = 0.5 if ratio is None else reals(ratio)[0]
         if rate:
-            raise ValueError("Dropout in training mode is random; models are run for inference")
+            raise ConfigError(["operator Dropout is random in training mode; export for inference"])
     return (x, torch.ones_like(x, dtype=torch.bool)) if num_outputs > 1 else x
 
 
@@ -443,9 +461,7 @@ def col2im(
     strides, dilations = strides or (1,) * num, dilations or (1,) * num
     around = [(pads[n], pads[n + num]) for n in range(num)] if pads else [(0, 0)] * num
     full = [size + before + after for size, (before, after) in zip(sizes, around, strict=True)]
-    counts = [
-        (full[n] - (window[n] - 1) * dilations[n] - 1) // strides[n] + 1 for n in range(num)
-    ]
+    counts = [(full[n] - (window[n] - 1) * dilations[n] - 1) // strides[n] + 1 for n in range(num)]
     position = torch.zeros((), dtype=torch.int64, device=x.device)
     for n in range(num):
         offsets = torch.arange(window[n], device=x.device) * dilations[n]
@@ -461,25 +477,25 @@ def col2im(
 
 
 OPERATORS = {
-    "AveragePool": Operator(average_pool),
-    "BatchNormalization": Operator(batch_norm),
-    "Col2Im": Operator(col2im, host=(1, 2)),
-    "CausalConvWithState": Operator(convolve_causally),
-    "Conv": Operator(convolve),
-    "ConvTranspose": Operator(convolve_transposed),
-    "DeformConv": Operator(convolve_deformed),
-    "Dropout": Operator(dropout, host=(1, 2)),
+    "AveragePool": OnnxOperator(average_pool),
+    "BatchNormalization": OnnxOperator(batch_norm),
+    "Col2Im": OnnxOperator(col2im, host=(1, 2)),
+    "CausalConvWithState": OnnxOperator(convolve_causally),
+    "Conv": OnnxOperator(convolve),
+    "ConvTranspose": OnnxOperator(convolve_transposed),
+    "DeformConv": OnnxOperator(convolve_deformed),
+    "Dropout": OnnxOperator(dropout, host=(1, 2)),
     "GlobalAveragePool": global_pool(torch.mean),
-    "GlobalLpPool": Operator(global_lp_pool),
+    "GlobalLpPool": OnnxOperator(global_lp_pool),
     "GlobalMaxPool": global_pool(torch.amax),
-    "GroupNormalization": Operator(group_norm),
-    "InstanceNormalization": Operator(instance_norm),
-    "LRN": Operator(local_response),
-    "LayerNormalization": Operator(layer_norm),
-    "LpNormalization": Operator(lp_normalization),
-    "LpPool": Operator(lp_pool),
-    "MaxPool": Operator(max_pool),
-    "MaxUnpool": Operator(max_unpool, host=(2,)),
-    "MeanVarianceNormalization": Operator(mean_variance),
-    "RMSNormalization": Operator(rms_norm),
+    "GroupNormalization": OnnxOperator(group_norm),
+    "InstanceNormalization": OnnxOperator(instance_norm),
+    "LRN": OnnxOperator(local_response),
+    "LayerNormalization": OnnxOperator(layer_norm),
+    "LpNormalization": OnnxOperator(lp_normalization),
+    "LpPool": OnnxOperator(lp_pool),
+    "MaxPool": OnnxOperator(max_pool),
+    "MaxUnpool": OnnxOperator(max_unpool, host=(2,)),
+    "MeanVarianceNormalization": OnnxOperator(mean_variance),
+    "RMSNormalization": OnnxOperator(rms_norm),
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backends.onnx_import.values import Operator
+from penstock.backends.onnx_import.values import OnnxOperator
 
 NOTHING = -100
 
@@ -41,6 +41,6 @@ def softmax_cross_entropy(
 
 
 OPERATORS = {
-    "NegativeLogLikelihoodLoss": Operator(negative_log_likelihood),
-    "SoftmaxCrossEntropyLoss": Operator(softmax_cross_entropy),
+    "NegativeLogLikelihoodLoss": OnnxOperator(negative_log_likelihood),
+    "SoftmaxCrossEntropyLoss": OnnxOperator(softmax_cross_entropy),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backends.onnx_import.values import Operator
+from penstock.backends.onnx_import.values import OnnxOperator
 
 
 def gemm(
@@ -19,8 +19,8 @@ def gemm(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803 - The attribute's name.
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
     broadcast: int = 0,
 ) -> Tensor:
     product = (a.t() if transA else a) @ (b.t() if transB else b)
@@ -208,11 +208,11 @@ def linear_attention(
 
 
 OPERATORS = {
-    "Attention": Operator(attention),
-    "Det": Operator(determinant),
-    "Einsum": Operator(einsum),
-    "Gemm": Operator(gemm),
-    "LinearAttention": Operator(linear_attention),
-    "MatMul": Operator(torch.matmul),
-    "RotaryEmbedding": Operator(rotary_embedding),
+    "Attention": OnnxOperator(attention),
+    "Det": OnnxOperator(determinant),
+    "Einsum": OnnxOperator(einsum),
+    "Gemm": OnnxOperator(gemm),
+    "LinearAttention": OnnxOperator(linear_attention),
+    "MatMul": OnnxOperator(torch.matmul),
+    "RotaryEmbedding": OnnxOperator(rotary_embedding),
 }

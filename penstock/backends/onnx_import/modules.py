@@ -12,9 +12,7 @@ Known = Sequence[torch.Tensor | int | None]
 IMAGE_RANK = 4
 
 
-def build_module(
-    op_type: str, attributes: Mapping[str, object], known: Known
-) -> nn.Module | None:
+def build_module(op_type: str, attributes: Mapping[str, object], known: Known) -> nn.Module | None:
     """Return a module that computes the operator from its first input, or None."""
     build = BUILDERS.get(op_type)
     is_constant = all(isinstance(each, torch.Tensor) for each in known[1:])
@@ -35,8 +33,9 @@ def _same_pads(attributes: Mapping[str, object], num: int) -> tuple[int, ...] | 
 
 
 def _pair(attributes: Mapping[str, object], name: str) -> tuple[int, int]:
-    first, second = attributes.get(name) or (1, 1)  # type: ignore[misc]
-    return first, second
+    found = attributes.get(name) or (1, 1)
+    assert isinstance(found, list | tuple)
+    return found[0], found[1]
 
 
 def _conv(attributes: dict[str, object], known: Known) -> nn.Module | None:

@@ -114,12 +114,16 @@ def _fuse_padding(module: fx.GraphModule, node: fx.Node) -> bool:
         node.replace_all_uses_with(x)
         return True
     user = _only_user(node)
-    conv = module.get_submodule(str(user.target)) if user and user.op == "call_module" else None
+    if user is None or user.op != "call_module":
+        return False
+    conv = module.get_submodule(str(user.target))
     half = len(widths) // 2
     is_same = widths[:half] == widths[half:] and not any(widths[:2])
     if type(conv) is not nn.Conv2d or not is_same or half != len(conv.weight.shape):
         return False
-    conv.padding = tuple(one + other for one, other in zip(conv.padding, widths[2:half], strict=True))
+    conv.padding = tuple(
+        one + other for one, other in zip(conv.padding, widths[2:half], strict=True)
+    )
     conv._reversed_padding_repeated_twice = [
         each for size in reversed(conv.padding) for each in (size, size)
     ]

@@ -7,13 +7,20 @@ around layers on a GPU by kernels where there is one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from penstock.backends.onnx_import.elementwise import FLOAT8, cast
 from penstock.backends.onnx_import.layers import convolve
-from penstock.backends.onnx_import.values import DTYPES, FOUR_BITS, Operator, positive
+from penstock.backends.onnx_import.values import (
+    DTYPES,
+    FOUR_BITS,
+    ConvAttributes,
+    OnnxOperator,
+    positive,
+)
 
 
 def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
@@ -100,7 +107,7 @@ def conv_integer(
     weight: Tensor,
     x_zero: Tensor | None = None,
     weight_zero: Tensor | None = None,
-    **attributes: object,
+    **attributes: Unpack[ConvAttributes],
 ) -> Tensor:
     given = _centred(x, x_zero, 1), _centred(weight, weight_zero, 0)
     return convolve(*given, **attributes).to(torch.int32)
@@ -138,7 +145,7 @@ def qlinear_conv(
     y_scale: Tensor,
     y_zero: Tensor,
     bias: Tensor | None = None,
-    **attributes: object,
+    **attributes: Unpack[ConvAttributes],
 ) -> Tensor:
     given = _centred(x, x_zero, 1), _centred(weight, weight_zero, 0)
     total = convolve(*given, None if bias is None else bias.double(), **attributes)
@@ -146,11 +153,11 @@ def qlinear_conv(
 
 
 OPERATORS = {
-    "ConvInteger": Operator(conv_integer),
-    "DequantizeLinear": Operator(dequantize),
-    "DynamicQuantizeLinear": Operator(dynamic_quantize),
-    "MatMulInteger": Operator(matmul_integer),
-    "QLinearConv": Operator(qlinear_conv),
-    "QLinearMatMul": Operator(qlinear_matmul),
-    "QuantizeLinear": Operator(quantize),
+    "ConvInteger": OnnxOperator(conv_integer),
+    "DequantizeLinear": OnnxOperator(dequantize),
+    "DynamicQuantizeLinear": OnnxOperator(dynamic_quantize),
+    "MatMulInteger": OnnxOperator(matmul_integer),
+    "QLinearConv": OnnxOperator(qlinear_conv),
+    "QLinearMatMul": OnnxOperator(qlinear_matmul),
+    "QuantizeLinear": OnnxOperator(quantize),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.onnx_import import elementwise
-from penstock.backends.onnx_import.values import Operator
+from penstock.backends.onnx_import.values import OnnxOperator
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "affine": lambda x: x,
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "thresholdedrelu": elementwise.thresholded_relu,
 }
 # Input tensors, states before a step, and what they give: the states after it.
-Step = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
+TimeStep = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Recurrence:
         ]
 
     def run(
-        self, steps: Sequence[Step], states: Sequence[Tensor | None], size: int
+        self, steps: Sequence[TimeStep], states: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
         """Return the outputs of all steps, and the last states, in the layout that is asked for."""
         x = self.x.transpose(0, 1) if self.layout else self.x
@@ -70,7 +70,7 @@ class Recurrence:
         return state[:, number] if self.layout else state[number]
 
     def _run_one(
-        self, x: Tensor, step: Step, states: tuple[Tensor, ...], is_reversed: bool
+        self, x: Tensor, step: TimeStep, states: tuple[Tensor, ...], is_reversed: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         times = range(len(x))
         outputs: list[Tensor] = [x] * len(x)
@@ -96,7 +96,9 @@ def _biases(bias: Tensor | None, number: int, like: Tensor) -> tuple[Tensor, Ten
     return one, other
 
 
-def _functions(names: Sequence[str], default: Sequence[str], number: int) -> list[Callable[[Tensor], Tensor]]:
+def _functions(
+    names: Sequence[str], default: Sequence[str], number: int
+) -> list[Callable[[Tensor], Tensor]]:
     chosen = [each.lower() for each in names][number * len(default) :][: len(default)] or default
     return [ACTIVATIONS[each] for each in chosen]
 
@@ -117,7 +119,7 @@ def rnn(
 ) -> tuple[Tensor, ...]:
     loop = Recurrence(x, lengths, direction, layout, clip)
 
-    def make(number: int) -> Step:
+    def make(number: int) -> TimeStep:
         (activate,) = _functions(activations, ("tanh",), number)
         one, other = _biases(bias, number, w)
 
@@ -148,7 +150,7 @@ def gru(
     loop = Recurrence(x, lengths, direction, layout, clip)
     size = r.shape[-1]
 
-    def make(number: int) -> Step:
+    def make(number: int) -> TimeStep:
         gate, activate = _functions(activations, ("sigmoid", "tanh"), number)
         one, other = _biases(bias, number, w)
         inner, hidden = w[number].t(), r[number].t()
@@ -193,7 +195,7 @@ def lstm(
     loop = Recurrence(x, lengths, direction, layout, clip)
     size = r.shape[-1]
 
-    def make(number: int) -> Step:
+    def make(number: int) -> TimeStep:
         gate, enter, leave = _functions(activations, ("sigmoid", "tanh", "tanh"), number)
         one, other = _biases(bias, number, w)
         inner, hidden, biases = w[number].t(), r[number].t(), one + other
@@ -216,4 +218,4 @@ def lstm(
     return loop.run([make(n) for n in range(len(w))], [state, cell], size)
 
 
-OPERATORS = {"GRU": Operator(gru), "LSTM": Operator(lstm), "RNN": Operator(rnn)}
+OPERATORS = {"GRU": OnnxOperator(gru), "LSTM": OnnxOperator(lstm), "RNN": OnnxOperator(rnn)}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.backends.onnx_import.values import Numbers, Operator, ints, one_int, positive
+from penstock.backends.onnx_import.values import Numbers, OnnxOperator, ints, one_int, positive
 
 Reduce = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
 
-def _reduction(reduce: Reduce) -> Operator:
+def _reduction(reduce: Reduce) -> OnnxOperator:
     def call(
         x: Tensor,
         chosen: Numbers | None = None,
@@ -30,7 +30,7 @@ def _reduction(reduce: Reduce) -> Operator:
             return reduce(x.unsqueeze(0), (0,), False)
         return reduce(x, tuple(every), bool(keepdims))
 
-    return Operator(call, host=(1,))
+    return OnnxOperator(call, host=(1,))
 
 
 def add_up(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
@@ -88,19 +88,17 @@ def norm(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
     return add_up(x.double() ** 2, axes, keep).sqrt().to(x.dtype)
 
 
-def _arg(find: Callable[..., Tensor]) -> Operator:
-    def call(
-        x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0
-    ) -> Tensor:
+def _arg(find: Callable[..., Tensor]) -> OnnxOperator:
+    def call(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if not select_last_index:
             return find(x, axis, keepdim=bool(keepdims))
         found = find(x.flip(axis), axis, keepdim=bool(keepdims))
         return x.shape[axis] - 1 - found
 
-    return Operator(call)
+    return OnnxOperator(call)
 
 
-def _cumulative(compute: Callable[..., Tensor], neutral: int) -> Operator:
+def _cumulative(compute: Callable[..., Tensor], neutral: int) -> OnnxOperator:
     def call(x: Tensor, chosen: Numbers, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
         axis = one_int(chosen)
         x = x.flip(axis) if reverse else x
@@ -110,7 +108,7 @@ def _cumulative(compute: Callable[..., Tensor], neutral: int) -> Operator:
         x = compute(x, axis, dtype=x.dtype)
         return x.flip(axis) if reverse else x
 
-    return Operator(call, host=(1,))
+    return OnnxOperator(call, host=(1,))
 
 
 OPERATORS = {

@@ -8,7 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.backends.onnx_import.values import DTYPES, Numbers, Operator, Reals, one_int, reals
+from penstock.backends.onnx_import.values import (
+    DTYPES,
+    Numbers,
+    OnnxOperator,
+    Reals,
+    one_int,
+    reals,
+)
 
 CPU = torch.device("cpu")
 
@@ -59,7 +66,7 @@ def stft(
     return torch.view_as_real(found)
 
 
-def _window(compute: Callable[[Tensor], Tensor]) -> Operator:
+def _window(compute: Callable[[Tensor], Tensor]) -> OnnxOperator:
     def call(
         size: Numbers, *, output_datatype: int = 1, periodic: int = 1, device: torch.device = CPU
     ) -> Tensor:
@@ -68,7 +75,7 @@ def _window(compute: Callable[[Tensor], Tensor]) -> Operator:
         at = at * 2 * math.pi / (count if periodic else count - 1)
         return compute(at).to(DTYPES[output_datatype])
 
-    return Operator(call, host=(0,))
+    return OnnxOperator(call, host=(0,))
 
 
 def mel_weights(
@@ -100,9 +107,9 @@ def mel_weights(
 
 OPERATORS = {
     "BlackmanWindow": _window(lambda at: 0.42 - 0.5 * at.cos() + 0.08 * (2 * at).cos()),
-    "DFT": Operator(dft, host=(1, 2)),
+    "DFT": OnnxOperator(dft, host=(1, 2)),
     "HammingWindow": _window(lambda at: 25 / 46 - 21 / 46 * at.cos()),
     "HannWindow": _window(lambda at: 0.5 - 0.5 * at.cos()),
-    "MelWeightMatrix": Operator(mel_weights, host=(0, 1, 2, 3, 4)),
-    "STFT": Operator(stft, host=(1, 3)),
+    "MelWeightMatrix": OnnxOperator(mel_weights, host=(0, 1, 2, 3, 4)),
+    "STFT": OnnxOperator(stft, host=(1, 3)),
 }

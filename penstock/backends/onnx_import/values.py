@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
 
 import torch
 
-Numbers = torch.Tensor | Sequence[int] | int
-Reals = torch.Tensor | Sequence[float] | float
+Numbers: TypeAlias = torch.Tensor | Sequence[int] | int
+Reals: TypeAlias = torch.Tensor | Sequence[float] | float
 Compute = Callable[..., object]
 # Datatypes of ONNX that torch has, by their number in TensorProto. Torch computes nothing in four
 # bits: such integers are unpacked to eight when they are read.
@@ -42,8 +43,33 @@ DTYPES: dict[int, torch.dtype] = {
 FOUR_BITS = {21: (0, 15), 22: (-8, 7)}
 
 
+class ConvAttributes(TypedDict, total=False):
+    auto_pad: str
+    dilations: Sequence[int]
+    group: int
+    kernel_shape: Sequence[int]
+    pads: Sequence[int]
+    strides: Sequence[int]
+
+
+class GemmAttributes(TypedDict, total=False):
+    alpha: float
+    beta: float
+    transA: int
+    transB: int
+
+
+class PoolAttributes(TypedDict, total=False):
+    auto_pad: str
+    ceil_mode: int
+    dilations: Sequence[int]
+    kernel_shape: Sequence[int]
+    pads: Sequence[int]
+    strides: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
-class Operator:
+class OnnxOperator:
     """How an operator is computed: tensors by position, attributes by keyword. A function with a
     parameter `opset`, `num_outputs`, `device` or `types` (the numbers of its inputs' datatypes)
     gets that too."""

@@ -9,9 +9,8 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, external_data_helper, numpy_helper
 
 from penstock.backends.onnx_import.values import DTYPES, FOUR_BITS
 from penstock.errors import ConfigError
@@ -21,10 +20,13 @@ def read_tensor(proto: TensorProto, folder: Path) -> torch.Tensor:
     """Return the tensor. Raise ConfigError for datatypes that torch does not have."""
     if proto.data_type not in DTYPES:
         name = TensorProto.DataType.Name(proto.data_type)
-        raise ConfigError([f"tensor '{proto.name}': datatype {name} is not supported on this engine"])
+        raise ConfigError(
+            [f"tensor '{proto.name}': datatype {name} is not supported on this engine"]
+        )
     dtype, shape = DTYPES[proto.data_type], tuple(proto.dims)
     if proto.data_type in FOUR_BITS:
-        onnx.load_external_data_for_tensor(proto, str(folder)) if _is_external(proto) else None
+        if _is_external(proto):
+            external_data_helper.load_external_data_for_tensor(proto, str(folder))
         return torch.from_numpy(numpy_helper.to_array(proto).astype(np.int8)).to(dtype)
     if _is_external(proto):
         return _mapped(proto, folder, dtype).reshape(shape)
