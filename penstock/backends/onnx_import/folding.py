@@ -22,6 +22,8 @@ from penstock.backends.onnx_import.values import ints
 # a shape.
 COPIED = {shapes.reshape: 0, shapes.expand: 1}
 FLOATS = (torch.float32, torch.float64)
+# Datatype and shape of each input.
+Sample = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Recorder(fx.Interpreter):  # type: ignore[misc]
@@ -61,9 +63,7 @@ class _Recorder(fx.Interpreter):  # type: ignore[misc]
         return found.to("meta") if isinstance(found, torch.Tensor) else found
 
 
-def fold_shapes(
-    model: ImportedGraph, samples: Sequence[Mapping[str, tuple[torch.dtype, Sequence[int]]]]
-) -> int:
+def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
     """Fold what is the same for all samples of input shapes; return how many nodes were. A graph
     whose shapes depend on data is folded as far as they are known."""
     module = model.module

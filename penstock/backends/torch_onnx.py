@@ -1,0 +1,64 @@
+"""ONNX files for the PyTorch engine: imported, simplified for the shapes that are configured, and
+cast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
+from penstock.backends.onnx_import.importer import ImportedGraph, import_file
+from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.types import DATATYPES
+
+# Batch sizes and lengths for which shapes are worked out. What is the same for all of them is taken
+# to be so always; most networks take lengths that are multiples of 32.
+ROWS = (2, 3, 5)
+LENGTHS = (32, 64, 96)
+ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
+
+
+def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
+    """Import the model's file. Raise ConfigError naming what this engine does not have, and what to
+    do instead."""
+    batch = (-1,) if config.max_batch_size else ()
+    sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
+    try:
+        graph = import_file(Path(config.artifact), sizes=sizes)
+    except ConfigError as error:
+        name = Path(config.artifact).name
+        problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]
+        raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
+    fold_shapes(graph, samples(config))
+    graph.module.meta["patterns"] = fuse_patterns(graph.module)
+    if dtype is not None:
+        retype(graph, dtype)
+    return graph
+
+
+def samples(config: ModelConfig) -> list[Sample]:
+    """Return shapes of inputs as they may come: several batch sizes, and lengths of buckets."""
+    buckets = () if config.padding is None else config.padding.buckets
+    lengths = (*buckets, *LENGTHS)[: len(ROWS)]
+    found = []
+    for rows, length in zip(ROWS, lengths, strict=True):
+        batch = (rows,) if config.max_batch_size else ()
+        found.append(
+            {
+                spec.name: (
+                    torch_type(spec.datatype),
+                    (*batch, *(length if size < 0 else size for size in spec.shape)),
+                )
+                for spec in config.inputs
+            }
+        )
+    return found
+
+
+def torch_type(datatype: str) -> torch.dtype:
+    """Return the torch type of a v2 datatype other than BYTES."""
+    found: torch.dtype = getattr(torch, "bfloat16" if datatype == "BF16" else DATATYPES[datatype].numpy.name)
+    return found
