@@ -256,10 +256,8 @@ class ModelConfig:
         """Note for the log at load and `penstock inspect` about an SLO that was not kept."""
         if not self.unkept_slo:
             return ""
-        return (
-            f"the evidence says that the SLO was not kept: {self.unkept_slo}; serving without it, "
-            "set penstock.slo to enforce it"
-        )
+        how = "serving without it, set penstock.slo to enforce it"
+        return f"the evidence says that the SLO was not kept: {self.unkept_slo}; {how}"
 
     @property
     def model(self) -> ModelConfig:
@@ -274,23 +272,26 @@ class ModelConfig:
     def without_postprocess(self) -> ModelConfig:
         """The configuration without its postprocess function: outputs are the model's own, and
         there are no inputs of a head."""
-        made, before = self.postprocess, self.preprocess
+        made = self.postprocess
         if made is None:
             return self
         config = replace(self, outputs=made.outputs, postprocess=None)
         names = HEAD_INPUTS.get(made.function, ())
         if not names:
             return config
-        if before is None:
-            padding = _without_inputs(config.padding, names)
-            return replace(config, inputs=_without_names(config.inputs, names), padding=padding)
-        padding = _without_inputs(before.padding, names)
-        inputs = _without_names(before.inputs, names)
-        return replace(config, preprocess=replace(before, inputs=inputs, padding=padding))
+        taker = config.preprocess or config
+        inputs = tuple(spec for spec in taker.inputs if spec.name not in names)
+        padding = taker.padding
+        if padding is not None:
+            axes = tuple(each for each in padding.axes if each.input not in names)
+            padding = replace(padding, axes=axes)
+        if config.preprocess is None:
+            return replace(config, inputs=inputs, padding=padding)
+        before = replace(config.preprocess, inputs=inputs, padding=padding)
+        return replace(config, preprocess=before)
 
     @property
     def is_processed(self) -> bool:
-        """Whether the model has a preprocess or postprocess function."""
         return self.preprocess is not None or self.postprocess is not None
 
     @property
@@ -307,6 +308,11 @@ class ModelConfig:
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, if an output has them."""
         return next((spec.labels for spec in self.outputs if spec.labels), ())
+
+    @property
+    def label(self) -> str:
+        """The artifact in errors: `1/model.onnx`."""
+        return f"{self.version}/{self.file or Path(self.artifact).name}"
 
     @property
     def folder(self) -> Path:
@@ -328,7 +334,6 @@ class ModelConfig:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """One device per instance."""
         return self.spread or (self.device,) * self.num_instances
 
     @property
@@ -371,20 +376,8 @@ class ModelConfig:
         return "onnxruntime_onnx" if self.backend == "onnxruntime" else self.backend
 
 
-def _without_names(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[TensorSpec, ...]:
-    return tuple(spec for spec in specs if spec.name not in names)
-
-
-def _without_inputs(padding: Padding | None, names: Sequence[str]) -> Padding | None:
-    if padding is None:
-        return None
-    return replace(padding, axes=tuple(each for each in padding.axes if each.input not in names))
-
-
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits and time-outs of the HTTP server."""
-
     max_body_bytes: int = 64 * MIB
     # JSON is decoded on the event loop, so large bodies delay all requests.
     max_json_bytes: int = 8 * MIB
@@ -403,8 +396,6 @@ class HttpLimits:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """Settings of the gRPC front."""
-
     port: int = 8001
     # Size of one request; raise it for larger tensors.
     max_message_bytes: int = 64 * MIB

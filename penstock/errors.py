@@ -108,10 +108,11 @@ class StorageFull(PenstockError):
 
 
 class ConfigError(PenstockError):
-    """Holds every problem found, each starting with the path of its cause."""
+    """Holds every problem found, each starting with the path of its cause. A text is one."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(printable(problem) for problem in problems)
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        found = [problems] if isinstance(problems, str) else problems
+        self.problems = tuple(map(printable, found))
         super().__init__("; ".join(self.problems))
 
 

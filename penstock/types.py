@@ -296,6 +296,13 @@ CANCELLED = Cancelled("the client cancelled the request")
 TimeoutAction = Literal["REJECT", "DELAY"]
 
 
+def shape_fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a shape is as expected; -1 matches any size."""
+    return len(shape) == len(expected) and all(
+        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
+    )
+
+
 def num_elements(shape: Sequence[int]) -> int:
     total = 1
     for size in shape:

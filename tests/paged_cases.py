@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from penstock.kernels.paged import Paged
+from penstock.kernels import Paged
 from penstock.llm.operations import NUM_COLUMNS, tokens_of_line
 
 

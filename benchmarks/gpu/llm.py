@@ -482,7 +482,7 @@ def prompts_rate(bench: Bench, keys: int, warps: int, stages: int) -> str:
 
 
 def attention_case(bench: Bench, num: int, group: int, most: int) -> tuple[Any, ...]:
-    from penstock.kernels.paged import Paged
+    from penstock.kernels import Paged
 
     device, dtype = bench.device, torch.float16 if bench.device == "cpu" else torch.bfloat16
     chance = random.Random(SEED)

@@ -20,7 +20,7 @@ import models
 import numpy as np
 from safetensors.torch import save_file
 
-from penstock.backends import KeepsCompiled, backend
+from penstock.backends import backend
 from penstock.config import CPU, EACH_GPU, BatchPolicy, ModelConfig
 from penstock.optimizer.passes import fp8, half
 from penstock.repository import layout, versions
@@ -148,8 +148,7 @@ def compiled(config: ModelConfig) -> Mapping[str, bytes]:
     proof = prove(config, runner)
     apply_proof(runner, proof)
     warm_up_all(config, runner, proof)
-    keeper: object = runner
-    files = keeper.compiled() if isinstance(keeper, KeepsCompiled) else {}
+    files = runner.compiled()
     runner.close()
     return files
 

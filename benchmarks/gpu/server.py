@@ -44,7 +44,7 @@ from repositories import SUBJECTS, Subject
 from rich.console import Console
 from rich.table import Table
 
-from penstock.backends import Batch, PinsMemory, backend
+from penstock.backends import Batch, Runner, backend
 from penstock.config import ModelConfig
 from penstock.serving import local
 
@@ -250,10 +250,9 @@ def pinned_batches(runner: object, root: Path, config: ModelConfig) -> Iterator[
         yield Batch(inputs, len(places))
 
 
-def pinned(runner: object, array: np.ndarray) -> np.ndarray:
+def pinned(runner: Runner, array: np.ndarray) -> np.ndarray:
     memory = mmap.mmap(-1, array.nbytes)
-    if isinstance(runner, PinsMemory):
-        runner.pin(memoryview(memory))
+    runner.pin(memoryview(memory))
     PINNED.append(memory)
     placed = np.frombuffer(memory, array.dtype).reshape(array.shape)
     placed[:] = array

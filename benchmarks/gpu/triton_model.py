@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from penstock.backends import Batch, PinsMemory, backend
+from penstock.backends import Batch, backend
 from penstock.repository import layout
 from penstock.serving.worker import warm_up_buckets
 from penstock.types import DATATYPES
@@ -54,8 +54,7 @@ class TritonPythonModel:
             flat = np.frombuffer(memory, dtype, math.prod(shape), offset)
             self.inputs[name] = flat.reshape(shape)
             offset += size
-        if isinstance(self.runner, PinsMemory):
-            self.runner.pin(memoryview(memory))
+        self.runner.pin(memoryview(memory))
         warm_up_buckets(config, self.runner)
         built = {**self.runner.built(), "tensors": "numpy" if IS_NUMPY_SHARED else "DLPack"}
         facts = ", ".join(f"{key}={value}" for key, value in built.items())

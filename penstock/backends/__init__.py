@@ -8,9 +8,9 @@ leak there. `tests/suites/backend.py` is the contract as tests; a new backend in
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
@@ -96,115 +96,63 @@ class Execution(Protocol):
         Shapes may be unknown until now. Raises the model's error."""
 
 
-@dataclass(slots=True)
-class Finished:
-    """Execution of a backend that computes in `start`."""
+class Runner:
+    """A loaded model on its device, called by one thread. The defaults are those of a model whose
+    file declares no tensors and that computes in `start`."""
 
-    outputs: Outputs | PerRequest
-    prepare_s: float = 0.0
-    finish_s: float = 0.0
-
-    def wait(self) -> Iterable[Outputs | PerRequest]:
-        return (self.outputs,)
-
-
-class Runner(Protocol):
-    """A loaded model on its device, called by one thread."""
-
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
-        """Inputs that the file declares, including the batch dimension; empty if it declares
-        none."""
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]: ...
-
-    @property
-    def needs_requests(self) -> bool:
-        """Whether `Batch.requests` must be filled in. Such a model is code that may act on its
-        inputs, so it gets real requests only and is not warmed up with zeros."""
-
-    @property
-    def keeps_rows_apart(self) -> bool:
-        """Whether rows cannot influence each other's answers by construction; if not, that is
-        tested at load."""
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether `start` only launches a batch, so that several are in flight at once: as many as
-        the model has instances on the device. Another thread then calls `wait`."""
+    # Tensors that the file declares, including the batch dimension.
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    # Whether `Batch.requests` must be filled in. Such a model is code that may act on its inputs,
+    # so it gets real requests only and is not warmed up with zeros.
+    needs_requests = False
+    # Whether rows cannot influence each other's answers by construction; if not, that is tested at
+    # load.
+    keeps_rows_apart = False
+    # Whether `start` only launches a batch, so that several are in flight at once: as many as the
+    # model has instances on the device. Another thread then calls `wait`.
+    runs_ahead = False
 
     def built(self) -> Mapping[str, str]:
         """Return the effective settings, read back from the library."""
+        raise NotImplementedError
 
-    def start(self, batch: Batch) -> Execution: ...
+    def start(self, batch: Batch) -> Execution:
+        raise NotImplementedError
 
-    def close(self) -> None: ...
-
-
-class PlainRunner:
-    """Defaults of a Runner that declares no tensors and computes in `start`."""
-
-    inputs: Sequence[TensorSpec] = ()
-    outputs: Sequence[TensorSpec] = ()
-    needs_requests = False
-    keeps_rows_apart = False
-    runs_ahead = False
-
-
-@runtime_checkable
-class PinsMemory(Protocol):
-    """A runner whose device copies from registered (pinned) host memory."""
+    def close(self) -> None:
+        """Free what the model holds."""
 
     def pin(self, memory: memoryview) -> None:
-        """Register memory that will hold batches for the lifetime of the runner."""
-
-
-@runtime_checkable
-class Rehearses(Protocol):
-    """A runner whose warm-up needs more than zeros of a shape."""
+        """Register (pin) memory that will hold batches for the lifetime of the runner, if its
+        device copies from such memory."""
 
     def rehearsals(self, batch: Batch) -> Iterable[Batch]:
-        """Return the batches to run instead of this batch of zeros, the slowest one last."""
-
-
-@runtime_checkable
-class FillsUp(Protocol):
-    """A runner that pads batches with extra rows, up to a size it is prepared for."""
+        """Return the batches to warm up with, the slowest one last; `batch` is zeros of a shape."""
+        return (batch,)
 
     def stop_filling(self) -> None:
-        """Stop padding because rows influence each other: run only the rows that were sent."""
-
-
-@runtime_checkable
-class MayBeLost(Protocol):
-    """A runner whose device may become unusable for this process after an error."""
-
-    def is_lost(self) -> bool: ...
-
-
-@runtime_checkable
-class KeepsCompiled(Protocol):
-    """A runner that compiles or tunes at load, and can reuse the result the next time."""
+        """Stop padding batches with extra rows, because rows influence each other."""
 
     def compiled(self) -> Mapping[str, bytes]:
-        """Return files for the version's folder by name, including those that are there already."""
-
-
-@runtime_checkable
-class WatchesMemory(Protocol):
-    """A runner that monitors its memory on the device."""
+        """Return files for the version's folder by name, with what was compiled or tuned at load,
+        including those that are there already."""
+        return {}
 
     def settle(self) -> None:
-        """Take the present use as the baseline: all warm-up is done."""
+        """Take the present use of the device's memory as the baseline: all warm-up is done."""
 
     @property
     def restart_reason(self) -> str:
         """Why a new worker should replace this one; empty if none should."""
+        return ""
+
+    def is_lost(self) -> bool:
+        """Whether an error has made the device unusable for this process."""
+        return False
 
 
-class LoadRunner(Protocol):
-    def __call__(self, config: ModelConfig, /) -> Runner: ...
+LoadRunner = Callable[[ModelConfig], Runner]
 
 
 def backend(name: str) -> LoadRunner:
@@ -212,16 +160,16 @@ def backend(name: str) -> LoadRunner:
     ConfigError naming what is missing."""
     if name not in NAMES:
         expected = f"expected one of {', '.join(NAMES)}"
-        raise ConfigError([f"backend: '{name}' is not known; {expected}"])
+        raise ConfigError(f"backend: '{name}' is not known; {expected}")
     try:
         load: LoadRunner = importlib.import_module(f"{__name__}.{name}").load
     except ModuleNotFoundError as error:
         problem = f"backend: '{name}' needs the package '{error.name}', which is not installed"
         if name in EXTRAS:
             problem += f'; pip install "penstock[{EXTRAS[name]}]" brings it'
-        raise ConfigError([problem]) from error
+        raise ConfigError(problem) from error
 
-    def load_whole(config: ModelConfig, /) -> Runner:
+    def load_whole(config: ModelConfig) -> Runner:
         if not config.is_processed:
             return load(config)
         module = importlib.import_module(f"{__name__}.processing")

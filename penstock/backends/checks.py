@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
-from penstock.types import TensorSpec
+from penstock.types import TensorSpec, shape_fits
 
 MAX_THREADS = 1024
 log = logging.getLogger("penstock.backend")
@@ -20,19 +20,14 @@ def check_signature(
     """Check the configured tensors against the file's; a mismatch would fail every request."""
     problems: list[str] = []
     has_batch = config.max_batch_size > 0
-    for kind, wanted, actual in (
-        ("input", config.inputs, inputs),
-        ("output", config.outputs, outputs),
-    ):
+    both = ("input", config.inputs, inputs), ("output", config.outputs, outputs)
+    for kind, wanted, actual in both:
         by_name = {spec.name: spec for spec in actual}
         for spec in wanted:
             problems += _mismatch(kind, spec, by_name, has_batch)
     configured = {spec.name for spec in config.inputs}
-    problems += [
-        f"input: the model needs '{spec.name}', which is not configured"
-        for spec in inputs
-        if spec.name not in configured
-    ]
+    needed = [spec.name for spec in inputs if spec.name not in configured]
+    problems += [f"input: the model needs '{name}', which is not configured" for name in needed]
     if problems:
         raise ConfigError(problems)
 
@@ -43,12 +38,8 @@ def warn_unknown(config: ModelConfig, known: Sequence[str]) -> None:
     prefixes = tuple(name for name in known if name.endswith("."))
     for key in config.options:
         if key not in known and not key.startswith((*prefixes, "penstock.")):
-            log.warning(
-                "parameters.%s: backend '%s' does not know it, so it has no effect; it knows %s",
-                key,
-                config.backend,
-                ", ".join(known),
-            )
+            text = "parameters.%s: backend '%s' does not know it, so it has no effect; it knows %s"
+            log.warning(text, key, config.backend, ", ".join(known))
 
 
 def num_threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:
@@ -79,10 +70,8 @@ def _mismatch(
     if kind == "output" and not found.shape:
         return problems
     if has_batch and found.shape and found.shape[0] != -1:
-        problems.append(
-            f"{where}: the model's first dimension is fixed at {found.shape[0]}, "
-            "so max_batch_size must be 0"
-        )
+        fixed = f"the model's first dimension is fixed at {found.shape[0]}"
+        problems.append(f"{where}: {fixed}, so max_batch_size must be 0")
     elif not _fits(kind, shape, found.shape):
         problems.append(f"{where}: configured as {list(shape)}, the model has {list(found.shape)}")
     return problems
@@ -90,9 +79,7 @@ def _mismatch(
 
 def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
     """Return whether the shapes fit: an input may be narrower than the model's, never wider."""
-    if len(configured) != len(actual):
-        return False
-    pairs = list(zip(configured, actual, strict=True))
-    if kind == "input":
-        return all(theirs in (-1, ours) for ours, theirs in pairs)
+    if kind == "input" or len(configured) != len(actual):
+        return shape_fits(configured, actual)
+    pairs = zip(configured, actual, strict=True)
     return all(-1 in (ours, theirs) or ours == theirs for ours, theirs in pairs)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.backends import Batch, Execution, Outputs, PerRequest, PlainRunner, Runner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.config import (
     CLASSIFIER,
     EMBEDDING,
@@ -183,7 +183,7 @@ def pool(vectors: Array, mask: Array, pooling: pretrained.Pooling) -> Array:
     return np.asarray((vectors * kept).sum(axis=1) / divisor, np.float32)
 
 
-class Headed(PlainRunner):
+class Headed(Runner):
     """A Runner whose answers go through a head. Warm-up and trials at load run the network."""
 
     def __init__(self, config: ModelConfig, inner: Runner) -> None:
@@ -212,22 +212,16 @@ class Headed(PlainRunner):
 
 @dataclass(slots=True)
 class HeadedExecution:
-    """An execution of the network, and then of the head."""
-
     inner: Execution
     head: Head
     inputs: Outputs
-
-    @property
-    def prepare_s(self) -> float:
-        return self.inner.prepare_s
-
-    @property
-    def finish_s(self) -> float:
-        return self.inner.finish_s
+    # Known once `wait` is exhausted.
+    prepare_s: float = 0.0
+    finish_s: float = 0.0
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
         for answer in self.inner.wait():
             # `processing.load` refuses models that see requests.
             assert not isinstance(answer, PerRequest)
             yield self.head(answer, self.inputs)
+        self.prepare_s, self.finish_s = self.inner.prepare_s, self.inner.finish_s

@@ -134,9 +134,5 @@ def _pillow() -> ModuleType:
     try:
         return importlib.import_module("PIL.Image")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            [
-                "preprocess: images need the package 'pillow', which is not installed; "
-                'pip install "penstock[data]" brings it'
-            ]
-        ) from error
+        what = "images need the package 'pillow', which is not installed"
+        raise ConfigError(f'preprocess: {what}; pip install "penstock[data]" brings it') from error

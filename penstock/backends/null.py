@@ -1,11 +1,8 @@
 """A backend that computes nothing and takes a given time: for tests and server overhead.
 
-Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ). A batch of
-b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
-`.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
-longer. `null.copy_ms` simulates a GPU: each batch has a copy of this length, which overlaps with
-the computation of others, and `start` waits for neither. On a GPU it uses no memory, but reports
-`null.gpu_memory_bytes`.
+Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ).
+`docs/backends.md` explains the options. With `null.copy_ms`, which simulates a GPU, each batch has
+a copy that overlaps with the computation of others, and `start` waits for neither.
 """
 
 from __future__ import annotations
@@ -14,10 +11,12 @@ import os
 import resource
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.backends import GPU_MEMORY, Batch, Execution, Finished, Outputs, PlainRunner
+from penstock.backends import GPU_MEMORY, Batch, Execution, Outputs, Runner
+from penstock.backends.finished import Finished
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array
@@ -26,22 +25,21 @@ TIMES = ("a_ms", "c_ms", "load_ms", "stall_ms", "copy_ms")
 OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on", GPU_MEMORY)
 
 
+@dataclass(slots=True)
 class Ahead:
     """A batch in flight that ends at a given time."""
 
-    finish_s = 0.0
-
-    def __init__(self, outputs: Outputs, ends_at: float, prepare_s: float) -> None:
-        self._outputs = outputs
-        self._ends_at = ends_at
-        self.prepare_s = prepare_s
+    outputs: Outputs
+    ends_at: float
+    prepare_s: float
+    finish_s: float = 0.0
 
     def wait(self) -> Iterable[Outputs]:
-        time.sleep(max(0.0, self._ends_at - time.perf_counter()))
-        return (self._outputs,)
+        time.sleep(max(0.0, self.ends_at - time.perf_counter()))
+        return (self.outputs,)
 
 
-class NullRunner(PlainRunner):
+class NullRunner(Runner):
     keeps_rows_apart = True
 
     def __init__(self, config: ModelConfig) -> None:
@@ -58,10 +56,8 @@ class NullRunner(PlainRunner):
         if self._config.device == CPU:
             return options
         # The values it would have if it computed anything.
-        return options | {
-            "device": self._config.device,
-            GPU_MEMORY: str(int(self._options.get(GPU_MEMORY, 0))),
-        }
+        memory = str(int(self._options.get(GPU_MEMORY, 0)))
+        return options | {"device": self._config.device, GPU_MEMORY: memory}
 
     def start(self, batch: Batch) -> Execution:
         began = time.perf_counter()
@@ -71,20 +67,14 @@ class NullRunner(PlainRunner):
         cost_s = (options.get("a_ms", 0.0) + options.get("c_ms", 0.0) * batch.num_rows) / 1e3
         outputs = self._outputs(batch)
         if self.runs_ahead:
-            return self._ahead(outputs, began, cost_s)
+            copy_s = options["copy_ms"] / 1e3
+            self._copied_at = max(began, self._copied_at) + copy_s
+            self._computed_at = max(self._copied_at, self._computed_at) + cost_s
+            return Ahead(outputs, self._computed_at, copy_s)
         left_s = cost_s - (time.perf_counter() - began)
         if left_s > 0:
             time.sleep(left_s)
         return Finished(outputs)
-
-    def _ahead(self, outputs: Outputs, began: float, cost_s: float) -> Ahead:
-        copy_s = self._options["copy_ms"] / 1e3
-        self._copied_at = max(began, self._copied_at) + copy_s
-        self._computed_at = max(self._copied_at, self._computed_at) + cost_s
-        return Ahead(outputs, self._computed_at, copy_s)
-
-    def close(self) -> None:
-        pass
 
     def _outputs(self, batch: Batch) -> Outputs:
         outputs: dict[str, Array] = {}
@@ -92,10 +82,8 @@ class NullRunner(PlainRunner):
         has_batch = self._config.max_batch_size > 0
         for index, spec in enumerate(self._config.outputs):
             source = sources[index] if index < len(sources) else None
-            if source is not None and (source.datatype, source.shape) == (
-                spec.datatype,
-                spec.shape,
-            ):
+            form = spec.datatype, spec.shape
+            if source is not None and (source.datatype, source.shape) == form:
                 outputs[spec.name] = batch.inputs[source.name]
                 continue
             shape = tuple(max(1, size) for size in spec.shape)

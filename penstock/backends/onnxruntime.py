@@ -1,10 +1,6 @@
 """ONNX files on ONNX Runtime, the default backend; threads and graph level are set explicitly.
 
-Options (config.pbtxt `parameters`, Triton's names): `intra_op_thread_count`,
-`inter_op_thread_count`, `execution_mode` (0 sequential, 1 parallel), `graph_level` (disabled,
-basic, extended, all), `enable_mem_arena`, `enable_mem_pattern` (0 or 1), `providers`
-(comma-separated), `provider_options.<provider>.<key>`, and any `session.<key>` or
-`optimization.<key>` config entry. The effective settings are read back and compared.
+docs/backends.md explains the options. The effective settings are read back and compared.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 # Before the import: the only switch that disables the library's telemetry.
@@ -21,13 +17,9 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import Batch, Execution, Finished, PlainRunner
-from penstock.backends.checks import (
-    check_signature,
-    num_threads,
-    share_of_cores,
-    warn_unknown,
-)
+from penstock.backends import Batch, Execution, Runner
+from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
@@ -39,22 +31,12 @@ GRAPH_LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-OPTIONS = (
-    "intra_op_thread_count",
-    "inter_op_thread_count",
-    "execution_mode",
-    "graph_level",
-    "enable_mem_arena",
-    "enable_mem_pattern",
-    "providers",
-    "provider_options.",
-    "session.",
-    "optimization.",
+_OPTIONS = (
+    "intra_op_thread_count inter_op_thread_count execution_mode graph_level enable_mem_arena "
+    "enable_mem_pattern providers provider_options. session. optimization."
 )
-EXECUTION_MODES = {
-    "0": ort.ExecutionMode.ORT_SEQUENTIAL,
-    "1": ort.ExecutionMode.ORT_PARALLEL,
-}
+OPTIONS = tuple(_OPTIONS.split())
+EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
 # The library's names of element types, where they are not numpy's.
 OTHER_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
 ELEMENT_TYPES = {
@@ -74,7 +56,7 @@ _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 CPU = "CPUExecutionProvider"
 
 
-class OnnxRunner(PlainRunner):
+class OnnxRunner(Runner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         problems: list[str] = []
@@ -88,14 +70,14 @@ class OnnxRunner(PlainRunner):
         except Exception as error:  # The library raises its own types and plain Exception.
             reason = shown_error(error, config)
             raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
-        self.inputs = _specs(self._session.get_inputs())
-        self.outputs = _specs(self._session.get_outputs())
+        self.inputs = tuple(map(_spec, self._session.get_inputs()))
+        self.outputs = tuple(map(_spec, self._session.get_outputs()))
         check_signature(config, self.inputs, self.outputs)
         got = self._session.get_providers()
         # ONNX Runtime falls back to the CPU silently.
         if missing := [name for name, _ in providers if name not in got]:
             asked = ", ".join(missing)
-            raise ConfigError([f"parameters.providers: asked for {asked}, got {', '.join(got)}"])
+            raise ConfigError(f"parameters.providers: asked for {asked}, got {', '.join(got)}")
         self._output_names = [spec.name for spec in config.outputs]
         self._special = {
             spec.name: spec.datatype for spec in config.inputs if spec.datatype in ("BF16", "BYTES")
@@ -120,18 +102,16 @@ class OnnxRunner(PlainRunner):
         return built
 
     def start(self, batch: Batch) -> Execution:
+        feeds = batch.inputs
         try:
-            return Finished(self._run(batch.inputs))
+            if self._has_bf16:
+                return Finished(self._run_with_ort_values(feeds))
+            if self._special:
+                feeds = {name: _text(array) for name, array in feeds.items()}
+            arrays = self._session.run(self._output_names, feeds)
         except Exception as error:  # The library raises its own types and plain Exception.
             raise BackendFailed(shown_error(error, self._config)) from error
-
-    def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        if self._has_bf16:
-            return self._run_with_ort_values(feeds)
-        if self._special:
-            feeds = {name: _text(array) for name, array in feeds.items()}
-        arrays = self._session.run(self._output_names, feeds)
-        return dict(zip(self._output_names, arrays, strict=True))
+        return Finished(dict(zip(self._output_names, arrays, strict=True)))
 
     def close(self) -> None:
         del self._session
@@ -216,31 +196,19 @@ def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, di
     available = ort.get_available_providers()
     unknown = [name for name in names if name not in available]
     if unknown:
-        problems.append(
-            f"parameters.providers: {', '.join(unknown)} not in this build of ONNX Runtime, "
-            f"which has {', '.join(available)}"
-        )
+        build = f"this build of ONNX Runtime, which has {', '.join(available)}"
+        problems.append(f"parameters.providers: {', '.join(unknown)} not in {build}")
     providers = []
     for name in names:
         prefix = f"provider_options.{name}."
-        settings = {
-            key.removeprefix(prefix): value
-            for key, value in config.options.items()
-            if key.startswith(prefix)
-        }
-        providers.append((name, settings))
+        keys = [key for key in config.options if key.startswith(prefix)]
+        providers.append((name, {key.removeprefix(prefix): config.options[key] for key in keys}))
     return providers
 
 
-def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(
-            node.name,
-            ELEMENT_TYPES.get(node.type, node.type),
-            tuple(size if isinstance(size, int) else -1 for size in node.shape),
-        )
-        for node in nodes
-    )
+def _spec(node: ort.NodeArg) -> TensorSpec:
+    shape = tuple(size if isinstance(size, int) else -1 for size in node.shape)
+    return TensorSpec(node.name, ELEMENT_TYPES.get(node.type, node.type), shape)
 
 
 def _bits(value: ort.OrtValue) -> Array:
@@ -257,6 +225,5 @@ def _text(array: Array) -> Array:
     """Decode texts: ONNX Runtime wants str where the wire has bytes."""
     if array.dtype != np.object_:
         return array
-    return np.array([item.decode() for item in array.ravel()], dtype=np.object_).reshape(
-        array.shape
-    )
+    texts = np.array([item.decode() for item in array.ravel()], dtype=np.object_)
+    return texts.reshape(array.shape)

@@ -1,10 +1,7 @@
 """OpenVINO on CPUs: `model.xml` with `model.bin` beside it, or `model.onnx`.
 
-Options (config.pbtxt `parameters`, Triton's names in either case): `inference_num_threads`,
-`num_streams`, `performance_hint` (LATENCY, THROUGHPUT); ours: `inference_precision` (f32, bf16,
-f16), and any `ov.<PROPERTY>` of the device. The effective settings are read back and compared. The
-library computes INT64, UINT64 and UINT32 as INT32: numbers that do not fit are refused. FP64 is
-computed as FP32.
+docs/backends.md explains the options; the effective settings are read back and compared. FP64 is
+computed as FP32; INT64, UINT64 and UINT32 as INT32, and numbers that do not fit are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, PlainRunner
+from penstock.backends import Batch, Execution, Runner
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -46,11 +44,11 @@ INT32 = np.iinfo(np.int32)
 DEVICE = "CPU"
 
 
-class OpenVinoRunner(PlainRunner):
+class OpenVinoRunner(Runner):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         properties = properties_of(config)
-        label = f"{config.version}/{config.file or Path(config.artifact).name}"
+        label = config.label
         model = read_model(Path(config.artifact), label)
         self.inputs = _specs(model.inputs, config.inputs)
         self.outputs = _specs(model.outputs, config.outputs)
@@ -69,10 +67,8 @@ class OpenVinoRunner(PlainRunner):
         self._answers = [(spec, output_names.index(spec.name)) for spec in config.outputs]
 
     def built(self) -> Mapping[str, str]:
-        built = {
-            "openvino": ov.__version__,
-            "devices": ",".join(self._compiled.get_property("EXECUTION_DEVICES")),
-        }
+        devices = ",".join(self._compiled.get_property("EXECUTION_DEVICES"))
+        built = {"openvino": ov.__version__, "devices": devices}
         return built | {name.lower(): text for name, text in self._actual.items()}
 
     def start(self, batch: Batch) -> Execution:
@@ -85,13 +81,10 @@ class OpenVinoRunner(PlainRunner):
         except RuntimeError as error:
             raise BackendFailed(f"OpenVINO: {_reason(error)}") from None
         # Copies: the next batch is written to the same memory.
-        arrays = {
-            spec.name: np.array(self._request.get_output_tensor(index).data)
-            for spec, index in self._answers
-        }
-        for spec, _ in self._answers:
-            if spec.datatype == "BF16":
-                arrays[spec.name] = arrays[spec.name].view(np.uint16)
+        arrays: dict[str, Array] = {}
+        for spec, index in self._answers:
+            array = np.array(self._request.get_output_tensor(index).data)
+            arrays[spec.name] = array.view(np.uint16) if spec.datatype == "BF16" else array
         return Finished(arrays)
 
     def close(self) -> None:
@@ -121,28 +114,19 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
     problems: list[str] = []
     if config.device != "cpu":
         problems.append(f"device: '{config.device}' is not supported; expected 'cpu'")
+    # OpenVINO's Python API frees string memory twice, which crashes the process.
+    why = "BYTES is not supported; use backend 'onnxruntime' or 'python'"
     for kind, specs in (("input", config.inputs), ("output", config.outputs)):
-        # OpenVINO's Python API frees string memory twice, which crashes the process.
-        problems += [
-            f"{kind} '{spec.name}': BYTES is not supported; use backend 'onnxruntime' or 'python'"
-            for spec in specs
-            if spec.datatype == "BYTES"
-        ]
-    problems += [
-        f"input '{spec.name}': OpenVINO needs all inputs; it cannot be optional"
-        for spec in config.inputs
-        if spec.is_optional
-    ]
-    settings = {
-        key.lower() if key.lower() in PROPERTIES else key: text
-        for key, text in config.options.items()
-    }
+        texts = [spec.name for spec in specs if spec.datatype == "BYTES"]
+        problems += [f"{kind} '{name}': {why}" for name in texts]
+    why = "OpenVINO needs all inputs; it cannot be optional"
+    problems += [f"input '{spec.name}': {why}" for spec in config.inputs if spec.is_optional]
+    lower = {key: key.lower() for key in config.options if key.lower() in PROPERTIES}
+    settings = {lower.get(key, key): text for key, text in config.options.items()}
     hint = settings.get("performance_hint", "LATENCY").upper()
     precision = settings.get("inference_precision", "f32").lower()
-    for key, text, known in (
-        ("performance_hint", hint, HINTS),
-        ("inference_precision", precision, PRECISIONS),
-    ):
+    chosen = ("performance_hint", hint, HINTS), ("inference_precision", precision, PRECISIONS)
+    for key, text, known in chosen:
         if text not in known:
             problems.append(f"parameters.{key}: '{text}' is not one of {', '.join(known)}")
     threads = num_threads(settings, "inference_num_threads", share_of_cores(config), problems)
@@ -166,10 +150,10 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
 
 def read_model(path: Path, label: str) -> ov.Model:
     if path.suffix not in (".xml", ".onnx"):
-        raise ConfigError([f"{label}: expected model.xml with model.bin, or model.onnx"])
+        raise ConfigError(f"{label}: expected model.xml with model.bin, or model.onnx")
     weights = path.with_suffix(".bin")
     if path.suffix == ".xml" and not weights.resolve().is_relative_to(path.parent.resolve()):
-        raise ConfigError([f"{label}: its weights {weights.name} leave the version folder"])
+        raise ConfigError(f"{label}: its weights {weights.name} leave the version folder")
     try:
         return ov.Core().read_model(path)
     except Exception as error:  # The library raises RuntimeError and other types.
@@ -202,10 +186,8 @@ def _feed(spec: TensorSpec, array: Array) -> Array | ov.Tensor:
     if spec.datatype in NARROWED and array.size:
         for number in (int(array.min()), int(array.max())):
             if not INT32.min <= number <= INT32.max:
-                raise BackendFailed(
-                    f"input '{spec.name}': {number} does not fit INT32, and OpenVINO computes "
-                    f"{spec.datatype} as INT32"
-                )
+                why = f"does not fit INT32, and OpenVINO computes {spec.datatype} as INT32"
+                raise BackendFailed(f"input '{spec.name}': {number} {why}")
     return array
 
 

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, Outputs, PerRequest, PlainRunner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
+from penstock.backends.finished import Finished
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
 
@@ -46,7 +47,7 @@ def open_step(config: ModelConfig, name: str, specs: Sequence[TensorSpec]) -> Ba
     return step
 
 
-class StepRunner(PlainRunner):
+class StepRunner(Runner):
     """A Runner of a step; each request gets its own answer or error."""
 
     needs_requests = True

@@ -1,13 +1,9 @@
 """Pre- and postprocessing: Python functions around any Runner.
 
-config.pbtxt sets `penstock.preprocess = "FILE.py:FUNCTION"`, a file of the version folder, and
-`penstock.model_inputs`, the model's inputs; `input` is then what clients send. The function gets
-one row, arrays by name without the batch dimension, and returns the model's inputs the same way.
-Rows of different lengths are padded (`penstock.pad`) and computed by bucket, and their answers are
-cropped; that is enabled once `serving.proof` has found it harmless.
-
-`penstock.postprocess` and `penstock.model_outputs` are the same for answers: the function gets the
-model's outputs for one row, without padding, and returns what clients get.
+`penstock.preprocess` names a function in a file of the version folder. It gets one row, arrays by
+name without the batch dimension, and returns the model's inputs the same way. Rows of different
+lengths are padded (`penstock.pad`) and computed by bucket, and their answers are cropped, once
+`serving.proof` has found that harmless. `penstock.postprocess` is the same for the model's outputs.
 """
 
 from __future__ import annotations
@@ -19,30 +15,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.backends import (
-    Batch,
-    Execution,
-    Finished,
-    LoadRunner,
-    Outputs,
-    PerRequest,
-    PlainRunner,
-    Runner,
-    split_rows,
-)
+from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner, split_rows
+from penstock.backends.finished import finish
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
 from penstock.config import ModelConfig, Padding
 from penstock.errors import BackendFailed, ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 
 Row = Mapping[str, Array]
 # Output name, and an axis (without batch) that is as long as the padded axes.
 Crop = tuple[str, int]
 
 
-class Processed(PlainRunner):
+class Processed(Runner):
     """A Runner with a function before it, after it, or both. The functions see real requests only;
     warm-up and tests at load run the model between them."""
 
@@ -81,12 +68,7 @@ class Processed(PlainRunner):
         parts = batch.by_request(answers) if self._has_batch else [answers]
         outputs = [_stacked(each, self._has_batch) for each in parts]
         times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
-        if batch.requests:
-            return Finished(PerRequest(outputs), *times)
-        (answer,) = outputs
-        if isinstance(answer, Exception):
-            raise answer
-        return Finished(answer, *times)
+        return finish(batch, outputs, *times)
 
     def close(self) -> None:
         self.inner.close()
@@ -125,7 +107,6 @@ class Processed(PlainRunner):
         return [answer for row in rows for answer in self._run_apart([row])]
 
     def _run(self, inputs: Row, num_rows: int) -> list[dict[str, Array]]:
-        """Run the model and return its outputs by row."""
         (answer,) = self.inner.start(Batch(inputs, num_rows)).wait()
         # `load` refuses models that see requests.
         assert not isinstance(answer, PerRequest)
@@ -150,9 +131,9 @@ class Function:
     """A function in a file of the version, whose results are checked against `specs`."""
 
     def __init__(self, config: ModelConfig, function: str, specs: Sequence[TensorSpec]) -> None:
-        self.name = function
+        self._name = function
         self._specs = specs
-        file, _, name = self.name.rpartition(":")
+        file, _, name = function.rpartition(":")
         self._code = Code(replace(config, artifact=str(config.folder / file), file=file))
         try:
             found = getattr(self._code.load(), name, None)
@@ -163,17 +144,14 @@ class Function:
             raise
         self._call: Callable[[dict[str, Array]], object] = found
 
-    def __call__(self, row: Row) -> dict[str, Array]:
-        return checked(self.name, self._call(dict(row)), self._specs)
-
     def tried_all(self, rows: Sequence[Row]) -> list[Row | Exception]:
-        return [self._tried(row) for row in rows]
-
-    def _tried(self, row: Row) -> Row | Exception:
-        try:
-            return self(row)
-        except Exception as error:  # Users' code on clients' data: only this request fails.
-            return error
+        made: list[Row | Exception] = []
+        for row in rows:
+            try:
+                made.append(checked(self._name, self._call(dict(row)), self._specs))
+            except Exception as error:  # Users' code on clients' data: only this request fails.
+                made.append(error)
+        return made
 
     def close(self) -> None:
         self._code.close()
@@ -207,19 +185,11 @@ def _tried_good(
 
 
 class Functions:
-    """The functions that a configuration names."""
-
     def __init__(self, config: ModelConfig) -> None:
         self.before: Function | BatchedStep | None = None
         self.after: Function | RowHead | None = None
-        self.names = {
-            key: each.function
-            for key, each in (
-                ("preprocess", config.preprocess),
-                ("postprocess", config.postprocess),
-            )
-            if each is not None
-        }
+        steps = {"preprocess": config.preprocess, "postprocess": config.postprocess}
+        self.names = {key: step.function for key, step in steps.items() if step is not None}
         try:
             if config.preprocess is not None:
                 opened = open_step if config.is_staged else Function
@@ -249,7 +219,7 @@ def load(config: ModelConfig, load_model: LoadRunner) -> Processed | Headed:
         if inner.needs_requests:
             key = "postprocess" if config.preprocess is None else "preprocess"
             problem = "not for code that sees requests; it can do the same itself"
-            raise ConfigError([f"parameters.penstock.{key}: {problem}"])
+            raise ConfigError(f"parameters.penstock.{key}: {problem}")
         if config.has_head and config.preprocess is None:
             return Headed(config, inner)
         return Processed(config, inner, Functions(config))
@@ -293,9 +263,7 @@ def checked(name: str, made: object, specs: Sequence[TensorSpec]) -> dict[str, A
         dtype = DATATYPES[spec.datatype].numpy
         if values.dtype != dtype and not (spec.datatype == "BYTES" and values.dtype.kind in "SU"):
             raise BackendFailed(f"{name}: '{spec.name}' is {values.dtype}, expected {dtype}")
-        if len(values.shape) != len(spec.shape) or any(
-            limit not in (-1, size) for size, limit in zip(values.shape, spec.shape, strict=True)
-        ):
+        if not shape_fits(values.shape, spec.shape):
             raise BackendFailed(
                 f"{name}: '{spec.name}' has shape {list(values.shape)}, expected {list(spec.shape)}"
             )
@@ -322,15 +290,12 @@ def pad(padding: Padding | None, row: Row) -> tuple[Row, int | None]:
     return filled, length
 
 
-def shapes_of(row: Row) -> tuple[object, ...]:
-    return tuple((name, values.shape) for name, values in row.items())
-
-
 def _by_shape(rows: Mapping[int, Row]) -> Collection[list[int]]:
     """Return the numbers of rows with equal shapes, together."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, row in rows.items():
-        groups.setdefault(shapes_of(row), []).append(number)
+        shapes = tuple((name, values.shape) for name, values in row.items())
+        groups.setdefault(shapes, []).append(number)
     return groups.values()
 
 
@@ -339,7 +304,6 @@ def stack(rows: Sequence[Row]) -> dict[str, Array]:
 
 
 def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
-    """Stack the rows of one request."""
     answers: list[Outputs] = []
     for row in rows:
         if isinstance(row, Exception):
@@ -350,6 +314,5 @@ def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | 
     try:
         return stack(answers)
     except ValueError:
-        return BackendFailed(
-            "rows of one request have answers of different shapes; send them apart"
-        )
+        problem = "rows of one request have answers of different shapes; send them apart"
+        return BackendFailed(problem)

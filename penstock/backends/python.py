@@ -1,11 +1,9 @@
-"""Models written in Python: the file `model.py`, in one of three forms.
+"""Models written in Python: the file `model.py`, in one of three forms (docs/python-models.md).
 
-`class TritonPythonModel`, an unchanged Triton model, sees each request of a batch by itself and
-answers or fails each. Our own forms take the stacked batch as arrays by name and return such a
-mapping: `class Model` with `infer(self, inputs)`, optionally `__init__(self, config)`, `load` and
-`close`; or just `def infer(inputs)`. Both may take their inputs by name instead, and either the
-whole batch or one row (`python_signature`). All may be `async def`. Input arrays are read-only,
-because a batch may have to run again.
+An unchanged `TritonPythonModel` sees each request of a batch by itself and answers or fails each.
+`class Model` or a function takes the stacked batch as a mapping of arrays, or its inputs by name,
+then either the whole batch or one row (`python_signature`). All may be `async def`. Input arrays
+are read-only, because a batch may have to run again.
 """
 
 from __future__ import annotations
@@ -29,16 +27,9 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import (
-    Batch,
-    BatchRequest,
-    Execution,
-    Finished,
-    Outputs,
-    PerRequest,
-    PlainRunner,
-)
+from penstock.backends import Batch, BatchRequest, Execution, Outputs, Runner
 from penstock.backends import triton_python_backend_utils as pb_utils
+from penstock.backends.finished import Finished, finish
 from penstock.backends.python_signature import TRITON, CallForm, find_entry, read_form
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
@@ -56,7 +47,7 @@ class Code:
 
     def __init__(self, config: ModelConfig) -> None:
         self._path = Path(config.artifact)
-        self._label = f"{config.version}/{config.file or self._path.name}"
+        self._label = config.label
         self._package = f"penstock_python_model_{next(_numbers)}"
         self._tasks: asyncio.Runner | None = None
 
@@ -92,7 +83,7 @@ class Code:
         return self._tasks.run(wait())
 
     def problem(self, text: str) -> ConfigError:
-        return ConfigError([f"{self._label}: {text[:MAX_TEXT_CHARS]}"])
+        return ConfigError(f"{self._label}: {text[:MAX_TEXT_CHARS]}")
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:
@@ -126,11 +117,8 @@ class Code:
             file = Path(error.filename or self._path)
             where = "" if file == self._path else f"{file.name} "
             return f"{where}line {error.lineno}: {error.msg}"
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(self._path)
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
         where = f"line {lines[-1]}: " if lines else ""
         if isinstance(error, ModuleNotFoundError) and error.name:
             name = error.name.removeprefix(f"{self._package}.")
@@ -146,10 +134,9 @@ class _Loader(SourceFileLoader):
         return code
 
 
-class FunctionRunner(PlainRunner):
+class FunctionRunner(Runner):
     """`class Model` or a function: called with the arrays of the whole batch, or, by its form, for
-    one row at a time. Then it sees only rows of clients, and a row that fails fails only its
-    request."""
+    one row at a time. Then it sees only clients' rows, and an error fails only its request."""
 
     def __init__(
         self, code: Code, infer: Callable[..., object], model: object, form: CallForm | None
@@ -169,25 +156,17 @@ class FunctionRunner(PlainRunner):
     def start(self, batch: Batch) -> Execution:
         if not self.needs_requests:
             return Finished(self._call(batch.inputs))
-        if not batch.requests:
-            return Finished(self._answer(batch.inputs, 0, batch.num_rows))
-        answers: list[Outputs | Exception] = []
-        row = 0
-        for part in batch.requests:
-            try:
-                answers.append(self._answer(batch.inputs, row, part.num_rows))
-            except Exception as error:  # A model's code may raise anything.
-                answers.append(error)
-            row += part.num_rows
-        return Finished(PerRequest(answers))
+        inputs = batch.inputs.items()
+        rows = [{name: array[row] for name, array in inputs} for row in range(batch.num_rows)]
+        return finish(batch, [self._answer(some) for some in batch.by_request(rows)])
 
-    def _answer(self, inputs: Mapping[str, Array], start: int, num_rows: int) -> Outputs:
-        """Call the function for some rows and stack the results."""
-        results = [
-            self._call({name: array[row] for name, array in inputs.items()})
-            for row in range(start, start + num_rows)
-        ]
-        return {name: _stacked(name, [each[name] for each in results]) for name in results[0]}
+    def _answer(self, rows: Sequence[Mapping[str, Array]]) -> Outputs | Exception:
+        """Call the function for the rows of one request and stack the results."""
+        try:
+            results = [self._call(row) for row in rows]
+            return {name: _stacked(name, [each[name] for each in results]) for name in results[0]}
+        except Exception as error:  # A model's code may raise anything.
+            return error
 
     def _call(self, inputs: Mapping[str, Array]) -> Outputs:
         if self._form is not None:
@@ -197,9 +176,8 @@ class FunctionRunner(PlainRunner):
             raise BackendFailed(f"infer: expected arrays by name, got {type(outputs).__name__}")
         for name, values in outputs.items():
             if not isinstance(values, np.ndarray):
-                raise BackendFailed(
-                    f"output '{name}': expected a numpy array, got {type(values).__name__}"
-                )
+                got = type(values).__name__
+                raise BackendFailed(f"output '{name}': expected a numpy array, got {got}")
         return outputs
 
     def close(self) -> None:
@@ -210,7 +188,7 @@ class TritonModel(Protocol):
     def execute(self, requests: list[pb_utils.InferenceRequest], /) -> object: ...
 
 
-class TritonRunner(PlainRunner):
+class TritonRunner(Runner):
     """A `TritonPythonModel`, called as Triton calls it."""
 
     needs_requests = True
@@ -234,13 +212,7 @@ class TritonRunner(PlainRunner):
             raise BackendFailed(
                 f"execute: expected {len(parts)} responses to {len(parts)} requests, got {got}"
             )
-        answers = [_answer(response) for response in responses]
-        if batch.requests:
-            return Finished(PerRequest(answers))
-        (answer,) = answers
-        if isinstance(answer, Exception):
-            raise answer
-        return Finished(answer)
+        return finish(batch, [_answer(response) for response in responses])
 
     def close(self) -> None:
         _end(self._code, getattr(self._model, "finalize", None))
@@ -254,15 +226,12 @@ class TritonRunner(PlainRunner):
         row = 0
         for part in parts:
             end = row + part.num_rows
+            own = {name: a[row:end] if is_batched else a for name, a in inputs.items()}
+            tensors = [pb_utils.Tensor(name, a, self._datatypes[name]) for name, a in own.items()]
             requests.append(
                 pb_utils.InferenceRequest(
                     request_id=part.id,
-                    inputs=[
-                        pb_utils.Tensor(
-                            name, array[row:end] if is_batched else array, self._datatypes[name]
-                        )
-                        for name, array in inputs.items()
-                    ],
+                    inputs=tensors,
                     requested_output_names=part.outputs or self._output_names,
                     model_name=self._config.name,
                     model_version=int(self._config.version),
@@ -286,12 +255,8 @@ class _Anonymous:
 
 def load(config: ModelConfig) -> TritonRunner | FunctionRunner:
     if "EXECUTION_ENV_PATH" in config.options:
-        raise ConfigError(
-            [
-                "parameters.EXECUTION_ENV_PATH: not supported; "
-                f"models run in the server's own Python ({sys.executable})"
-            ]
-        )
+        own = f"models run in the server's own Python ({sys.executable})"
+        raise ConfigError(f"parameters.EXECUTION_ENV_PATH: not supported; {own}")
     code = Code(config)
     try:
         module = code.load()
@@ -339,9 +304,8 @@ def _stacked(name: str, rows: Sequence[Array]) -> Array:
         return np.stack(rows)
     except ValueError:
         shapes = ", ".join(sorted({str(list(row.shape)) for row in rows}))
-        raise BackendFailed(
-            f"output '{name}': rows of one request have different shapes: {shapes}"
-        ) from None
+        problem = f"output '{name}': rows of one request have different shapes: {shapes}"
+        raise BackendFailed(problem) from None
 
 
 def _construct(kind: Callable[..., object], config: ModelConfig) -> object:
@@ -355,13 +319,12 @@ def _construct(kind: Callable[..., object], config: ModelConfig) -> object:
 
 def _arguments(config: ModelConfig) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize`."""
-    version_folder = Path(config.artifact).parents[max(1, len(Path(config.file).parts)) - 1]
     return {
         "model_config": json.dumps(pbtxt.to_json(config)),
         "model_instance_kind": "CPU",
         "model_instance_name": f"{config.name}_0_0",
         "model_instance_device_id": "0",
-        "model_repository": str(version_folder.parent),
+        "model_repository": str(config.folder.parent),
         "model_version": config.version,
         "model_name": config.name,
     }
@@ -369,9 +332,8 @@ def _arguments(config: ModelConfig) -> dict[str, str]:
 
 def _answer(response: object) -> Outputs | Exception:
     if not isinstance(response, pb_utils.InferenceResponse):
-        return BackendFailed(
-            f"execute: expected an InferenceResponse, got {type(response).__name__}"
-        )
+        got = type(response).__name__
+        return BackendFailed(f"execute: expected an InferenceResponse, got {got}")
     error = response.error()
     if error is not None:
         return BackendFailed(error.message())

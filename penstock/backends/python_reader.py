@@ -1,25 +1,21 @@
 """A process that runs a Python model's file to learn its tensors: `python -m
 penstock.backends.python_reader FD FILE`.
 
-The answer goes to a file descriptor, because the code may print anything. `python_file` starts this
-process.
+The answer goes to a file descriptor, as the code may print anything. `python_file` starts it.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
-
-import msgspec
 
 from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.backends.python import Code
 from penstock.backends.python_signature import TRITON, find_entry, read_form
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.repository.python_file import SignatureReport
+from penstock.repository.python_file import SignatureReport, report
 from penstock.types import Signature, TensorSpec
 
 # The version that errors name.
@@ -31,7 +27,6 @@ NOT_TOLD = (
 
 
 def read(path: Path) -> Signature:
-    """Run the file and return the signature of its model."""
     code = Code(ModelConfig("", VERSION, "python", str(path), (), (), 0, BatchPolicy(1)))
     try:
         module = code.load()
@@ -45,44 +40,34 @@ def read(path: Path) -> Signature:
 def _read_triton(code: Code, module: ModuleType) -> Signature:
     complete = getattr(getattr(module, TRITON), "auto_complete_config", None)
     if complete is None:
-        raise ConfigError([NOT_TOLD])
+        raise ConfigError(NOT_TOLD)
     config = pb_utils.AutoConfig()
     with code.explained("auto_complete_config: "):
         config = complete(config) or config
     values = config.as_dict()
     max_batch = int(values["max_batch_size"])
     prefix = (-1,) if max_batch else ()
-    tensors = {
-        kind: tuple(
-            TensorSpec(
-                str(item["name"]),
-                pb_utils.v2_datatype(item["data_type"]),
-                (*prefix, *map(int, item["dims"])),
-                is_optional=bool(item.get("optional")),
-            )
-            for item in values[kind]
-        )
-        for kind in ("input", "output")
-    }
-    if not tensors["output"]:
-        raise ConfigError([NOT_TOLD])
-    return Signature(tensors["input"], tensors["output"], chosen_batch=max_batch)
+
+    def spec(item: pb_utils.ParsedConfig) -> TensorSpec:
+        datatype = pb_utils.v2_datatype(item["data_type"])
+        shape = (*prefix, *map(int, item["dims"]))
+        return TensorSpec(str(item["name"]), datatype, shape, bool(item.get("optional")))
+
+    inputs, outputs = (tuple(map(spec, values[kind])) for kind in ("input", "output"))
+    if not outputs:
+        raise ConfigError(NOT_TOLD)
+    return Signature(inputs, outputs, chosen_batch=max_batch)
 
 
 def main() -> None:
     fd, path = int(sys.argv[1]), Path(sys.argv[2])
     try:
-        report = SignatureReport(read(path))
+        found = SignatureReport(read(path))
     except ConfigError as error:
         label = f"{VERSION}/{path.name}: "
         problems = tuple(problem.removeprefix(label) for problem in error.problems)
-        report = SignatureReport(None, problems)
-    with os.fdopen(fd, "wb") as pipe:
-        pipe.write(msgspec.json.encode(report))
-    # Threads of the model's code must not keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        found = SignatureReport(None, problems)
+    report(fd, found)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,7 @@ NAMES = ("infer", "predict")
 EXPECTED = f"class {TRITON}, class Model with a method infer, or function infer"
 # The output of a function that returns one value.
 OUTPUT = "output"
-SCALARS: Mapping[object, str] = {
-    str: "BYTES",
-    bytes: "BYTES",
-    bool: "BOOL",
-    int: "INT64",
-    float: "FP64",
-}
+SCALARS = {str: "BYTES", bytes: "BYTES", bool: "BOOL", int: "INT64", float: "FP64"}
 SEQUENCES = (list, tuple, collections.abc.Sequence)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 EXAMPLE = 'Annotated[np.ndarray, penstock.Tensor("FP32", [-1, 3])]'
@@ -91,8 +85,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def find_entry(module: types.ModuleType) -> EntryPoint:
-    """Find the model of a file that has no TritonPythonModel; ConfigError if the file has none or
-    several."""
+    """Find the model of a file without TritonPythonModel; ConfigError if it has none or several."""
     own = {
         name: value
         for name, value in vars(module).items()
@@ -101,37 +94,34 @@ def find_entry(module: types.ModuleType) -> EntryPoint:
     marked = [value for value in own.values() if hasattr(value, MARK)]
     if len(marked) > 1:
         names = ", ".join(each.__name__ for each in marked)
-        raise ConfigError([f"@penstock.model marks {names}; expected one model in a file"])
+        raise ConfigError(f"@penstock.model marks {names}; expected one model in a file")
     if marked:
         return _entry(marked[0])
     kind, infer = own.get("Model"), own.get("infer")
     has_model = inspect.isclass(kind) and bool(_method(kind))
     has_infer = callable(infer) and not inspect.isclass(infer)
     if has_model and has_infer:
-        raise ConfigError([f"defines class Model and function infer; expected {EXPECTED}"])
+        raise ConfigError(f"defines class Model and function infer; expected {EXPECTED}")
     if has_infer:
         return EntryPoint(own["infer"])
     if has_model:
         return _entry(own["Model"])
-    functions = [
-        value
-        for name, value in own.items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    ]
+    public = [value for name, value in own.items() if not name.startswith("_")]
+    functions = [value for value in public if inspect.isfunction(value)]
     named = [each for each in functions if each.__name__ in NAMES]
     if len(named or functions) == 1:
         return EntryPoint((named or functions)[0])
     if not functions:
-        raise ConfigError([f"defines no model; expected {EXPECTED}"])
+        raise ConfigError(f"defines no model; expected {EXPECTED}")
     names = ", ".join(each.__name__ for each in functions)
-    raise ConfigError([f"defines {names}; mark one with @penstock.model(), or call it infer"])
+    raise ConfigError(f"defines {names}; mark one with @penstock.model(), or call it infer")
 
 
 def _entry(target: Callable[..., object]) -> EntryPoint:
     if not inspect.isclass(target):
         return EntryPoint(target)
     if not (method := _method(target)):
-        raise ConfigError([f"class {target.__name__}: no method infer"])
+        raise ConfigError(f"class {target.__name__}: no method infer")
     return EntryPoint(target, method)
 
 
@@ -170,10 +160,8 @@ class _Type:
         try:
             return found.astype(DATATYPES[self.datatype].numpy, casting="same_kind")
         except TypeError:
-            expected = f"values of {self.datatype}"
-            raise BackendFailed(
-                f"output '{name}': expected {expected}, got {found.dtype}"
-            ) from None
+            got = f"expected values of {self.datatype}, got {found.dtype}"
+            raise BackendFailed(f"output '{name}': {got}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +182,13 @@ class CallForm:
         # A row has no batch dimension of its own, unless a call is a whole request.
         prefix = () if self.is_batched or self.max_batch_size == 0 else (-1,)
         notes = () if self.is_batched else ("the function is called for one row at a time",)
+        inputs, outputs = (
+            [TensorSpec(name, each.datatype, (*prefix, *each.shape)) for name, each in some.items()]
+            for some in (self.inputs, self.outputs)
+        )
         return Signature(
-            tuple(
-                TensorSpec(
-                    name, each.datatype, (*prefix, *each.shape), is_optional=name in self.optional
-                )
-                for name, each in self.inputs.items()
-            ),
-            tuple(
-                TensorSpec(name, each.datatype, (*prefix, *each.shape))
-                for name, each in self.outputs.items()
-            ),
+            tuple(replace(spec, is_optional=spec.name in self.optional) for spec in inputs),
+            tuple(outputs),
             notes=notes if self.max_batch_size != 0 else (),
             chosen_batch=self.max_batch_size,
         )
@@ -215,7 +199,6 @@ class CallForm:
         return function(values) if self.takes_mapping else function(**values)
 
     def named(self, result: object) -> dict[str, Array]:
-        """Return a result as arrays by name."""
         if dataclasses.is_dataclass(result) and not isinstance(result, type):
             result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
         elif hasattr(result, "_asdict"):
@@ -239,11 +222,9 @@ def read_form(entry: EntryPoint) -> CallForm:
         inputs = {name: _type(name, hint) for name, hint in said.inputs.items()}
     elif entry.takes_mapping:
         raise ConfigError(
-            [
-                "does not say what tensors it takes; annotate each parameter, as in def "
-                f"infer(x: {EXAMPLE}), use @penstock.model(inputs=..., outputs=...), or write "
-                "config.pbtxt"
-            ]
+            "does not say what tensors it takes; annotate each parameter, as in def "
+            f"infer(x: {EXAMPLE}), use @penstock.model(inputs=..., outputs=...), or write "
+            "config.pbtxt"
         )
     else:
         inputs = {name: _type(name, hints.get(name)) for name in parameters}
@@ -273,16 +254,14 @@ def _is_batched(
         single = [name for name, each in every.items() if each.form == "value"]
         if single and said.max_batch_size != 0:
             raise ConfigError(
-                [f"'{single[0]}' is one value, and batched=True; expected list[...] or {EXAMPLE}"]
+                f"'{single[0]}' is one value, and batched=True; expected list[...] or {EXAMPLE}"
             )
         return True
     if arrays and others:
         raise ConfigError(
-            [
-                f"'{arrays[0]}' is an array of a whole batch and '{others[0]}' a value of one row; "
-                "expected arrays only, or @penstock.model(batched=False) for one row at a time, "
-                "or @penstock.model(batched=True) for lists of one entry for each row"
-            ]
+            f"'{arrays[0]}' is an array of a whole batch and '{others[0]}' a value of one row; "
+            "expected arrays only, or @penstock.model(batched=False) for one row at a time, "
+            "or @penstock.model(batched=True) for lists of one entry for each row"
         )
     return not others
 
@@ -292,16 +271,14 @@ def _outputs(said: Declaration, hint: object) -> tuple[dict[str, _Type], bool]:
     fields = said.outputs if said.outputs is not None else _fields(hint)
     if fields is not None:
         if not fields:
-            raise ConfigError(["declares no outputs; expected at least one"])
+            raise ConfigError("declares no outputs; expected at least one")
         is_bare = len(fields) == 1 and said.outputs is not None
         return {name: _type(name, each, "output") for name, each in fields.items()}, is_bare
     if hint is None or hint is type(None) or _is_mapping(hint):
         raise ConfigError(
-            [
-                "does not say what it returns; annotate the result as "
-                f"{EXAMPLE}, as a dataclass or TypedDict of such types, or use "
-                "@penstock.model(outputs=...)"
-            ]
+            "does not say what it returns; annotate the result as "
+            f"{EXAMPLE}, as a dataclass or TypedDict of such types, or use "
+            "@penstock.model(outputs=...)"
         )
     return {OUTPUT: _type(OUTPUT, hint, "output")}, True
 
@@ -332,8 +309,9 @@ def _type(name: str, hint: object, kind: str = "input") -> _Type:
         inner = _type(name, get_args(hint)[0], kind)
         if inner.form != "array":
             return replace(inner, shape=(-1, *inner.shape), form="list")
-    what = "no annotation" if hint is None else f"annotated as {_describe(hint)}"
-    raise ConfigError([f"{kind} '{name}': {what}; expected {ACCEPTED}"])
+    text = hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
+    what = "no annotation" if hint is None else f"annotated as {text}"
+    raise ConfigError(f"{kind} '{name}': {what}; expected {ACCEPTED}")
 
 
 def _scalar(hint: object) -> str | None:
@@ -353,19 +331,15 @@ def _holds_text(hint: object) -> bool:
 def _declared(name: str, declared: TensorType, form: str) -> _Type:
     if declared.datatype not in DATATYPES:
         known = ", ".join(DATATYPES)
-        raise ConfigError([f"'{name}': datatype '{declared.datatype}' is not one of {known}"])
+        raise ConfigError(f"'{name}': datatype '{declared.datatype}' is not one of {known}")
     shape = tuple(declared.shape)
     if any(not isinstance(size, int) or size == 0 or size < -1 for size in shape):
-        raise ConfigError([f"'{name}': shape {list(shape)}: each must be positive or -1"])
+        raise ConfigError(f"'{name}': shape {list(shape)}: each must be positive or -1")
     return _Type(declared.datatype, shape, form)
 
 
 def _is_mapping(hint: object) -> bool:
     return (get_origin(hint) or hint) in MAPPINGS
-
-
-def _describe(hint: object) -> str:
-    return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
 
 
 def _hints(function: Callable[..., object], must_work: bool = False) -> dict[str, object]:
@@ -374,7 +348,7 @@ def _hints(function: Callable[..., object], must_work: bool = False) -> dict[str
     except Exception as error:  # Annotations are users' code and may raise anything.
         if must_work:
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError([f"its annotations cannot be read: {reason}"]) from None
+            raise ConfigError(f"its annotations cannot be read: {reason}") from None
         return {}
 
 

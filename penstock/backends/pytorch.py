@@ -1,21 +1,13 @@
 """PyTorch models: `module.py` with `model.safetensors` beside it, `model.pt2`, or config.json of a
-Hugging Face folder (`torch_transformers`).
+Hugging Face folder (`torch_weights`).
 
 `module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
 `model.pt2` is written by `torch.export.save`, or it is an AOTInductor package: machine code for
 machines like the one that compiled it. No pickles: TorchScript and torch.save's files are refused,
 whatever their names.
 
-Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_count` (one for all
-models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off by default;
-needs shapes that are fixed or padded to buckets), and for `module.py` also `penstock.factory` (its
-name, or `module.py:name`), `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to
-it, float outputs back to the configured datatype; tf32: see `set_precision`),
-`penstock.memory_format` (channels_last, for convolutions) and `penstock.fuse` (convolutions: fuses
-each with the layers after it, see `torch_fusion`). On a GPU `penstock.cuda_graphs` (on, off)
-captures every shape at warm-up (`torch_cuda`). `penstock.pack` (tokens) runs the layers of a
-BERT-like `module.py` without padding (`torch_packing`), and `penstock.fp8` runs them in FP8: it
-names a file of calibrated ranges, or is `rowwise`. The effective settings are read back.
+`docs/backends.md` explains the options; the effective settings are read back. `torch_fusion` fuses
+convolutions, `torch_packing` runs encoders without padding, `torch_cuda` captures CUDA graphs.
 """
 
 from __future__ import annotations
@@ -33,24 +25,19 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
-from penstock.backends.checks import (
-    check_signature,
-    num_threads,
-    share_of_cores,
-    warn_unknown,
-)
+from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Runner, torch_packing
+from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.finished import Finished
 from penstock.backends.python import Code
-from penstock.backends.torch_cuda import Pipeline, alias, open_device
+from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
-from penstock.backends.torch_transformers import load_network
-from penstock.backends.torch_weights import load_weights
+from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import pt2_file
-from penstock.types import DATATYPES, Array, Signature, TensorSpec
+from penstock.types import DATATYPES, Signature, TensorSpec
 
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
@@ -132,13 +119,9 @@ class LoadedModule:
             self.code.close()
 
 
-class TorchRunner:
-    needs_requests = False
-    keeps_rows_apart = False
-
+class TorchRunner(Runner):
     def __init__(self, config: ModelConfig, options: Options, loaded: LoadedModule) -> None:
-        self.inputs: Sequence[TensorSpec] = loaded.signature.inputs
-        self.outputs: Sequence[TensorSpec] = loaded.signature.outputs
+        self.inputs, self.outputs = loaded.signature.inputs, loaded.signature.outputs
         self._config = config
         self._options = options
         self._loaded = self._run = loaded
@@ -157,6 +140,7 @@ class TorchRunner:
         # Pipeline to a GPU; None on a CPU.
         self.pipeline: Pipeline | None = None
         device = open_device(config.device)
+        self.runs_ahead = device is not None
         if device is not None:
             self.pipeline = Pipeline(
                 device,
@@ -167,10 +151,6 @@ class TorchRunner:
             )
         if options.compile_mode:
             self._compile()
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.pipeline is not None
 
     def built(self) -> Mapping[str, str]:
         module = self._loaded.module
@@ -226,10 +206,9 @@ class TorchRunner:
             }
             self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._compute(inputs)
-            return Finished({name: _array(value) for name, value in values.items()})
+            return Finished({name: to_array(value) for name, value in values.items()})
 
     def pin(self, memory: memoryview) -> None:
-        """Register memory that will hold batches, so that the GPU copies from it directly."""
         if self.pipeline is not None:
             self.pipeline.pin(memory)
 
@@ -291,20 +270,16 @@ class TorchRunner:
         return self.pipeline is not None and self.pipeline.device.is_lost()
 
     def _num_rows(self, batch: Batch) -> int:
-        """Return the rows to run: padded to the next rung of the ladder. Libraries choose and build
-        kernels for each new shape, which takes many times as long as a batch; rungs are warmed
-        up."""
+        """Return the rows to run: padded to the next rung of the ladder, which is warmed up. For
+        each new shape libraries build kernels, which takes many times as long as a batch."""
         index = bisect_left(self._rungs, batch.num_rows)
         rung = self._rungs[index] if index < len(self._rungs) else batch.num_rows
         padding = self._config.padding
         if padding is None or self._config.batching.max_tokens is None:
             return rung
         # An optional input may be missing.
-        lengths = [
-            batch.inputs[each.input].shape[1 + each.axis]
-            for each in padding.axes
-            if each.input in batch.inputs
-        ]
+        axes = [each for each in padding.axes if each.input in batch.inputs]
+        lengths = [batch.inputs[each.input].shape[1 + each.axis] for each in axes]
         # At most the token budget, which is warmed up as well.
         most = self._config.max_rows(max(lengths, default=1))
         return max(batch.num_rows, min(rung, most))
@@ -314,7 +289,6 @@ class TorchRunner:
         return tensor.view(torch.bfloat16) if self._datatypes[name] == "BF16" else tensor
 
     def _compute(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute outputs from inputs, on the device."""
         given = {name: self._cast(tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
@@ -361,26 +335,19 @@ class TorchRunner:
             )
             self._run = replace(self._loaded, module=compiled)
             rows = min(2, config.max_batch_size)
+            first = (rows,) if rows else ()
             zeros = {
-                spec.name: np.zeros(
-                    (rows, *shape) if rows else shape, DATATYPES[spec.datatype].numpy
-                )
+                spec.name: np.zeros((*first, *shape), DATATYPES[spec.datatype].numpy)
                 for spec, shape in zip(config.inputs, _first_shapes(config), strict=True)
             }
             self._num_graphs_before = _num_graphs()
             self.start(Batch(zeros, max(1, rows)))
         except Exception as error:  # The compiler raises many types, and so may the model.
             raise ConfigError(
-                [f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"]
+                f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"
             ) from error
         if _num_graphs() == self._num_graphs_before:
-            raise ConfigError(["parameters.penstock.compile: torch compiled nothing of the model"])
-
-
-def _array(value: torch.Tensor) -> Array:
-    bits = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-    array: Array = bits.numpy(force=True)
-    return array
+            raise ConfigError("parameters.penstock.compile: torch compiled nothing of the model")
 
 
 def _has_few_shapes(config: ModelConfig) -> bool:
@@ -447,11 +414,8 @@ def _options(config: ModelConfig) -> Options:
         for key, known in VALUES.items()
         if settings.get(key, "") not in known
     ]
-    problems += [
-        f"parameters.penstock.{key}: {problem}"
-        for key, is_wrong, problem in _conflicts(config, given)
-        if is_wrong
-    ]
+    wrong = [(key, why) for key, is_wrong, why in _conflicts(config, given) if is_wrong]
+    problems += [f"parameters.penstock.{key}: {why}" for key, why in wrong]
     has_graphs = config.device != CPU and given["compile"] in WITH_GRAPHS
     options = Options(
         num_threads(settings, "intra_op_thread_count", share_of_cores(config), problems),
@@ -477,36 +441,22 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     for key in ("factory", "dtype", "memory_format", "fuse"):
         may_cast = key == "dtype" and config.artifact.endswith(PRETRAINED)
         yield key, given[key] and not (is_code or may_cast), ONLY_CODE
-    yield (
-        "compile",
-        mode and not _has_few_shapes(config),
-        (
-            "needs inputs of fixed shapes or buckets (penstock.pad), "
-            "or requests would wait for the compiler"
-        ),
-    )
+    why = "or requests would wait for the compiler"
+    problem = f"needs inputs of fixed shapes or buckets (penstock.pad), {why}"
+    yield "compile", mode and not _has_few_shapes(config), problem
     yield "dtype", given["dtype"] == TF32 and on_cpu, "tf32 is of GPUs; the model runs on the CPU"
-    yield (
-        "fuse",
-        mode and given["fuse"],
-        ("not together with penstock.compile, which has kernels of its own for all layers"),
-    )
-    yield (
-        "cuda_graphs",
-        given["cuda_graphs"] == "on" and on_cpu,
-        ("needs a GPU; the model runs on the CPU (instance_group kind)"),
-    )
+    why = "not together with penstock.compile, which has kernels of its own for all layers"
+    yield "fuse", mode and given["fuse"], why
+    why = "needs a GPU; the model runs on the CPU (instance_group kind)"
+    yield "cuda_graphs", given["cuda_graphs"] == "on" and on_cpu, why
     yield "pack", pack and not is_code, "only for module.py"
     for key in ("compile", "fuse"):
         yield "pack", pack and given[key], f"not together with penstock.{key}"
     yield "fp8", fp8 and not pack, "only with penstock.pack"
     yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
     file, name = factory.rpartition(":")[0], Path(config.artifact).name
-    yield (
-        "factory",
-        file and file != name,
-        (f"'{factory}' is not in {name}; default_model_filename says which file is loaded"),
-    )
+    why = f"'{factory}' is not in {name}; default_model_filename says which file is loaded"
+    yield "factory", file and file != name, why
 
 
 def set_precision(dtype: str) -> None:
@@ -522,10 +472,8 @@ def set_precision(dtype: str) -> None:
 def rounded() -> str:
     """Return what uses TF32: `matrices`, `convolutions`, both, or `off`. A model's own code may
     have changed it."""
-    settings = {
-        "matrices": torch.backends.cuda.matmul.fp32_precision,
-        "convolutions": torch.backends.cudnn.conv.fp32_precision,
-    }
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    settings = {"matrices": matmul.fp32_precision, "convolutions": conv.fp32_precision}
     return ",".join(name for name, found in settings.items() if found == "tf32") or "off"
 
 
@@ -536,11 +484,9 @@ def _check_device(config: ModelConfig) -> None:
             # A plain "cuda" in a model's own code then means its own GPU too.
             torch.cuda.set_device(config.device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others.
-        problem = (
-            f"device: '{config.device}' cannot be used: {first_line(error)}; "
-            "KIND_CPU in instance_group runs the model on the CPU"
-        )
-        raise ConfigError([problem]) from None
+        problem = f"device: '{config.device}' cannot be used: {first_line(error)}"
+        advice = "KIND_CPU in instance_group runs the model on the CPU"
+        raise ConfigError(f"{problem}; {advice}") from None
 
 
 def _set_threads(options: Options) -> None:
@@ -551,10 +497,8 @@ def _set_threads(options: Options) -> None:
         torch.set_num_interop_threads(options.num_interop_threads)
     except RuntimeError:
         raise ConfigError(
-            [
-                f"parameters.inter_op_thread_count: asked for {options.num_interop_threads}, but "
-                f"this process has {torch.get_num_interop_threads()}, and torch sets it only once"
-            ]
+            f"parameters.inter_op_thread_count: asked for {options.num_interop_threads}, but "
+            f"this process has {torch.get_num_interop_threads()}, and torch sets it only once"
         ) from None
 
 
@@ -573,7 +517,11 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
             loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
         module = module if loaded.fusion is None else loaded.fusion.module
         module = module.to(config.device, options.dtype).eval()
-        _check_dtype(module, options)
+        # It may override `to`.
+        found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
+        if options.dtype is not None and found - {options.dtype}:
+            got = f"asked for {options.dtype}, the module has {_join(found)}"
+            raise ConfigError(f"parameters.penstock.dtype: {got}")
         if options.is_channels_last or options.is_fused:
             module = module.to(memory_format=torch.channels_last)
         if loaded.packing is not None:
@@ -639,27 +587,14 @@ def _make(code: Code, config: ModelConfig, options: Options) -> Module:
     return module
 
 
-def _check_dtype(module: Module, options: Options) -> None:
-    """Check that the module was cast; it may override `to`."""
-    found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
-    if options.dtype is not None and found - {options.dtype}:
-        raise ConfigError(
-            [f"parameters.penstock.dtype: asked for {options.dtype}, the module has {_join(found)}"]
-        )
-
-
 def _call_order(
     code: Code, module: Module, config: ModelConfig
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Return inputs by position and by keyword: keywords if `forward` has all names as
-    parameters."""
+    """Return inputs by position and by keyword: the latter if `forward` has all these names."""
     names = [spec.name for spec in config.inputs]
     signature = inspect.signature(module.forward)
-    named = {
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = {name for name, each in signature.parameters.items() if each.kind in kinds}
     is_named = named.issuperset(names)
     try:
         if is_named:
@@ -670,10 +605,6 @@ def _call_order(
         inputs = ", ".join(f"'{name}'" for name in names)
         raise code.problem(f"forward{signature}: {error}; configured are {inputs}") from None
     return ((), names) if is_named else (names, ())
-
-
-def _label(config: ModelConfig) -> str:
-    return f"{config.version}/{config.file or Path(config.artifact).name}"
 
 
 @contextmanager
@@ -688,7 +619,7 @@ def _labelled(label: str) -> Iterator[None]:
 
 
 def _load_pt2(config: ModelConfig) -> LoadedModule:
-    path, label = Path(config.artifact), _label(config)
+    path, label = Path(config.artifact), config.label
     with _labelled(label):
         program = pt2_file.read_program(path)
     signature = _named(program, config.outputs)
@@ -710,9 +641,9 @@ def _load_pt2(config: ModelConfig) -> LoadedModule:
 def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     """Load an AOTInductor package. It does not check its inputs, so its call is compared with the
     configuration; datatypes and shapes are compared by running it."""
-    label = _label(config)
+    label = config.label
     if options.compile_mode:
-        raise ConfigError([f"parameters.penstock.compile: {label} is compiled already"])
+        raise ConfigError(f"parameters.penstock.compile: {label} is compiled already")
     index = torch.device(config.device).index
     with _labelled(label):
         package = torch._inductor.aoti_load_package(
@@ -722,7 +653,7 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     made_for = _package_facts(package).get("device", "")
     if made_for not in ("", torch.device(config.device).type):
         raise ConfigError(
-            [f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"]
+            f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"
         )
     in_spec = torch.utils._pytree.treespec_loads(package.loader.get_call_spec()[0])
     args, kwargs = in_spec.children()
@@ -731,12 +662,8 @@ def _load_package(config: ModelConfig, options: Options) -> LoadedModule:
     num_positional = args.num_children
     positional = [name for name in names if name not in keywords][:num_positional]
     if len(names) != num_positional + len(keywords) or not set(keywords) <= set(names):
-        raise ConfigError(
-            [
-                f"{label}: it takes {num_positional} inputs by position and "
-                f"{keywords or 'none'} by name; configured are {names}"
-            ]
-        )
+        takes = f"it takes {num_positional} inputs by position and {keywords or 'none'} by name"
+        raise ConfigError(f"{label}: {takes}; configured are {names}")
     return LoadedModule(package, positional, keywords, is_compiled=True)
 
 
@@ -759,16 +686,11 @@ def _named(program: pt2_file.Program, configured: Sequence[TensorSpec]) -> Signa
 
 
 def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
-    problems = [
-        f"input '{spec.name}': a .pt2 needs all its inputs; it cannot be optional"
-        for spec in config.inputs
-        if spec.is_optional
-    ]
+    why = "a .pt2 needs all its inputs; it cannot be optional"
+    problems = [f"input '{spec.name}': {why}" for spec in config.inputs if spec.is_optional]
     if max_batch and config.max_batch_size > max_batch:
-        problems.append(
-            f"max_batch_size: {config.max_batch_size}, but the model was exported for at most "
-            f"{max_batch} rows"
-        )
+        most = f"the model was exported for at most {max_batch} rows"
+        problems.append(f"max_batch_size: {config.max_batch_size}, but {most}")
     if problems:
         raise ConfigError(problems)
 
@@ -783,12 +705,8 @@ def _check_pickles(path: Path, label: str) -> None:
     try:
         torch.load(io.BytesIO(samples), map_location="cpu", weights_only=True)
     except Exception as error:  # Unpickling may raise anything.
-        raise ConfigError(
-            [
-                f"{label}: its sample inputs are not plain tensors, and pickles are not read: "
-                f"{first_line(error)}"
-            ]
-        ) from None
+        problem = "its sample inputs are not plain tensors, and pickles are not read"
+        raise ConfigError(f"{label}: {problem}: {first_line(error)}") from None
 
 
 def by_name(answer: object, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
@@ -829,7 +747,6 @@ def _load_compiled(config: ModelConfig) -> str:
 
 
 def _num_graphs() -> int:
-    """Return how many graphs torch has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

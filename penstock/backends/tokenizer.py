@@ -52,8 +52,7 @@ class TextTokenizer:
         self._tokenizer.enable_truncation(self.max_length)
 
     def tried_all(self, rows: Sequence[Row]) -> list[Row | Exception]:
-        """Return the tokens of each row, without padding; an InvalidRequest for texts that have
-        none."""
+        """Return the tokens of each row, without padding; InvalidRequest for texts without any."""
         texts = [self._text(row[self._input]) for row in rows]
         valid = [text for text in texts if isinstance(text, str)]
         encoded = iter(self._tokenizer.encode_batch(valid))
@@ -137,16 +136,12 @@ def _open(folder: Path) -> Tokenizer:
         auto = importlib.import_module("transformers").AutoTokenizer
         found = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            [
-                f"preprocess: the tokenizer needs the package '{error.name}', which is not "
-                'installed; pip install "penstock[hf]" brings it'
-            ]
-        ) from error
+        what = f"the tokenizer needs the package '{error.name}', which is not installed"
+        raise ConfigError(f'preprocess: {what}; pip install "penstock[hf]" brings it') from error
     except Exception as error:  # Both libraries raise many types for files they cannot read.
-        raise ConfigError([f"the tokenizer cannot be loaded: {first_line(error)}"]) from error
+        raise ConfigError(f"the tokenizer cannot be loaded: {first_line(error)}") from error
     backend: Tokenizer | None = getattr(found, "backend_tokenizer", None)
     if backend is None:
         kind = type(found).__name__
-        raise ConfigError([f"{kind} has no {FILE}; write one with save_pretrained()"])
+        raise ConfigError(f"{kind} has no {FILE}; write one with save_pretrained()")
     return backend

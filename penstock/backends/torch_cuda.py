@@ -1,12 +1,10 @@
 """GPU pipeline of batches: H2D copies, computation and D2H copies overlap.
 
 A batch takes a *slot*: device memory for its inputs and outputs, and pinned host memory for the
-answers. H2D copies, computation and D2H copies each have a stream (a *lane*), so one slot's batch
-is copied while another's is computed. Several instances of a model on one GPU are slots of one
-worker, and share its weights. Recurring shapes are captured as CUDA graphs on buffers at fixed
-addresses; what cannot be captured runs without a graph, and is reported.
-
-`Cuda` is the only part that needs a device, so the rest is tested without one.
+answers. Copies and computation each have a stream (a *lane*), so one slot's batch is copied while
+another's is computed. Instances of a model on one GPU are slots of one worker, which share its
+weights. Recurring shapes are captured as CUDA graphs; what cannot be captured is reported. Only
+`Cuda` needs a device, so the rest is tested without one.
 """
 
 from __future__ import annotations
@@ -216,8 +214,7 @@ class Pipeline:
     ) -> Running:
         """Launch a batch of `num_rows` rows from host memory, padded to `num_run` (None: no batch
         dimension, no padding). Computations that differ for the same shapes are variants, each with
-        its own graphs. A batch that runs out of memory is retried once, after unused memory is
-        freed."""
+        its own graphs. Out of memory, a batch is retried once, after unused memory is freed."""
         slot = self._next_slot()
         try:
             try:
@@ -285,16 +282,14 @@ class Pipeline:
                 answers[name].copy_(each, non_blocking=True)
         ended = device.mark("out")
         marks = began, copied, begun, computed, ended
-        return Running({name: _array(each) for name, each in answers.items()}, marks)
+        return Running({name: to_array(each) for name, each in answers.items()}, marks)
 
     def run(self, inputs: Tensors, variant: int = 0) -> Tensors:
-        """Run inputs that are on the device, without waiting; the outputs are valid until the next
-        batch."""
+        """Run inputs on the device, without waiting; outputs are valid until the next batch."""
         with self.device.lane("compute"):
             return self._run(inputs, variant)
 
     def pin(self, memory: memoryview) -> None:
-        """Register memory that will hold batches."""
         self._is_pinned = self.device.pin(memory)
 
     def facts(self) -> dict[str, str]:
@@ -313,10 +308,8 @@ class Pipeline:
 
     def _next_slot(self) -> Slot:
         if not self._slots:
-            device = self.device
-            for _ in range(self.num_slots):
-                arenas = Arena(device.empty), Arena(device.pinned)
-                self._slots.append(Slot(*arenas, Arena(device.empty), Arena(device.pinned)))
+            places = self.device.empty, self.device.pinned
+            self._slots = [Slot(*map(Arena, places * 2)) for _ in range(self.num_slots)]
         self._turn += 1
         return self._slots[self._turn % self.num_slots]
 
@@ -372,8 +365,7 @@ class Pipeline:
         return values
 
     def _captured(self, inputs: Tensors) -> Graph:
-        """Capture a graph. Cached memory cannot be used during capture, so on failure free it and
-        retry."""
+        """Capture a graph. That cannot use cached memory, so on failure free it and retry."""
         fixed = {name: each.clone() for name, each in inputs.items()}
         try:
             replayable, outputs = self.device.capture(lambda: self.compute(fixed))
@@ -415,8 +407,8 @@ def _forms(tensors: Tensors) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
     return {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
 
 
-def _array(tensor: torch.Tensor) -> Array:
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: Array = tensor.numpy()
+def to_array(tensor: torch.Tensor) -> Array:
+    """Return a tensor as an array, on its memory if that is the host's; BF16 as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    array: Array = bits.numpy(force=True)
     return array

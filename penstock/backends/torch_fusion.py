@@ -22,14 +22,7 @@ from torch.nn import functional
 from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
 from penstock.config import ModelConfig
 from penstock.kernels import CHOICES, KERNELS, convolution
-from penstock.kernels.convolution import (
-    ConvGeometry,
-    Convolution,
-    GpuTimer,
-    MaxPool,
-    Pair,
-    Tuner,
-)
+from penstock.kernels.convolution import ConvGeometry, Convolution, GpuTimer, MaxPool, Pair, Tuner
 
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
@@ -72,16 +65,11 @@ class Fusion:
     @property
     def layers(self) -> list[Convolution]:
         """The convolution of every call; a module may be called several times."""
-        found = (
-            self.module.get_submodule(node.target)
-            for node in self.module.graph.nodes
-            if node.op == "call_module"
-        )
+        found = (_module(self.module, node) for node in self.module.graph.nodes)
         return [each for each in found if isinstance(each, Convolution)]
 
     def facts(self) -> dict[str, str]:
-        """Report the number of layers and their implementations, for the smallest and largest
-        batch."""
+        """Report the layers and their implementations, for the smallest and largest batch."""
         layers = self.layers
         text = f"{len(layers)} convolutions"
         if self.tuner is None:
@@ -96,7 +84,6 @@ class Fusion:
         return facts
 
     def files(self) -> dict[str, bytes]:
-        """Return the files for the version's folder."""
         if self.tuner is None or not self.tuner.used():
             return {}
         return convolution.to_remember(self.tuner)

@@ -3,9 +3,8 @@
 
 Layers are recognised by the names of their parts; what names do not tell (heads, activation, order
 of norms) is found by computing: a layer whose outputs differ from the packed one's is refused.
-Embeddings are packed too where that changes nothing; pooling and task heads stay the model's own,
-and see batches as before. Masked positions are zeros after the layers, where they were arbitrary
-before.
+Embeddings are packed too where that changes nothing; pooling and task heads stay the model's own.
+Masked positions are zeros after the layers, where they were arbitrary before.
 """
 
 from __future__ import annotations
@@ -116,12 +115,10 @@ class PackedModel:
             self.stack.multiplier.prepare(num_tokens, call)
 
     def settle(self) -> None:
-        """Stop timing: from now on clients wait for answers."""
         if self.stack.multiplier is not None:
             self.stack.multiplier.settle()
 
     def files(self) -> dict[str, bytes]:
-        """Return the files for the version's folder."""
         multiplier = self.stack.multiplier
         return {} if multiplier is None else multiplier.files()
 
@@ -168,9 +165,8 @@ def budget(
 
 
 def full_batch(num_processors: int) -> int:
-    """Return the tokens of a batch whose GEMMs leave no multiprocessor idle at the end: on an H200
-    (132 of them) 33,792 take less time than 32,768, which leave some without a tile in the last
-    wave."""
+    """Return the tokens of a batch whose GEMMs leave no multiprocessor idle in the last wave: on an
+    H200 (132 of them) 33,792 take less time than 32,768."""
     return num_processors * TILE_ROWS or FULL
 
 
@@ -209,11 +205,8 @@ def rehearsals(
 
 def mask_of(config: ModelConfig) -> str:
     """Return the mask input; raise ConfigError unless there is exactly one."""
-    found = [
-        spec
-        for spec in config.inputs
-        if "mask" in spec.name.lower() and DATATYPES[spec.datatype].numpy.kind in "iub"
-    ]
+    named = [spec for spec in config.inputs if "mask" in spec.name.lower()]
+    found = [spec for spec in named if DATATYPES[spec.datatype].numpy.kind in "iub"]
     problem = ""
     if config.max_batch_size == 0:
         problem = "the model has no batch dimension (max_batch_size)"
@@ -222,7 +215,7 @@ def mask_of(config: ModelConfig) -> str:
     elif len(found[0].shape) != 1 or found[0].is_optional:
         problem = f"input '{found[0].name}': expected one number for each token, in every request"
     if problem:
-        raise ConfigError([f"parameters.{OPTION}: {problem}"])
+        raise ConfigError(f"parameters.{OPTION}: {problem}")
     return found[0].name
 
 
@@ -250,12 +243,12 @@ def pack(module: nn.Module, call: Call, config: ModelConfig) -> PackedModel:
                 f"expected at most {MODEL_TOLERANCE:.0e}"
             )
     except NotPackable as reason:
-        raise ConfigError([f"parameters.{OPTION}: {reason}"]) from None
+        raise ConfigError(f"parameters.{OPTION}: {reason}") from None
     except BackendFailed:
         raise
     except Exception as error:  # The model's code, called with random inputs.
         text = f"parameters.{OPTION}: the model cannot be tried out: {first_line(error)}"
-        raise ConfigError([text]) from error
+        raise ConfigError(text) from error
     return PackedModel(stack, mask, largest)
 
 
@@ -269,7 +262,7 @@ def on_device(packing: PackedModel, config: ModelConfig) -> None:
         return
     if not has_fp8(config.device):
         problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
-        raise ConfigError([f"parameters.{FP8_OPTION}: {problem}"])
+        raise ConfigError(f"parameters.{FP8_OPTION}: {problem}")
     quantise(packing, config)
 
 
@@ -338,8 +331,7 @@ def check_kernels(packing: PackedModel) -> None:
 
 
 def quantise(packing: PackedModel, config: ModelConfig) -> None:
-    """Convert to FP8, with calibrated ranges from the configured file, or with a scale per
-    token."""
+    """Convert to FP8, with the calibrated ranges of the configured file or a scale per token."""
     asked = config.options[FP8_OPTION]
     products = packing.stack.products()
     ranges: Mapping[str, float | None] = dict.fromkeys(products)
@@ -407,10 +399,10 @@ def read_ranges(path: Path) -> dict[str, float]:
         return msgspec.json.decode(path.read_bytes(), type=Ranges)
     except msgspec.ValidationError:
         raise ConfigError(
-            [f"{where}: expected an object of finite numbers, the largest inputs by name"]
+            f"{where}: expected an object of finite numbers, the largest inputs by name"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
+        raise ConfigError(f"{where}: cannot be read: {first_line(error)}") from None
 
 
 def _replaced(module: nn.Module) -> PackedStack:
@@ -511,12 +503,10 @@ class _Trial:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = copy.deepcopy(layer).float().eval()
-        self._width = _parts(layer)[0].weight.shape[1]
-        generator = torch.Generator().manual_seed(SEED)
-        self._x = torch.randn(1, NUM_TOKENS, self._width, generator=generator)
-        device = next(layer.parameters()).device
-        self._x = self._x.to(device)
-        mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool, device=device)
+        weight = _parts(self._layer)[0].weight
+        self._width = weight.shape[1]
+        self._x = _random_tokens(weight, NUM_TOKENS)[None]
+        mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool, device=weight.device)
         answer = self._layer(self._x, mask)
         self.gives_tuple = isinstance(answer, tuple | list)
         self._wanted = answer[0] if self.gives_tuple else answer
@@ -566,7 +556,7 @@ def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
             values = random.integers(0 if is_kind else 1, KINDS if is_kind else INTEGERS, shape)
         else:
             raise ConfigError(
-                [f"parameters.{OPTION}: input '{spec.name}' is {spec.datatype}; expected integers"]
+                f"parameters.{OPTION}: input '{spec.name}' is {spec.datatype}; expected integers"
             )
         made[spec.name] = torch.from_numpy(values.astype(dtype))
     return made

@@ -58,11 +58,11 @@ def trace(module: nn.Module, sample: TraceInputs | None = None) -> fx.GraphModul
     except Exception as error:  # The tracer runs the model's code.
         problem = f"parameters.penstock.fuse: the module cannot be traced: {first_line(error)}"
         if sample is None:
-            raise ConfigError([problem]) from error
+            raise ConfigError(problem) from error
     try:
         return _exported(module, sample)
     except Exception as error:  # Exporting runs the model's code too.
-        raise ConfigError([f"{problem}; nor exported: {first_line(error)}"]) from error
+        raise ConfigError(f"{problem}; nor exported: {first_line(error)}") from error
 
 
 def _exported(module: nn.Module, sample: TraceInputs) -> fx.GraphModule:

@@ -1,19 +1,25 @@
-"""Load weights of a torch module from the safetensors files beside it; names must match exactly.
+"""Weights of torch modules: `load_weights` loads the safetensors files beside a module.py, whose
+names must match exactly; `load_network` has transformers make the network of a Hugging Face folder.
 
-Pickles (.pt, .pth, .bin) are not read: they can run any code here.
+Pickles (.pt, .pth, .bin) are not read: they can run any code here. Of a Hugging Face folder only
+config.json and safetensors are used: no code of the folder, and nothing from the network.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line
+from penstock.repository import pretrained
+from penstock.repository.layout import listed
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,6 +30,13 @@ CONVERT = (
     "a pickle, which can run any code and is not read; convert it where you trust it: "
     f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{WHOLE}')"
 )
+# transformers' class for each task.
+CLASSES = {
+    "text classifier": "AutoModelForSequenceClassification",
+    "token classifier": "AutoModelForTokenClassification",
+    "image classifier": "AutoModelForImageClassification",
+    "encoder": "AutoModel",
+}
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -59,11 +72,11 @@ def load_weights(module: torch.nn.Module, folder: Path, version: str) -> None:
 def _read(folder: Path, name: str, version: str) -> Weights:
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ConfigError([f"{version}/{name}: leaves the version folder"])
+        raise ConfigError(f"{version}/{name}: leaves the version folder")
     try:
         weights: Weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError([f"{version}/{name}: cannot be read as safetensors: {error}"]) from None
+        raise ConfigError(f"{version}/{name}: cannot be read as safetensors: {error}") from None
     return weights
 
 
@@ -71,7 +84,7 @@ def _read_shards(folder: Path, version: str) -> Weights:
     try:
         index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError([f"{version}/{INDEX}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{version}/{INDEX}: cannot be read: {error}") from None
     weights: dict[str, torch.Tensor] = {}
     problems: list[str] = []
     for file in sorted(set(index.values())):
@@ -90,7 +103,6 @@ def _read_shards(folder: Path, version: str) -> Weights:
 
 
 def _misfits(weights: Weights, expected: Weights) -> list[str]:
-    """Return the problems of weights whose names match but which do not fit."""
     names = sorted(weights.keys() & expected.keys())
     misfits = [(name, _misfit(weights[name], expected[name])) for name in names]
     problems = [f"'{name}' {misfit}" for name, misfit in misfits if misfit]
@@ -130,9 +142,41 @@ def _not_tied(missing: Sequence[str], weights: Weights, expected: Weights) -> li
 def _missing(folder: Path, version: str, names: Sequence[str]) -> ConfigError:
     text = f"{version}/{WHOLE}: no such file, and the module has weights: {_list(names)}"
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-    return ConfigError([f"{text}; {pickles[0]} is {CONVERT}" if pickles else text])
+    return ConfigError(f"{text}; {pickles[0]} is {CONVERT}" if pickles else text)
 
 
 def _list(names: Sequence[str]) -> str:
-    listed = ", ".join(f"'{name}'" for name in names[:MAX_NAMES])
-    return f"{listed} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else listed
+    return listed([f"'{name}'" for name in names], MAX_NAMES)
+
+
+def load_network(folder: Path) -> torch.nn.Module:
+    """Return the network in FP32. ConfigError if weights are missing: they would be random."""
+    found = pretrained.read(folder)
+    if found is None:
+        raise ConfigError(f"{folder.name}: a language model; expected {pretrained.ACCEPTED}")
+    network = getattr(_transformers(), CLASSES[found.task])
+    trust = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    try:
+        module, info = network.from_pretrained(folder, output_loading_info=True, **trust)
+    except Exception as error:  # transformers raises many types for what it cannot read.
+        text = f"{folder.name}: transformers cannot load it: {first_line(error)}"
+        raise ConfigError(text) from error
+    missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+    if found.task == "encoder" and missing and all("pooler" in name for name in missing):
+        # Embeddings do not use the pooler, which is often saved without.
+        missing = []
+    if missing:
+        problem = f"no weights for {listed(missing, MAX_NAMES)}, which {found.architecture} has"
+        raise ConfigError(f"{folder.name}: {problem}")
+    return module.float().eval()
+
+
+def _transformers() -> ModuleType:
+    try:
+        library = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        what = f"the folder needs the package '{error.name}', which is not installed"
+        how = 'pip install "penstock[hf]" brings it; a folder with onnx/model.onnx does not need it'
+        raise ConfigError(f"backend: {what}; {how}") from error
+    library.utils.logging.disable_progress_bar()
+    return library

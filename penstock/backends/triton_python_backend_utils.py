@@ -97,8 +97,7 @@ class PbTensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: object) -> PbTensor:
-        """Create from a DLPack capsule, or from an object with `__dlpack__`, such as a torch
-        tensor."""
+        """Create from a DLPack capsule, or an object with `__dlpack__`, such as a torch tensor."""
         source: Any = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         try:
             return PbTensor(name, np.from_dlpack(source))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.serving.padding import bf16_bits
-from penstock.types import DATATYPES, Array, TensorSpec, num_elements, split_bytes
+from penstock.types import DATATYPES, Array, TensorSpec, num_elements, shape_fits, split_bytes
 
 # Allowed casts, target to sources, by numpy's kind letters.
 CASTS = {"f": "fiub", "i": "iub", "u": "iub", "b": "biu"}
@@ -42,7 +41,7 @@ def examples(spec: TensorSpec, array: Array) -> Array:
     """Fit many examples at once: the first axis of `array` counts them."""
     if array.ndim == 1 and spec.shape in ((1,), (-1,)):
         array = array[:, None]
-    if not fits(array.shape[1:], spec.shape):
+    if not shape_fits(array.shape[1:], spec.shape):
         raise DataMismatch(spec, f"shape {list(array.shape[1:])} does not fit {list(spec.shape)}")
     if spec.datatype == "BYTES":
         return _strings(spec, array)
@@ -50,12 +49,6 @@ def examples(spec: TensorSpec, array: Array) -> Array:
         floats = TensorSpec(spec.name, "FP32", spec.shape)
         return bf16_bits(_numbers(floats, array))
     return _numbers(spec, array)
-
-
-def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    return len(shape) == len(expected) and all(
-        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
-    )
 
 
 def _numbers(spec: TensorSpec, array: Array) -> Array:

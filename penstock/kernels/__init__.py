@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Files in a version's folder: the implementations chosen for its convolutions and GEMMs, and our
 # own compiled kernels among them.
@@ -19,3 +24,14 @@ CHOICES, KERNELS = "fusion.json", "fusion.bin"
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Keys and values of a layer in the KV cache, [slots, heads, size] each, and the block table,
+    with a row for each sequence."""
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    block_size: int

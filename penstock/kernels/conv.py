@@ -59,9 +59,7 @@ class ConvWindow:
 
     def out(self, height: int, width: int) -> tuple[int, int]:
         sizes = zip((height, width), self.size, self.stride, self.padding, strict=True)
-        high, wide = (
-            (length + 2 * pad - size) // stride + 1 for length, size, stride, pad in sizes
-        )
+        high, wide = ((length + 2 * p - size) // stride + 1 for length, size, stride, p in sizes)
         return high, wide
 
 

@@ -1,10 +1,9 @@
 """Convolutions fused with what follows them, run by the fastest implementation for their sizes.
 
-A layer has several implementations: torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM
-for windows of one pixel, and our own kernels. On a GPU a `Tuner` times them once for each case
-(sizes and datatype) on the device itself, and drops those with wrong results. Choices are kept with
-the version, so a second start times nothing. On a CPU, and for shapes that are unknown at load, a
-layer uses torch's operators.
+Those are torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM for windows of one pixel,
+and our own kernels. On a GPU a `Tuner` times them once for each case (sizes and datatype) and drops
+those with wrong results. Choices are kept with the version, so a second start times nothing. On a
+CPU, and for shapes that are unknown at load, a layer uses torch's operators.
 """
 
 from __future__ import annotations
@@ -81,13 +80,10 @@ class GpuTimer:
             times = [self._replayed(graph) for _ in range(self._num_runs)]
         del graph
         # Each graph had its own memory, which is returned only on request.
-        if self._spare_bytes() > SPARE_BYTES:
+        reserved = torch.cuda.memory_reserved(self._device)
+        if reserved - torch.cuda.memory_allocated(self._device) > SPARE_BYTES:
             torch.cuda.empty_cache()
         return statistics.median(times) / self._num_calls
-
-    def _spare_bytes(self) -> int:
-        reserved: int = torch.cuda.memory_reserved(self._device)
-        return reserved - int(torch.cuda.memory_allocated(self._device))
 
     def _replayed(self, graph: torch.cuda.CUDAGraph) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,12 +115,8 @@ class Case:
         return [None if each is None else each.normal_() for each in self.empty()]
 
     def empty(self) -> list[torch.Tensor | None]:
-        return [
-            None
-            if form is None
-            else torch.empty_strided(*form, dtype=self.dtype, device=self.device)
-            for form in self.forms
-        ]
+        empty = partial(torch.empty_strided, dtype=self.dtype, device=self.device)
+        return [None if form is None else empty(*form) for form in self.forms]
 
 
 class Remembered(msgspec.Struct):
@@ -162,7 +154,6 @@ class Tuner:
         return None
 
     def tune(self) -> None:
-        """Time all queued cases."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return
@@ -185,8 +176,7 @@ class Tuner:
         return self._workspace
 
     def _compile(self, cases: Iterable[Case]) -> None:
-        """Compile the kernels of all cases at once in several threads: the slowest part of
-        tuning."""
+        """Compile the kernels of all cases in several threads: the slowest part of tuning."""
         if not has_triton() or self.device.type != "cuda":
             return
         from penstock.kernels import conv
@@ -275,7 +265,6 @@ def load_kernels(content: bytes) -> None:
 
 
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
-    """Return the files for the version's folder."""
     files = choices_file(tuner.used(), tuner.device)
     if has_triton() and tuner.device.type == "cuda":
         from penstock.kernels import conv, stored
@@ -308,7 +297,6 @@ class Chosen:
         return run(x, residual)
 
     def names(self) -> list[tuple[int, str]]:
-        """Return (batch, implementation) of each case."""
         return [(batch, name) for name, batch, _ in self._runs.values()]
 
     @property
@@ -351,12 +339,12 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return "cudnn" if is_fused else REFERENCE
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
-        out, _, high, wide = self.weight.shape
-        size, geometry = "x".join(map(str, x.shape)), self.geometry
+        out, _, *window = self.weight.shape
+        geometry = self.geometry
         is_last = x.is_contiguous(memory_format=torch.channels_last)
         parts = [
-            f"conv {size} {'nhwc' if is_last else 'nchw'} {_name(x.dtype)}",
-            f"to {out} window {high}x{wide} stride {_x(geometry.stride)}",
+            f"conv {_x(x.shape)} {'nhwc' if is_last else 'nchw'} {_name(x.dtype)}",
+            f"to {out} window {_x(window)} stride {_x(geometry.stride)}",
             f"padding {_x(geometry.padding)} dilation {_x(geometry.dilation)}",
             f"groups {geometry.groups}",
             *["bias"] * (self.bias is not None),
@@ -464,9 +452,8 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         return self.chosen.run(x, None, self._plain)
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
-        size = "x".join(map(str, x.shape))
         window = f"{_x(self.size)} stride {_x(self.stride)} padding {_x(self.padding)}"
-        return f"max_pool {size} {_name(x.dtype)} window {window}"
+        return f"max_pool {_x(x.shape)} {_name(x.dtype)} window {window}"
 
     def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
         found: dict[str, Run] = {REFERENCE: self._plain}
@@ -495,8 +482,8 @@ def _last(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 
-def _x(pair: Pair) -> str:
-    return f"{pair[0]}x{pair[1]}"
+def _x(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -114,8 +114,7 @@ class _Plan:
 
 
 class Products:
-    """GEMMs of one device. Only for one stream at a time, as they share a workspace. `calls` is the
-    library."""
+    """GEMMs of one device, by the library `calls`. For one stream, as they share a workspace."""
 
     def __init__(self, calls: ctypes.CDLL, device: torch.device | str) -> None:
         self._calls = calls
@@ -150,7 +149,7 @@ class Products:
             ctypes.byref(zero), added, added_layout, _address(out), out_layout,
             ctypes.byref(plan.algorithms[number].algorithm),
             _address(self._workspace), ctypes.c_size_t(WORKSPACE_BYTES),
-            ctypes.c_void_p(_stream(x)),
+            ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0),
         )  # fmt: skip
         _check("cublasLtMatmul", status)
         return out
@@ -187,23 +186,15 @@ class Products:
                     self._set(description, attribute, _address(each))
 
     def _layouts(self, form: GemmForm) -> tuple[ctypes.c_void_p, ...]:
+        def create(dtype: torch.dtype, high: int, wide: int) -> ctypes.c_void_p:
+            sizes = ctypes.c_uint64(high), ctypes.c_uint64(wide), ctypes.c_int64(high)
+            return self._create("cublasLtMatrixLayoutCreate", TYPES[dtype], *sizes)
+
+        weight = create(form.dtype, form.depth, form.width)
+        x = create(form.dtype, form.depth, form.num_rows)
         added = torch.bfloat16 if form.out == E4M3 else form.out
-        sizes = (
-            (form.dtype, form.depth, form.width),
-            (form.dtype, form.depth, form.num_rows),
-            (added, form.width, form.num_rows),
-            (form.out, form.width, form.num_rows),
-        )
-        return tuple(
-            self._create(
-                "cublasLtMatrixLayoutCreate",
-                TYPES[dtype],
-                ctypes.c_uint64(high),
-                ctypes.c_uint64(wide),
-                ctypes.c_int64(high),
-            )  # fmt: skip
-            for dtype, high, wide in sizes
-        )
+        outs = [create(dtype, form.width, form.num_rows) for dtype in (added, form.out)]
+        return (weight, x, *outs)
 
     def _proposed(
         self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]
@@ -268,7 +259,3 @@ def _check(name: str, status: int) -> None:
 
 def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _stream(x: torch.Tensor) -> int:
-    return int(torch.cuda.current_stream(x.device).cuda_stream) if x.is_cuda else 0

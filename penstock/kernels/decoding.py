@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.paged import Paged
+from penstock.kernels import Paged
 
 E4M3_MAX = tl.constexpr(448.0)
 # Lower bound of a row's range, for rows that are all zero.

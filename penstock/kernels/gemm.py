@@ -19,13 +19,7 @@ import torch
 
 from penstock.errors import first_line
 from penstock.kernels import CHOICES, cublaslt
-from penstock.kernels.convolution import (
-    REFERENCE,
-    GpuTimer,
-    check_close,
-    choices_file,
-    remembered,
-)
+from penstock.kernels.convolution import REFERENCE, GpuTimer, check_close, choices_file, remembered
 from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Unavailable
 
 # Largest relative error against torch (in norm), by output type. Two algorithms may round a value
@@ -113,7 +107,6 @@ class Multiplier:
         self._waiting.clear()
 
     def tune(self) -> None:
-        """Time all queued forms."""
         if not self._waiting:
             return
         self._warm_up()
@@ -148,21 +141,15 @@ class Multiplier:
         """Return the files for the version's folder, without forms that could not be timed."""
         # All forms of a count or none: a later start looks no further if it finds one.
         unknown = {form.num_rows for form in self._untried}
-        choices = {
-            self._key(form): _name(number)
-            for form, number in self._chosen.items()
-            if form.num_rows not in unknown
-        }
+        known = [form for form in self._chosen if form.num_rows not in unknown]
+        choices = {self._key(form): _name(self._chosen[form]) for form in known}
         return choices_file(dict(sorted(choices.items())), self.products.device) if choices else {}
 
     def facts(self) -> dict[str, str]:
         counts = Counter(_name(number).partition(" ")[0] for number in self._chosen.values())
         text = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
-        facts = {
-            "products": text or "none yet",
-            "products_timed": f"{self.num_timed} forms",
-            "cublaslt": str(self.products.version),
-        }
+        facts = {"products": text or "none yet", "products_timed": f"{self.num_timed} forms"}
+        facts["cublaslt"] = str(self.products.version)
         if self.problems:
             case, problem = next(iter(self.problems.items()))
             facts["products_dropped"] = f"{len(self.problems)}: {case}: {problem}"
@@ -229,8 +216,7 @@ class Multiplier:
 
 
 def open_multiplier(device: torch.device, folder: Path) -> Multiplier:
-    """Return a multiplier with the choices in a version's folder; raise Unavailable if
-    impossible."""
+    """Return a multiplier with the choices in a version's folder; Unavailable if impossible."""
     products = cublaslt.open_products(device)
     path = folder / CHOICES
     told = remembered(path.read_bytes(), device) if path.is_file() else {}

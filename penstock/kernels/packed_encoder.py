@@ -2,10 +2,8 @@
 
 `PackedLayout` says where each token is. It is made on the device from the mask alone; its shapes
 depend only on the batch's shape and on a number of tokens that the host knows, so a CUDA graph can
-hold all of it. The layers are those of BERT: attention, residual, LayerNorm, two linear layers with
-an activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run,
-elsewhere plain torch. Linear layers can run in FP8, with a calibrated scale for inputs or a scale
-per token. `torch_packing` converts models to this form.
+hold all of it. The layers are those of BERT. On GPUs our own kernels run, elsewhere plain torch.
+Linear layers can run in FP8. `torch_packing` converts models to this form.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ class PackedLayout:
 
 
 def lay_out(mask: Tensor, num_tokens: int) -> PackedLayout:
-    """Return the layout for a mask [rows, length] with at most `num_tokens` tokens. Does not
-    wait."""
+    """Return the layout for a mask [rows, length] of up to `num_tokens` tokens, without waiting."""
     if mask.is_cuda and has_triton():
         from penstock.kernels import layout
 
@@ -122,8 +119,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Quantisation of a linear layer's input to e4m3: by a calibrated factor, or per token
-    (None)."""
+    """Quantisation of a linear layer's input to e4m3: by a calibrated factor; None: per token."""
 
     inverse: Tensor | None
 
@@ -399,8 +395,7 @@ class PackedEmbeddings(nn.Module):
     def of_tokens(
         self, layout: PackedLayout, scaling: Scaling | None
     ) -> tuple[Tensor, LinearInput]:
-        """Return the embeddings of packed tokens, and the same as input of the first linear
-        layer."""
+        """Return the embeddings of packed tokens, also as input of the first linear layer."""
         assert self._given is not None
         ids, kinds = self._given
         positions = self.positions.weight
@@ -444,19 +439,15 @@ class PackedStack(nn.Module):
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
         scalings = [layer.qkv.scaling for layer in self.layers] + [None]
-        tokens, given = self._tokens(x, layout, scalings[0])
+        if self.embeddings:
+            tokens, given = self.embeddings[0].of_tokens(layout, scalings[0])
+        else:
+            tokens = packed(x, layout)
+            given = quantise_input(tokens, scalings[0])
         for layer, next_scaling in zip(self.layers, scalings[1:], strict=True):
             tokens, given = layer(tokens, given, layout, next_scaling)
         found = padded(tokens, layout)
         return (found,) if self.gives_tuple else found
-
-    def _tokens(
-        self, x: Tensor, layout: PackedLayout, scaling: Scaling | None
-    ) -> tuple[Tensor, LinearInput]:
-        if self.embeddings:
-            return self.embeddings[0].of_tokens(layout, scaling)
-        tokens = packed(x, layout)
-        return tokens, quantise_input(tokens, scaling)
 
     def products(self) -> dict[str, PackedLinear | PackedFp8Linear]:
         """Return linear layers by name, in order: `3.inner` is in the fourth layer."""
@@ -467,7 +458,6 @@ class PackedStack(nn.Module):
         }
 
     def multiply_by(self, multiplier: Multiplier) -> None:
-        """Let `multiplier` choose the GEMM implementations from now on."""
         self.multiplier = multiplier
         for product in self.products().values():
             product.multiplier = multiplier

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.paged import Paged
+from penstock.kernels import Paged
 from penstock.kernels.varlen import fold
 
 # Minimum rows of a matmul on tensor cores.

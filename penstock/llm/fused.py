@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.kernels.paged import Paged
+from penstock.kernels import Paged
 from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.models.decoder import Decoder

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.kernels import has_triton
+from penstock.kernels import Paged, has_triton
 from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
-from penstock.kernels.paged import Paged
 from penstock.llm import sampling
 from penstock.llm.models.decoder import rms_norm, rope, widen
 from penstock.llm.models.linear import AnyLinear, Fp8Linear, Small, in_fp8

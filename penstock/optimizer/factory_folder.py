@@ -6,14 +6,12 @@ penstock.optimizer.factory_folder FD FACTORY FOLDER`.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-import msgspec
-
 from penstock.errors import ConfigError
 from penstock.optimizer import folders, torch_source
+from penstock.repository.python_file import report
 
 
 def write(factory: str, folder: Path) -> None:
@@ -31,12 +29,7 @@ def main() -> None:
         write(factory, folder)
     except ConfigError as error:
         problems = list(error.problems)
-    with os.fdopen(fd, "wb") as pipe:
-        pipe.write(msgspec.json.encode(problems))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of the model's code must not keep the process alive.
-    os._exit(0)
+    report(fd, problems)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from penstock.backends import (
-    GPU_MEMORY,
-    Batch,
-    Execution,
-    KeepsCompiled,
-    Outputs,
-    PerRequest,
-    Runner,
-    backend,
-)
+from penstock.backends import GPU_MEMORY, Batch, Execution, Outputs, PerRequest, Runner, backend
 from penstock.backends.processing import model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
@@ -230,10 +221,7 @@ class Trial:
     def keep(self, folder: str) -> int:
         """Write compiled files and return their size, which is 0 without any."""
         warm_up_all(self._config, self._runner, self.proof)
-        runner: object = model_in(self._runner)
-        if not isinstance(runner, KeepsCompiled):
-            return 0
-        files = runner.compiled()
+        files = model_in(self._runner).compiled()
         for name, content in files.items():
             path = Path(folder) / name
             # It may be a hard link to another build's file.

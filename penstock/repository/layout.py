@@ -36,7 +36,6 @@ from penstock.repository import (
 )
 from penstock.repository import manifest as manifests
 from penstock.repository.pbtxt_fields import Proto
-from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
 # Hugging Face's configuration; weights are beside it.
@@ -81,17 +80,17 @@ def folder_kind(path: Path) -> ModelKind:
     """Say what a folder, or a GGUF file, holds. `model_source.resolve` covers all other forms."""
     if _is_gguf(path):
         return ModelKind.GGUF_FILE
-    root = _root(path)
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise ConfigError(f"{path}: no such folder; expected a model repository or a model")
     if _is_version(root):
         return ModelKind.VERSION_FOLDER
     if _is_text_folder(root):
         return ModelKind.HUGGING_FACE
     if _is_model(root):
         return ModelKind.MODEL_FOLDER
-    is_described = (root / TEXT_CONFIG).is_file()
-    if is_described and not any(map(_is_model, _folders(root))):
-        return ModelKind.HUGGING_FACE
-    return ModelKind.REPOSITORY
+    is_described = (root / TEXT_CONFIG).is_file() and not holds_models(root)
+    return ModelKind.HUGGING_FACE if is_described else ModelKind.REPOSITORY
 
 
 def holds_models(root: Path) -> bool:
@@ -113,15 +112,12 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
         case ModelKind.MODEL_FOLDER:
             # The operator may name a link: the repository is where it leads.
             return _read_all([root], root.resolve())
-    folders = _folders(root)
-    if not any(map(_is_model, folders)):
+    if not holds_models(root):
         raise ConfigError(
-            [
-                f"{path}: holds no model; expected <model>/<version>/model.onnx, "
-                f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
-            ]
+            f"{path}: holds no model; expected <model>/<version>/model.onnx, "
+            f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
         )
-    return _read_all(folders, root)
+    return _read_all(_folders(root), root)
 
 
 def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> RepositoryScan:
@@ -189,11 +185,8 @@ def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
     files = [place / name for place in (folder, version) for name in names]
     files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
     files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
-    return [
-        _hard_link(os.path.relpath(file, folder))
-        for file in dict.fromkeys(files)
-        if links.is_shared(file)
-    ]
+    shared = [file for file in dict.fromkeys(files) if links.is_shared(file)]
+    return [_hard_link(os.path.relpath(file, folder)) for file in shared]
 
 
 def _hard_link(name: str) -> str:
@@ -219,7 +212,7 @@ def read_made_up(path: str | os.PathLike[str]) -> RepositoryScan:
     if file.is_dir():
         file = file / TEXT_CONFIG
     if not file.is_file() or file.suffix != ".json":
-        raise ConfigError([f"{path}: expected a model's {TEXT_CONFIG}, whose sizes it gets"])
+        raise ConfigError(f"{path}: expected a model's {TEXT_CONFIG}, whose sizes it gets")
     name = file.parent.name if file.name == TEXT_CONFIG else file.stem
     message = pbtxt.parse("")
     message.backend = LLM
@@ -238,7 +231,7 @@ def read_hugging_face(folder: Path) -> RepositoryScan:
         if not pretrained.is_model(folder):
             expected = f"{pretrained.WEIGHTS[0]} or {pretrained.ONNX[-1]}"
             raise ConfigError(
-                [f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"]
+                f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"
             )
         described, message = pretrained.read(folder), read_message(folder)
         if described is None or message.backend == LLM:
@@ -270,7 +263,7 @@ def architectures(folder: Path) -> list[str]:
     try:
         found = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
-        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+        raise ConfigError(f"{path}: not JSON: {error}") from None
     names = found.get("architectures") if isinstance(found, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -283,7 +276,7 @@ def _text_config(path: Path) -> ModelConfig:
         return pbtxt.resolve(message, path.name, path, path / TEXT_CONFIG)
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ConfigError([f"{path.name}: not a GGUF file: it does not begin with 'GGUF'"])
+            raise ConfigError(f"{path.name}: not a GGUF file: it does not begin with 'GGUF'")
     # Files beside it do not belong to it.
     message = pbtxt.parse("")
     message.backend = LLM
@@ -337,29 +330,19 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     return text or "none"
 
 
-def _root(path: str | os.PathLike[str]) -> Path:
-    root = Path(os.path.abspath(path))
-    if not root.is_dir():
-        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
-    return root
-
-
 def _folders(root: Path) -> list[Path]:
     """List what may be a model: folders, and GGUF files."""
     try:
-        return sorted(
-            entry
-            for entry in root.iterdir()
-            if (entry.is_dir() or _is_gguf(entry)) and not entry.name.startswith(".")
-        )
+        entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+        return sorted(entry for entry in entries if entry.is_dir() or _is_gguf(entry))
     except OSError as error:
-        raise ConfigError([f"{root}: cannot be read: {error.strerror}"]) from None
+        raise ConfigError(f"{root}: cannot be read: {error.strerror}") from None
 
 
 def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
     """Read the versions of one model that its version policy selects, or `only` that one."""
     if not folder.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(["folder: a link that leads out of the repository"])
+        raise ConfigError("folder: a link that leads out of the repository")
     _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
     _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
     message = read_message(folder)
@@ -402,7 +385,7 @@ def read_message(folder: Path, version: str = "") -> Proto:
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{where}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{where}: cannot be read: {error}") from None
     return pbtxt.parse(text, where)
 
 
@@ -412,20 +395,18 @@ def has_own_config(folder: Path, version: str) -> bool:
 
 def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
     """Read one version, by its own config.pbtxt or else by `message`, the model's. An incomplete
-    version is refused unread."""
+    version is refused unread. The evidence's SLO applies if the configuration has none."""
     path = folder / version
     manifest = manifests.read(path)
     if manifest is None:
         return _resolve(folder, version, message)
-    problems = manifests.check_files(manifest, path)
-    if problems:
+    if problems := manifests.check_files(manifest, path):
         raise ConfigError(problems)
     try:
         promised = manifests.promised(manifest.evidence)
     except ConfigError as error:
         promised = None
-        where = f"{version}/{manifests.NAME}"
-        problems += [f"{where}: {problem}" for problem in error.problems]
+        problems += [f"{version}/{manifests.NAME}: {problem}" for problem in error.problems]
     try:
         config = _resolve(folder, version, message)
     except ConfigError as error:
@@ -433,7 +414,13 @@ def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
     if problems:
         raise ConfigError(problems)
     config = replace(config, manifest=str(path / manifests.NAME))
-    return _with_promise(config, promised, manifests.unkept(manifest.evidence))
+    if promised is None or config.slo:
+        return config
+    if unkept := manifests.unkept(manifest.evidence):
+        # Enforcing it would refuse requests in vain.
+        return replace(config, unkept_slo=f"{promised} ({unkept})")
+    batching = replace(config.batching, slo_latency_s=promised.latency_s)
+    return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
 
 
 def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
@@ -446,21 +433,21 @@ def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
     message.ClearField("version_policy")
     if policy is not None:
         message.version_policy.CopyFrom(policy)
+    where = f"{version}/{CONFIG}"
     try:
         config = pbtxt.resolve(message, folder.name, folder / version)
     except ConfigError as error:
         raise ConfigError(
             [
                 # Problems of other files already begin with their path.
-                text if text.startswith(f"{version}/") else f"{version}/{CONFIG}: {text}"
+                text if text.startswith(f"{version}/") else f"{where}: {text}"
                 for text in error.problems
             ]
         ) from None
     if not ignored:
         return config
     why = f"has no effect; {CONFIG} of the model chooses versions"
-    warning = f"{version}/{CONFIG}: version_policy: {why}"
-    return replace(config, warnings=(*config.warnings, warning))
+    return replace(config, warnings=(*config.warnings, f"{where}: version_policy: {why}"))
 
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
@@ -473,11 +460,8 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
         return [f"configuration: {CONFIG if is_folder else 'worked out from the file'}", *notes]
     version = config.version
     where = f"{version}/{CONFIG}" if has_own_config(folder, version) else CONFIG
-    has_config = (folder / where).is_file()
-    lines = [
-        f"versions: {', '.join(version_folders(folder))}",
-        f"configuration: {where if has_config else 'worked out from the file'}",
-    ]
+    source = where if (folder / where).is_file() else "worked out from the file"
+    lines = [f"versions: {', '.join(version_folders(folder))}", f"configuration: {source}"]
     manifest = manifests.read(folder / version)
     if manifest is None:
         lines.append("manifest: none, the files are taken as they are")
@@ -493,17 +477,6 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
     elif note := config.unkept_note:
         lines.append(f"slo: none; {note}")
     return lines + notes
-
-
-def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:
-    """Apply the evidence's SLO if the configuration has none. An SLO that was not kept is only
-    noted: enforcing it would refuse requests in vain."""
-    if promised is None or config.slo:
-        return config
-    if unkept:
-        return replace(config, unkept_slo=f"{promised} ({unkept})")
-    batching = replace(config.batching, slo_latency_s=promised.latency_s)
-    return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
 
 
 def _is_model(folder: Path) -> bool:
@@ -522,7 +495,7 @@ def _is_version(folder: Path) -> bool:
     named by numbers too."""
     if not folder.name.isdigit() or folder.name not in version_folders(folder.parent):
         return False
-    return not version_folders(folder) and not any(map(_is_model, _folders(folder)))
+    return not version_folders(folder) and not holds_models(folder)
 
 
 def version_folders(folder: Path) -> list[str]:
@@ -537,7 +510,7 @@ def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:
     available = version_folders(folder)
     if not available:
         raise ConfigError(
-            ["no version folder; expected one named by a number, such as 1/ with the model's file"]
+            "no version folder; expected one named by a number, such as 1/ with the model's file"
         )
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
@@ -547,10 +520,9 @@ def chosen(folder: Path, message: Proto, problems: list[str]) -> list[str]:
             wanted = {str(number) for number in policy.specific.versions}
             missing = sorted(wanted - set(available))
             if missing or not wanted:
-                problems.append(
-                    f"version_policy.specific: no version {', '.join(missing) or 'named'}; "
-                    f"there are {', '.join(available)}"
-                )
+                problem = f"no version {', '.join(missing) or 'named'}"
+                there = ", ".join(available)
+                problems.append(f"version_policy.specific: {problem}; there are {there}")
             return [version for version in available if version in wanted] or available[-1:]
         case _:
             return available[-max(1, policy.latest.num_versions) :]

@@ -53,7 +53,7 @@ class Manifest:
         try:
             return (json.dumps(asdict(self), indent=2, allow_nan=False) + "\n").encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError([f"evidence: cannot be written as JSON: {error}"]) from None
+            raise ConfigError(f"evidence: cannot be written as JSON: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,9 @@ _manifests = msgspec.json.Decoder(Manifest)
 
 def is_plain(name: str) -> bool:
     """Whether a file name stays inside its folder and is normalised."""
-    parts = PurePosixPath(name).parts
-    return (
-        bool(parts)
-        and str(PurePosixPath(name)) == name
-        and not name.startswith("/")
-        and ".." not in parts
-        and name.isprintable()
-    )
+    path = PurePosixPath(name)
+    is_inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return is_inside and str(path) == name and name.isprintable()
 
 
 def read(folder: Path) -> Manifest | None:
@@ -85,15 +80,15 @@ def read(folder: Path) -> Manifest | None:
         return None
     where = f"{folder.name}/{NAME}"
     if not path.is_file():
-        raise ConfigError([f"{where}: not a file"])
+        raise ConfigError(f"{where}: not a file")
     try:
         data = path.read_bytes()
         found = _formats.decode(data).format
         if found != FORMAT:
-            raise ConfigError([f"{where}: format {found}; this version of Penstock reads {FORMAT}"])
+            raise ConfigError(f"{where}: format {found}; this version of Penstock reads {FORMAT}")
         manifest = _manifests.decode(data)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError([f"{where}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{where}: cannot be read: {error}") from None
     strange = [name for name in manifest.files if not is_plain(name)]
     if strange:
         raise ConfigError([f"{where}: files: '{name}' leaves the folder" for name in strange])
@@ -102,19 +97,17 @@ def read(folder: Path) -> Manifest | None:
 
 def check_files(manifest: Manifest, folder: Path) -> list[str]:
     """List files that are missing, have another size or were added, without reading any file."""
-    problems = [
-        f"{folder.name}/{name}: is not in {NAME}; remove it, or commit it as a new version"
-        for name in names_below(folder)
-        if name != NAME and name not in manifest.files
-    ]
+    known = {NAME, *manifest.files}
+    added = [f"{folder.name}/{name}" for name in names_below(folder) if name not in known]
+    hint = "remove it, or commit it as a new version"
+    problems = [f"{path}: is not in {NAME}; {hint}" for path in added]
+    unloaded = "it is not loaded until it is committed again"
     for name, entry in sorted(manifest.files.items()):
         size = _size(folder / name)
         if size != entry.size:
             there = "missing" if size is None else f"{size} bytes, {NAME} says {entry.size}"
-            problems.append(
-                f"{folder.name}/{name}: {there}; version {folder.name} is incomplete: "
-                "it is not loaded until it is committed again"
-            )
+            why = f"version {folder.name} is incomplete: {unloaded}"
+            problems.append(f"{folder.name}/{name}: {there}; {why}")
     return problems
 
 
@@ -143,7 +136,7 @@ def check_digests(folder: Path) -> None:
     """Read every file and compare it with the manifest. ConfigError names those that differ."""
     manifest = read(folder)
     if manifest is None:
-        raise ConfigError([f"{folder.name}/{NAME}: it was there and is gone"])
+        raise ConfigError(f"{folder.name}/{NAME}: it was there and is gone")
     problems = check_files(manifest, folder)
     for name, entry in sorted(manifest.files.items()) if not problems else ():
         try:
@@ -153,10 +146,8 @@ def check_digests(folder: Path) -> None:
             problems.append(f"{folder.name}/{name}: cannot be read: {error.strerror}")
             continue
         if found != entry.sha256:
-            problems.append(
-                f"{folder.name}/{name}: differs from what was committed: sha256 {found}, "
-                f"{NAME} says {entry.sha256}; commit changes as a new version"
-            )
+            digests = f"sha256 {found}, {NAME} says {entry.sha256}; commit changes as a new version"
+            problems.append(f"{folder.name}/{name}: differs from what was committed: {digests}")
     if problems:
         raise ConfigError(problems)
 
@@ -174,7 +165,7 @@ def promised(evidence: Mapping[str, object]) -> slo.Slo | None:
         return None
     text = evidence["slo"]
     if not isinstance(text, str):
-        raise ConfigError([f"evidence.slo: {json.dumps(text)} is not text like 'p99 < 20ms'"])
+        raise ConfigError(f"evidence.slo: {json.dumps(text)} is not text like 'p99 < 20ms'")
     try:
         return slo.parse(text)
     except ConfigError as error:

@@ -1,13 +1,14 @@
 """The resolver of MODEL: every command and function that takes a model asks `resolve`.
 
 A file, a folder, a repository, `package.module:factory`, or the URL of a running server. Whatever
-is not a model gets an error that names the next command. Loads nothing; `layout` and `pbtxt`
-read configurations.
+is not a model gets an error that says what it is, by its name alone, and what to give instead.
+Loads nothing; `layout` and `pbtxt` read configurations.
 """
 
 from __future__ import annotations
 
 import atexit
+import difflib
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
-from penstock.repository import layout, model_code, model_hints, pbtxt
+from penstock.repository import layout, pbtxt, python_file
 from penstock.repository.layout import ModelKind, RepositoryScan
 
 FORMS = (
@@ -47,6 +48,47 @@ URL = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
 FACTORY_WRITER = "penstock.optimizer.factory_folder"
 # Characters of a name that is made from a file's name; others become "-".
 NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
+MAX_NAMES = 5
+ADDRESS = re.compile(r"[\w.-]+:\d+(/|$)")
+FROM_TORCH = (
+    "write the model with torch.export.save as model.pt2, or give package.module:factory, a "
+    "function that returns the module with these weights"
+)
+FROM_FOLDER = "weights have no code; give the folder that holds them and config.json, or "
+SAVED_MODEL = (
+    "convert it with python -m tf2onnx.convert --saved-model FOLDER --output model.onnx and give "
+    "that file"
+)
+# Files that hold a model, or a part of it, in a form that is not served, and what to do.
+NOT_SERVED: Mapping[str, str] = {
+    ".pt": f"a file of torch.save or TorchScript is a pickle, which can run any code; {FROM_TORCH}",
+    ".pth": f"a state dict has no code; {FROM_TORCH}",
+    ".ckpt": f"a checkpoint has no code; {FROM_TORCH}",
+    ".bin": FROM_FOLDER + FROM_TORCH,
+    ".safetensors": f"{FROM_FOLDER}package.module:factory, a function that returns the module with "
+    "these weights",
+    **dict.fromkeys(
+        (".keras", ".h5"),
+        "Keras models are not served; write it with model.export('model.onnx', format='onnx') and "
+        "give that file",
+    ),
+    ".pb": f"TensorFlow graphs are not served; {SAVED_MODEL}",
+    ".tflite": "TensorFlow Lite is not served; convert it with python -m tf2onnx.convert --tflite "
+    "FILE --output model.onnx and give that file",
+    **dict.fromkeys(
+        (".pkl", ".pickle", ".joblib"),
+        "a pickle can run any code and is not read; write scikit-learn models with skl2onnx as "
+        "model.onnx, or load it in a model.py",
+    ),
+    **dict.fromkeys(
+        (".plan", ".engine"),
+        "TensorRT engines are not served; give the ONNX file that it was built from",
+    ),
+    ".pbtxt": "the configuration of a model; give the folder that holds it",
+    **dict.fromkeys((".zip", ".tar", ".gz"), "an archive; unpack it and give what is in it"),
+    ".mar": "an archive of TorchServe; unpack it and give what is in it",
+}
+SAVED_MODEL_FILE, ADAPTER_FILE = "saved_model.pb", "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +103,8 @@ class ModelSource:
 
     @property
     def path(self) -> Path:
-        """The location of a file or folder."""
         if isinstance(self.location, str):
-            raise ConfigError([f"{self.location}: is {self.kind.value}; expected a file or folder"])
+            raise ConfigError(f"{self.location}: is {self.kind.value}; expected a file or folder")
         return self.location
 
     @property
@@ -84,8 +125,7 @@ class ModelSource:
         if self.kind is ModelKind.FACTORY:
             return layout.read(_factory_folder(str(self.location), self.name))
         if self.kind is ModelKind.REPOSITORY and not layout.holds_models(self.path):
-            reason = model_hints.describe_folder(self.path, tuple(FILE_KINDS), FORMS)
-            raise ConfigError([f"{self.path}: {reason}"])
+            raise ConfigError(f"{self.path}: {_describe_folder(self.path)}")
         if self.kind is not ModelKind.REPOSITORY or not self.name:
             return layout.read(self.path)
         try:
@@ -93,7 +133,7 @@ class ModelSource:
         except NotFound:
             there = layout.listed(self.names())
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
-            raise ConfigError([problem]) from None
+            raise ConfigError(problem) from None
 
     def read_one(self, name: str) -> RepositoryScan:
         """Read one of `names()`; NotFound for others. Names are compared, never used as paths."""
@@ -109,7 +149,7 @@ class ModelSource:
     def _check_served(self) -> None:
         if self.kind is ModelKind.URL:
             problem = "is a running server, which serves its models already"
-            raise ConfigError([f"{self.location}: {problem}; use penstock bench {self.location}"])
+            raise ConfigError(f"{self.location}: {problem}; use penstock bench {self.location}")
 
     def _read_file(self) -> RepositoryScan:
         """Read a file as version 1 of a model, configured by what the file says."""
@@ -130,8 +170,8 @@ class ModelSource:
             rule = "in a model's name, characters other than letters, digits, _ . - become -"
             notes.append(f"served as '{self.name}': {rule}")
         beside = [folder / layout.CONFIG for folder in (path.parent, path.parent.parent)]
-        if path.parent.name.isdigit() and any(file.is_file() for file in beside):
-            given = next(file for file in beside if file.is_file())
+        given = next(filter(Path.is_file, beside), None)
+        if path.parent.name.isdigit() and given is not None:
             notes.append(f"{given} is not used; give {path.parent} to serve this version with it")
         return notes
 
@@ -148,8 +188,8 @@ def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:
     if FACTORY.fullmatch(text):
         module = text.partition(":")[0].rpartition(".")[2]
         return ModelSource(ModelKind.FACTORY, text, name or module)
-    reason = model_hints.describe_missing(path, text) if text else "no model is given"
-    raise ConfigError([f"{text}: {reason}; expected {FORMS}".removeprefix(": ")])
+    reason = _describe_missing(path, text) if text else "no model is given"
+    raise ConfigError(f"{text}: {reason}; expected {FORMS}".removeprefix(": "))
 
 
 def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
@@ -159,17 +199,17 @@ def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
             return ModelSource(kind, path, name)
         source = ModelSource(kind, path, layout.names(path)[0])
         if name not in ("", source.name):
-            raise ConfigError([f"{text}: holds no model '{name}'; there: {source.name}"])
+            raise ConfigError(f"{text}: holds no model '{name}'; there: {source.name}")
         return source
     if not path.is_file():
-        raise ConfigError([f"{text}: is no regular file; expected {FORMS}"])
+        raise ConfigError(f"{text}: is no regular file; expected {FORMS}")
     if path.name == layout.TEXT_CONFIG:
         return _resolve_path(path.parent, text, name)
     suffix = path.suffix.lower()
     if suffix in FILE_KINDS:
         stem = path.stem if suffix == layout.GGUF else valid_name(path.stem)
         return ModelSource(FILE_KINDS[suffix], path, name or stem)
-    raise ConfigError([f"{text}: {model_hints.describe_file(path, FORMS)}"])
+    raise ConfigError(f"{text}: {NOT_SERVED.get(suffix, f'not a model; expected {FORMS}')}")
 
 
 @lru_cache(maxsize=8)
@@ -179,7 +219,7 @@ def _factory_folder(factory: str, name: str) -> Path:
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     folder = made / name
     try:
-        report = model_code.run(FACTORY_WRITER, factory, str(folder))
+        report = python_file.run_code(FACTORY_WRITER, factory, str(folder))
         problems = msgspec.json.decode(report, type=list[str])
     except ConfigError as error:
         problems = [f"{factory}: {problem}" for problem in error.problems]
@@ -192,3 +232,53 @@ def valid_name(text: str) -> str:
     """Return a model's name from a file's: ASCII letters, digits, `_`, `.` and `-`; everything else
     becomes `-`."""
     return NOT_IN_NAMES.sub("-", text).strip(".-") or "model"
+
+
+def _describe_missing(path: Path, text: str) -> str:
+    """Say that there is no such path, and what the user may have meant."""
+    missing = "no such file or folder"
+    if ADDRESS.match(text):
+        return f"{missing}; did you mean http://{text}?"
+    if path.is_symlink():
+        return f"is a link that leads nowhere, to {path.readlink()}"
+    folder = path.parent
+    if not folder.is_dir():
+        return missing
+    similar = difflib.get_close_matches(path.name, _names(folder), n=3)
+    also = f"; did you mean {' or '.join(str(folder / each) for each in similar)}?"
+    return missing + (also if similar else "")
+
+
+def _describe_folder(folder: Path) -> str:
+    names = _names(folder)
+    if not names:
+        return f"is an empty folder; expected {FORMS}"
+    if SAVED_MODEL_FILE in names:
+        command = SAVED_MODEL.replace("FOLDER", str(folder))
+        return f"is a SavedModel of TensorFlow, which is not served; {command}"
+    if ADAPTER_FILE in names:
+        return (
+            "is a LoRA adapter, which is a part of a model; merge it with peft's "
+            "merge_and_unload(), write the result with save_pretrained and give that folder"
+        )
+    files = [name for name in names if (folder / name).is_file()]
+    # Any folder may hold Python files; few of them are models.
+    endings = tuple(suffix for suffix in FILE_KINDS if suffix != ".py")
+    models = [name for name in files if name == "model.py" or name.lower().endswith(endings)]
+    if len(models) == 1:
+        return f"is no model's folder, but holds one: give {folder / models[0]}"
+    if models:
+        some = ", ".join(models[:MAX_NAMES]) + ", …" * bool(models[MAX_NAMES:])
+        return f"holds several models ({some}); give one of them, such as {folder / models[0]}"
+    for name in files:
+        if (reason := NOT_SERVED.get(Path(name).suffix.lower())) is not None:
+            return f"holds no model, but {name}: {reason}"
+    expected = "<model>/<version>/model.onnx, with the version a number"
+    return f"holds no model; expected {expected}, or {FORMS}"
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    except OSError:
+        return []

@@ -10,20 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line
 from penstock.repository.links import is_shared
 from penstock.types import DATATYPES, Signature, TensorSpec
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-NAMES = {
-    "FLOAT": "FP32",
-    "DOUBLE": "FP64",
-    "FLOAT16": "FP16",
-    "BFLOAT16": "BF16",
-    "STRING": "BYTES",
-}
+# Datatypes that have another name in v2.
+NAMES = {"FLOAT16": "FP16", "FLOAT": "FP32", "DOUBLE": "FP64", "BFLOAT16": "BF16"}
+NAMES["STRING"] = "BYTES"
 # Classes that a note names.
 MAX_CLASSES = 10
 
@@ -34,21 +30,16 @@ def read_signature(path: Path) -> Signature:
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
     if not inputs or not graph.output:
-        raise ConfigError(["cannot be read as ONNX: it declares no inputs or no outputs"])
+        raise ConfigError("cannot be read as ONNX: it declares no inputs or no outputs")
     maps = _zip_maps(graph)
     outputs = [value for value in graph.output if value.name not in maps]
     strange = [value.name for value in (*inputs, *outputs) if not _datatype(value)]
     if strange:
         names = ", ".join(f"'{name}'" for name in strange)
-        raise ConfigError([f"{names}: not a tensor of a datatype that the protocol has"])
-    return Signature(
-        tuple(map(_spec, inputs)),
-        tuple(
-            _probabilities(maps[value.name]) if value.name in maps else _spec(value)
-            for value in graph.output
-        ),
-        notes=tuple(map(_zip_map_note, maps.values())),
-    )
+        raise ConfigError(f"{names}: not a tensor of a datatype that the protocol has")
+    answers = (_probabilities(maps[o.name]) if o.name in maps else _spec(o) for o in graph.output)
+    notes = tuple(map(_zip_map_note, maps.values()))
+    return Signature(tuple(map(_spec, inputs)), tuple(answers), notes=notes)
 
 
 def without_zip_maps(path: Path) -> ModelProto:
@@ -59,11 +50,9 @@ def without_zip_maps(path: Path) -> ModelProto:
     model = onnx.load(str(path), load_external_data=False)
     outputs = {value.name: value for value in model.graph.output}
     for name, node in _zip_maps(model.graph).items():
-        spec = _probabilities(node)
-        sizes = [size if size > 0 else None for size in spec.shape]
-        outputs[name].CopyFrom(
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes)
-        )
+        sizes = [size if size > 0 else None for size in _probabilities(node).shape]
+        made = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes)
+        outputs[name].CopyFrom(made)
         node.op_type, node.domain = "Identity", ""
         del node.attribute[:]
     return model
@@ -86,14 +75,9 @@ def find_hard_links(path: Path, is_alone: bool = False) -> list[str]:
 
 def weight_files(path: Path) -> list[str]:
     """Return the files beside the model that hold its weights, by the names the model uses."""
-    return sorted(
-        {
-            entry.value
-            for tensor in _tensors(_read_graph(path))
-            for entry in tensor.external_data
-            if entry.key == "location"
-        }
-    )
+    tensors = _tensors(_read_graph(path))
+    entries = [entry for tensor in tensors for entry in tensor.external_data]
+    return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
 def _read_graph(path: Path) -> GraphProto:
@@ -102,18 +86,14 @@ def _read_graph(path: Path) -> GraphProto:
     try:
         return onnx.load(str(path), load_external_data=False).graph
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError([f"cannot be read as ONNX: {text}"]) from None
+        raise ConfigError(f"cannot be read as ONNX: {first_line(error)}") from None
 
 
 def _zip_maps(graph: GraphProto) -> dict[str, NodeProto]:
     """Return the ZipMap nodes that make outputs of the model, by the outputs' names."""
     outputs = {value.name for value in graph.output}
-    return {
-        node.output[0]: node
-        for node in graph.node
-        if node.op_type == "ZipMap" and node.output[0] in outputs
-    }
+    maps = [node for node in graph.node if node.op_type == "ZipMap"]
+    return {node.output[0]: node for node in maps if node.output[0] in outputs}
 
 
 def _classes(node: NodeProto) -> list[str]:
@@ -163,8 +143,7 @@ def _datatype(value: ValueInfoProto) -> str:
 
 
 def _spec(value: ValueInfoProto) -> TensorSpec:
-    shape = tuple(
-        dim.dim_value if dim.HasField("dim_value") and dim.dim_value > 0 else -1
-        for dim in value.type.tensor_type.shape.dim
-    )
+    # Sizes without a value read as 0.
+    dims = value.type.tensor_type.shape.dim
+    shape = tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in dims)
     return TensorSpec(value.name, _datatype(value), shape)

@@ -9,25 +9,11 @@ from xml.etree.ElementTree import Element, ParseError, TreeBuilder
 from xml.parsers import expat
 
 from penstock.errors import ConfigError
-from penstock.types import Signature, TensorSpec
+from penstock.types import DATATYPES, Signature, TensorSpec
 
-# v2 datatypes by the precision of a port.
-DATATYPES = {
-    "BOOL": "BOOL",
-    "U8": "UINT8",
-    "U16": "UINT16",
-    "U32": "UINT32",
-    "U64": "UINT64",
-    "I8": "INT8",
-    "I16": "INT16",
-    "I32": "INT32",
-    "I64": "INT64",
-    "FP16": "FP16",
-    "FP32": "FP32",
-    "FP64": "FP64",
-    "BF16": "BF16",
-    "STRING": "BYTES",
-}
+# v2 datatypes by the precision of a port, such as U8, I64 and FP32.
+PRECISIONS = {name.replace("INT", "I").replace("UI", "U"): name for name in DATATYPES}
+PRECISIONS["STRING"] = PRECISIONS.pop("BYTES")
 
 
 def read_signature(path: Path) -> Signature:
@@ -35,11 +21,8 @@ def read_signature(path: Path) -> Signature:
     root = _root(path)
     layers = root.findall("layers/layer")
     # Tensor names of output ports, by layer and port.
-    names = {
-        (layer.get("id", ""), port.get("id", "")): port.get("names", "")
-        for layer in layers
-        for port in layer.findall("output/port")
-    }
+    ports = [(each.get("id", ""), port) for each in layers for port in each.findall("output/port")]
+    names = {(layer, port.get("id", "")): port.get("names", "") for layer, port in ports}
     sources = {
         edge.get("to-layer", ""): (edge.get("from-layer", ""), edge.get("from-port", ""))
         for edge in root.findall("edges/edge")
@@ -55,7 +38,7 @@ def read_signature(path: Path) -> Signature:
             given = layer.get("output_names") or names.get(source, "")
             outputs.append(_spec(layer, layer.find("input/port"), given))
     if not inputs or not outputs:
-        raise _problem("cannot be read as OpenVINO IR: it has no inputs or no outputs")
+        raise ConfigError("cannot be read as OpenVINO IR: it has no inputs or no outputs")
     return Signature(tuple(inputs), tuple(outputs))
 
 
@@ -68,7 +51,7 @@ def _root(path: Path) -> Element:
     try:
         return _parse(path.read_bytes())
     except (OSError, ParseError, expat.ExpatError, AssertionError, ValueError) as error:
-        raise _problem(f"cannot be read as OpenVINO IR: {error}") from None
+        raise ConfigError(f"cannot be read as OpenVINO IR: {error}") from None
 
 
 def _parse(data: bytes) -> Element:
@@ -88,24 +71,17 @@ def _refuse_doctype(*declaration: object) -> NoReturn:
 
 
 def _spec(layer: Element, port: Element | None, names: str) -> TensorSpec:
-    name = _first(names) or layer.get("name", "")
+    # The first name of a list in which commas inside names are escaped with a backslash.
+    first = re.split(r"(?<!\\),", names)[0].replace("\\,", ",")
+    name = first or layer.get("name", "")
     precision = "" if port is None else port.get("precision", "")
-    if port is None or precision not in DATATYPES:
-        raise _problem(f"'{name}': not a tensor of a datatype that the protocol has")
+    if port is None or precision not in PRECISIONS:
+        raise ConfigError(f"'{name}': not a tensor of a datatype that the protocol has")
     data = layer.find("data")
     if data is not None and data.get("shape") == "...":
-        raise _problem(f"'{name}': any number of dimensions; say in config.pbtxt which it takes")
+        raise ConfigError(f"'{name}': any number of dimensions; say in config.pbtxt which it takes")
     try:
         shape = tuple(int(dim.text or "") for dim in port.findall("dim"))
     except ValueError as error:
-        raise _problem(f"'{name}': cannot be read as OpenVINO IR: {error}") from None
-    return TensorSpec(name, DATATYPES[precision], shape)
-
-
-def _first(names: str) -> str:
-    """Return the first name of a list in which commas inside names are escaped with a backslash."""
-    return re.split(r"(?<!\\),", names)[0].replace("\\,", ",")
-
-
-def _problem(text: str) -> ConfigError:
-    return ConfigError([text])
+        raise ConfigError(f"'{name}': cannot be read as OpenVINO IR: {error}") from None
+    return TensorSpec(name, PRECISIONS[precision], shape)

@@ -299,8 +299,7 @@ class ParameterReader:
     def env(self) -> tuple[str, ...]:
         text = self._given.get(ENV, "")
         names = tuple(part.strip() for part in text.split(",") if part.strip())
-        wrong = [name for name in names if not ENV_NAME.fullmatch(name)]
-        if wrong:
+        if wrong := [name for name in names if not ENV_NAME.fullmatch(name)]:
             expected = "expected e.g. 'MODEL_TOKEN, MY_PREFIX_*'"
             self._report(ENV, f"'{wrong[0]}' names no variable; {expected}")
         if names and self._backend == LLM:
@@ -343,16 +342,14 @@ def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
         return f"{place}: not one of the axes of size -1 in dims {list(spec.shape)}"
     dtype = DATATYPES[spec.datatype].numpy
     is_float = dtype.kind == "f" or spec.datatype == "BF16"
-    if math.isnan(axis.value) or (not is_float and not _holds(dtype, axis.value)):
-        return f"{place}: the value is not one of {spec.datatype}"
-    return ""
-
-
-def _holds(dtype: np.dtype[np.generic], value: float) -> bool:
-    if dtype.kind == "b":
-        return value in (0, 1)
-    limits = np.iinfo(dtype.name)
-    return value.is_integer() and limits.min <= value <= limits.max
+    if is_float:
+        is_held = not math.isnan(axis.value)
+    elif dtype.kind == "b":
+        is_held = axis.value in (0, 1)
+    else:
+        limits = np.iinfo(dtype.name)
+        is_held = axis.value.is_integer() and limits.min <= axis.value <= limits.max
+    return "" if is_held else f"{place}: the value is not one of {spec.datatype}"
 
 
 def _float(text: str) -> float:

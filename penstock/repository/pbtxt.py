@@ -97,10 +97,8 @@ NOT_IN_SLO_MODE = (
     "dynamic_batching.default_queue_policy.default_timeout_microseconds",
 )
 # Labels that metrics already have, and the syntax of a label's name.
-LABELS = frozenset(
-    ("model", "version", "reason", "cause", "le", "instance", "device", "model_name", "quantile")
-    + ("finished_reason",)
-)
+_LABELS = "model version reason cause le instance device model_name quantile finished_reason"
+LABELS = frozenset(_LABELS.split())
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -114,7 +112,7 @@ def parse(text: str, where: str = "config.pbtxt") -> Proto:
             warnings.simplefilter("ignore", DeprecationWarning)
             return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
-        raise ConfigError([f"{where}: {error}"]) from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
@@ -124,8 +122,7 @@ def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = Non
 
 
 def describe(config: ModelConfig) -> str:
-    """Format the resolved configuration as config.pbtxt; parsing it gives the same
-    configuration."""
+    """Format the resolved configuration as config.pbtxt, which parses to the same one."""
     return to_text(to_message(config))
 
 
@@ -268,13 +265,10 @@ def _describe_warmups(target: Proto, warmups: Sequence[Warmup]) -> None:
             value = item.inputs[tensor.name]
             value.data_type = _type_number(tensor.datatype)
             value.dims[:] = tensor.shape
-            match tensor.source:
-                case "file":
-                    value.input_data_file = tensor.file
-                case "random":
-                    value.random_data = True
-                case "zero":
-                    value.zero_data = True
+            if tensor.source == "file":
+                value.input_data_file = tensor.file
+            else:
+                setattr(value, f"{tensor.source}_data", True)
 
 
 def _describe_batching(message: Proto, policy: BatchPolicy) -> None:
@@ -382,10 +376,8 @@ class _Resolver:
         except ConfigError as error:
             self._problems += error.problems
             return config
-        outputs = [
-            replace(spec, labels=labels) if spec.shape == (len(labels),) else spec
-            for spec in config.outputs
-        ]
+        scores = (len(labels),)
+        outputs = [replace(s, labels=labels) if s.shape == scores else s for s in config.outputs]
         return replace(config, outputs=tuple(outputs))
 
     def _check_tags(self) -> None:
@@ -427,11 +419,9 @@ class _Resolver:
         path = _inside(base, file, base) or self._linked(backend, base, file)
         if path is None:
             path = base
-            problem = f"'{file}' leaves the version folder"
-            if backend == LLM and (base / file).is_symlink():
-                problem += (
-                    f" through a link; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
-                )
+            is_link = backend == LLM and (base / file).is_symlink()
+            hint = f" through a link; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
+            problem = f"'{file}' leaves the version folder{hint * is_link}"
             self._problem("default_model_filename", problem)
         elif file and not path.exists():
             self._problem(f"{self._folder.name}/{file}", "no such file")
@@ -497,13 +487,10 @@ class _Resolver:
 
     def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"
-        known = _types().DataType
-        datatype = "INVALID"
-        if item.data_type in known.values():
-            datatype = known.Name(item.data_type).removeprefix("TYPE_")
-            if datatype == "INVALID":
-                self._problem(f"{path}.data_type", f"missing for '{item.name}'")
-        else:
+        datatype = pbtxt_fields.datatype_name(item)
+        if datatype == "INVALID":
+            self._problem(f"{path}.data_type", f"missing for '{item.name}'")
+        elif not datatype:
             self._problem(f"{path}.data_type", f"{item.data_type} is no datatype")
         if not item.name:
             self._problem(f"{path}.name", "missing")
@@ -516,7 +503,7 @@ class _Resolver:
         label_file = item.label_filename if kind == "output" else ""
         return TensorSpec(
             item.name,
-            "BYTES" if datatype == "STRING" else datatype,
+            datatype,
             tuple(item.dims),
             is_optional=kind == "input" and item.optional,
             label_file=label_file,
@@ -592,7 +579,6 @@ class _Resolver:
         return (base, *each)
 
     def _instances(self, backend: str) -> list[str]:
-        """Return the device of each instance."""
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
         for index, group in enumerate(groups):
             for name, problem in _group_problems(group, backend):
@@ -625,10 +611,8 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
 
 
 def _is_set(message: Proto, path: str) -> bool:
-    """Whether a field is set."""
     head, _, rest = path.partition(".")
-    present = {descriptor.name for descriptor, _ in message.ListFields()}
-    if head not in present:
+    if all(descriptor.name != head for descriptor, _ in message.ListFields()):
         return False
     return _is_set(getattr(message, head), rest) if rest else True
 
@@ -657,7 +641,6 @@ def _devices(group: Proto, backend: str) -> list[str]:
 
 
 def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:
-    """Return invalid fields, each with its problem."""
     found: list[tuple[str, str]] = []
     if group.count < 0:
         found.append(("count", f"{group.count} is negative"))

@@ -40,22 +40,12 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-REFUSED = frozenset(
-    (
-        "sequence_batching",
-        "ensemble_scheduling",
-        "batch_input",
-        "batch_output",
-        "model_operations",
-        "model_transaction_policy.decoupled",
-        "response_cache.enable",
-        "optimization.execution_accelerators",
-        "model_repository_agents",
-        "input.reshape",
-        "input.allow_ragged_batch",
-        "output.reshape",
-    )
+_REFUSED = (
+    "sequence_batching ensemble_scheduling batch_input batch_output model_operations "
+    "model_transaction_policy.decoupled response_cache.enable optimization.execution_accelerators "
+    "model_repository_agents input.reshape input.allow_ragged_batch output.reshape"
 )
+REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {
     "runtime": "the backend chooses its library",
@@ -76,6 +66,14 @@ REASONS = {
     "cc_model_filenames": "the same file is loaded for every GPU",
     "model_metrics": "histograms have fixed buckets",
 }
+
+
+def datatype_name(tensor: Proto) -> str:
+    """Return the v2 datatype of a tensor: INVALID if none is given, empty for unknown numbers."""
+    known = tensor.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+    number = tensor.data_type
+    name = known[number].name.removeprefix("TYPE_") if number in known else ""
+    return "BYTES" if name == "STRING" else name
 
 
 def unused(message: Proto) -> list[str]:

@@ -1,19 +1,21 @@
-"""Converts `model_warmup` of config.pbtxt to `Warmup` values. `pbtxt` calls it; `serving.warmups`
-makes the tensors."""
+"""Converts `model_warmup` of config.pbtxt to `Warmup` values; `serving.warmups` makes tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from penstock.config import Warmup, WarmupInput
-from penstock.repository.pbtxt_fields import Proto
-from penstock.types import TensorSpec
+from penstock.repository.pbtxt_fields import Proto, datatype_name
+from penstock.types import TensorSpec, shape_fits
 
 # Next to the version folders, as in Triton.
 FOLDER = "warmup"
 MAX_COUNT = 10_000
+# Sources of a tensor, by the field that is set.
+SOURCES: Mapping[str, Literal["zero", "random", "file"]]
+SOURCES = {"random_data": "random", "input_data_file": "file"}
 
 
 def read(
@@ -27,11 +29,8 @@ def read(
     for index, message in enumerate(messages):
         path = f"model_warmup[{index}]"
         tensors = tuple(_input(name, message.inputs[name]) for name in sorted(message.inputs))
-        problems = [
-            *_count_problems(message, max_batch),
-            *_missing(tensors, inputs),
-            *(text for each in tensors for text in _input_problems(each, inputs, folder)),
-        ]
+        problems = [*_problems(message, max_batch, tensors, inputs)]
+        problems += [text for each in tensors for text in _input_problems(each, inputs, folder)]
         skipped += [f"{path}.{problem}; this warm-up is skipped" for problem in problems]
         if not problems:
             num_rows, count = max(1, message.batch_size), max(1, message.count)
@@ -39,55 +38,40 @@ def read(
     return tuple(warmups), skipped
 
 
-def _missing(tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]) -> list[str]:
-    given = {tensor.name for tensor in tensors}
-    missing = [spec.name for spec in inputs if spec.name not in given and not spec.is_optional]
-    return [f"inputs: expected every input, {', '.join(missing)} too"] if missing else []
-
-
-def _count_problems(message: Proto, max_batch: int) -> list[str]:
-    problems = []
+def _problems(
+    message: Proto, max_batch: int, tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]
+) -> Iterator[str]:
     if message.batch_size > max(1, max_batch):
-        expected = f"expected at most max_batch_size {max_batch}"
-        problems.append(f"batch_size: {message.batch_size}; {expected}")
+        yield f"batch_size: {message.batch_size}; expected at most max_batch_size {max_batch}"
     if message.count > MAX_COUNT:
-        problems.append(f"count: {message.count}; expected at most {MAX_COUNT}")
-    return problems
+        yield f"count: {message.count}; expected at most {MAX_COUNT}"
+    given = {tensor.name for tensor in tensors}
+    if missing := [s.name for s in inputs if s.name not in given and not s.is_optional]:
+        yield f"inputs: expected every input, {', '.join(missing)} too"
 
 
 def _input(name: str, message: Proto) -> WarmupInput:
-    source: Literal["zero", "random", "file"] = "zero"
-    match message.WhichOneof("input_data_type"):
-        case "random_data":
-            source = "random"
-        case "input_data_file":
-            source = "file"
-    known = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    number = message.data_type
-    datatype = known[number].name.removeprefix("TYPE_") if number in known else "INVALID"
-    datatype = "BYTES" if datatype == "STRING" else datatype
+    source = SOURCES.get(message.WhichOneof("input_data_type"), "zero")
+    datatype = datatype_name(message) or "INVALID"
     return WarmupInput(name, datatype, tuple(message.dims), source, message.input_data_file)
 
 
-def _input_problems(tensor: WarmupInput, inputs: Sequence[TensorSpec], folder: Path) -> list[str]:
+def _input_problems(
+    tensor: WarmupInput, inputs: Sequence[TensorSpec], folder: Path
+) -> Iterator[str]:
     where = f"inputs.{tensor.name}"
     specs = {spec.name: spec for spec in inputs}
     spec = specs.get(tensor.name)
     if spec is None:
-        return [f"{where}: no such input; expected one of {', '.join(specs)}"]
-    problems = []
+        yield f"{where}: no such input; expected one of {', '.join(specs)}"
+        return
     if tensor.datatype != spec.datatype:
-        problems.append(f"{where}.data_type: {tensor.datatype}; expected {spec.datatype}")
-    is_fit = len(tensor.shape) == len(spec.shape) and all(
-        size > 0 and wanted in (-1, size)
-        for size, wanted in zip(tensor.shape, spec.shape, strict=True)
-    )
-    if not is_fit:
+        yield f"{where}.data_type: {tensor.datatype}; expected {spec.datatype}"
+    if min(tensor.shape, default=1) <= 0 or not shape_fits(tensor.shape, spec.shape):
         expected = f"expected a shape that fits {list(spec.shape)}"
-        problems.append(f"{where}.dims: {list(tensor.shape)}; {expected}")
+        yield f"{where}.dims: {list(tensor.shape)}; {expected}"
     if tensor.source == "file" and (problem := _file_problem(folder, tensor.file)):
-        problems.append(f"{where}.input_data_file: {problem}")
-    return problems
+        yield f"{where}.input_data_file: {problem}"
 
 
 def _file_problem(folder: Path, file: str) -> str:

@@ -88,7 +88,7 @@ def read(folder: Path) -> Pretrained | None:
     for ending, task in TASKS.items():
         if name.endswith(ending):
             return Pretrained(folder, name, task, config)
-    raise ConfigError([f"{folder.name}/{CONFIG}: {name} is not served; expected {ACCEPTED}"])
+    raise ConfigError(f"{folder.name}/{CONFIG}: {name} is not served; expected {ACCEPTED}")
 
 
 def is_model(folder: Path) -> bool:
@@ -99,7 +99,6 @@ def is_model(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> Mapping[str, object]:
-    """Return the folder's config.json."""
     return _read_json(folder / CONFIG)
 
 
@@ -114,7 +113,7 @@ def labels(config: Mapping[str, object]) -> tuple[str, ...]:
         by_number = {int(number): str(label) for number, label in given.items()}
         return tuple(by_number[number] for number in range(len(by_number)))
     except (ValueError, KeyError):
-        raise ConfigError([f"{CONFIG}: id2label: expected the numbers from 0 on"]) from None
+        raise ConfigError(f"{CONFIG}: id2label: expected the numbers from 0 on") from None
 
 
 def activation(config: Mapping[str, object]) -> Activation:
@@ -129,7 +128,7 @@ def hidden_size(config: Mapping[str, object]) -> int:
     for key in HIDDEN_SIZES:
         if isinstance(size := config.get(key), int):
             return size
-    raise ConfigError([f"{CONFIG}: no size of the hidden states; expected {HIDDEN_SIZES[0]}"])
+    raise ConfigError(f"{CONFIG}: no size of the hidden states; expected {HIDDEN_SIZES[0]}")
 
 
 def pad_token(config: Mapping[str, object]) -> int:
@@ -178,12 +177,11 @@ def embedding(folder: Path) -> Embedding:
     if not path.is_file():
         return Embedding("mean", is_normalized=False, is_guessed=True)
     modules = _decode(path)
-    kinds = (
-        [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
-    )
     pooling: Pooling | None = None
     is_normalized = False
-    for each in kinds:
+    for each in modules if isinstance(modules, list) else ():
+        if not isinstance(each, dict):
+            continue
         kind = str(each.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             pooling = _pooling(folder / str(each.get("path", "1_Pooling")) / CONFIG)
@@ -191,10 +189,8 @@ def embedding(folder: Path) -> Embedding:
             is_normalized = True
         elif kind != "Transformer":
             known = "Transformer, Pooling and Normalize"
-            raise ConfigError([f"modules.json: '{kind}' is not supported; expected {known}"])
-    if pooling is None:
-        return Embedding("mean", is_normalized, is_guessed=True)
-    return Embedding(pooling, is_normalized)
+            raise ConfigError(f"modules.json: '{kind}' is not supported; expected {known}")
+    return Embedding(pooling or "mean", is_normalized, is_guessed=pooling is None)
 
 
 def _pooling(path: Path) -> Pooling:
@@ -209,7 +205,7 @@ def _pooling(path: Path) -> Pooling:
     if len(chosen) != 1:
         where = f"{path.parent.name}/{path.name}"
         raise ConfigError(
-            [f"{where}: {len(chosen)} pooling modes; expected one of {', '.join(POOLINGS)}"]
+            f"{where}: {len(chosen)} pooling modes; expected one of {', '.join(POOLINGS)}"
         )
     return chosen[0]
 
@@ -235,15 +231,16 @@ def image_settings(folder: Path) -> ImageSettings:
     """Return how preprocessor_config.json wants images. ConfigError for kinds that do more."""
     path = folder / PREPROCESSOR
     if not path.is_file():
-        raise ConfigError([f"no {PREPROCESSOR}; it says how images are resized and normalised"])
+        raise ConfigError(f"no {PREPROCESSOR}; it says how images are resized and normalised")
     settings = _read_json(path)
     name = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     kind = name.removesuffix("Fast").removesuffix("ImageProcessor").removesuffix("FeatureExtractor")
     if kind not in IMAGE_KINDS:
         known = ", ".join(IMAGE_KINDS)
-        raise ConfigError([f"{PREPROCESSOR}: '{name}' is not supported; expected that of {known}"])
+        raise ConfigError(f"{PREPROCESSOR}: '{name}' is not supported; expected that of {known}")
     shortest, resize = _resize(settings)
-    crop = _crop(settings)
+    size = settings.get("crop_size") if settings.get("do_center_crop") else None
+    crop = None if size is None else _height_and_width(size, "crop_size")
     if kind == "ConvNext" and 0 < shortest < WARPED_FROM:
         crop = (shortest, shortest)
         shortest = int(shortest / (_number(settings, "crop_pct", 0) or 224 / 256))
@@ -252,7 +249,7 @@ def image_settings(folder: Path) -> ImageSettings:
     final = crop or resize
     if final is None:
         expected = "expected height and width, or crop_size"
-        raise ConfigError([f"{PREPROCESSOR}: images would have any size; {expected}"])
+        raise ConfigError(f"{PREPROCESSOR}: images would have any size; {expected}")
     is_scaled = settings.get("do_rescale", True)
     is_normalized = settings.get("do_normalize", True)
     return ImageSettings(
@@ -273,16 +270,9 @@ def _resize(settings: Mapping[str, object]) -> tuple[int, tuple[int, int] | None
         return 0, None
     if isinstance(size, dict) and isinstance(size.get("shortest_edge"), int):
         if size.get("longest_edge"):
-            raise ConfigError([f"{PREPROCESSOR}: size.longest_edge is not supported"])
+            raise ConfigError(f"{PREPROCESSOR}: size.longest_edge is not supported")
         return size["shortest_edge"], None
     return 0, _height_and_width(size, "size")
-
-
-def _crop(settings: Mapping[str, object]) -> tuple[int, int] | None:
-    size = settings.get("crop_size")
-    if not settings.get("do_center_crop") or size is None:
-        return None
-    return _height_and_width(size, "crop_size")
 
 
 def _height_and_width(size: object, key: str) -> tuple[int, int]:
@@ -292,7 +282,7 @@ def _height_and_width(size: object, key: str) -> tuple[int, int]:
         both = size.get("height"), size.get("width")
         if isinstance(both[0], int) and isinstance(both[1], int):
             return both[0], both[1]
-    raise ConfigError([f"{PREPROCESSOR}: {key}: {size}; expected height and width"])
+    raise ConfigError(f"{PREPROCESSOR}: {key}: {size}; expected height and width")
 
 
 def _number(settings: Mapping[str, object], key: str, default: float) -> float:
@@ -300,7 +290,7 @@ def _number(settings: Mapping[str, object], key: str, default: float) -> float:
     if value is None:
         return default
     if not isinstance(value, int | float):
-        raise ConfigError([f"{PREPROCESSOR}: {key}: {value}; expected a number"])
+        raise ConfigError(f"{PREPROCESSOR}: {key}: {value}; expected a number")
     return float(value)
 
 
@@ -308,7 +298,7 @@ def _channels(settings: Mapping[str, object], key: str) -> tuple[float, float, f
     given = settings.get(key)
     values = [given] * 3 if isinstance(given, int | float) else given
     if not isinstance(values, list) or len(values) != 3:
-        raise ConfigError([f"{PREPROCESSOR}: {key}: {given}; expected three numbers"])
+        raise ConfigError(f"{PREPROCESSOR}: {key}: {given}; expected three numbers")
     return float(values[0]), float(values[1]), float(values[2])
 
 
@@ -319,7 +309,7 @@ def _optional_json(path: Path) -> Mapping[str, object]:
 def _read_json(path: Path) -> Mapping[str, object]:
     found = _decode(path)
     if not isinstance(found, dict):
-        raise ConfigError([f"{path.name}: expected a JSON object"])
+        raise ConfigError(f"{path.name}: expected a JSON object")
     return found
 
 
@@ -327,4 +317,4 @@ def _decode(path: Path) -> object:
     try:
         return msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError([f"{path.parent.name}/{path.name}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{path.parent.name}/{path.name}: cannot be read: {error}") from None

@@ -6,6 +6,7 @@ the built-in steps around the network. `pretrained` says what the folder is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EMBEDDING, IMAGE, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
@@ -43,11 +44,10 @@ ANSWERS = (*ONNX_LOGITS, *ONNX_VECTORS)
 
 
 def complete(message: Proto, found: Pretrained) -> Path:
-    """Fill in the message; return the file that the backend loads. ConfigError says what is
-    missing."""
+    """Fill in the message; return the file that is loaded. ConfigError says what is missing."""
     if message.input or message.output:
         raise ConfigError(
-            ["input, output: a Hugging Face folder has its own; leave them out of config.pbtxt"]
+            "input, output: a Hugging Face folder has its own; leave them out of config.pbtxt"
         )
     file = found.onnx_file
     # ONNX Runtime computes on CPUs here.
@@ -72,7 +72,7 @@ def _text_steps(found: Pretrained, file: str, backend: str) -> dict[str, str]:
     """Return the parameters of a network behind a tokenizer."""
     if not has_tokenizer(found.folder):
         save = "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) writes one"
-        raise ConfigError([f"a {found.task} without a tokenizer; {save}"])
+        raise ConfigError(f"a {found.task} without a tokenizer; {save}")
     taken = text_inputs(found, file)
     pad = pretrained.pad_token(found.config)
     padding = [f"{each.name}[0]={pad if each.name == TOKENS[0] else 0}" for each in taken]
@@ -98,7 +98,7 @@ def _image_steps(found: Pretrained, file: str) -> dict[str, str]:
         taken = onnx_file.read_signature(found.folder / file).inputs
         if len(taken) != 1:
             names = ", ".join(each.name for each in taken)
-            raise ConfigError([f"{file}: takes {names}; expected one input, {PIXELS}"])
+            raise ConfigError(f"{file}: takes {names}; expected one input, {PIXELS}")
         name, datatype = taken[0].name, taken[0].datatype
     pixels = TensorSpec(name, datatype, (3, settings.height, settings.width))
     return {
@@ -127,7 +127,7 @@ def outputs(found: Pretrained, given: TensorSpec) -> list[TensorSpec]:
     """Return what clients get."""
     if found.head == EMBEDDING:
         return [TensorSpec("EMBEDDING", "FP32", (given.shape[-1],))]
-    num_labels = len(pretrained.labels(found.config))
+    num_labels = _width(found)
     if found.head == TOKEN_CLASSIFIER:
         return [
             TensorSpec("ENTITIES", "BYTES", (1,)),
@@ -157,47 +157,42 @@ def notes(folder: Path, head: str) -> list[str]:
     return found
 
 
-def _torch_output(found: Pretrained) -> TensorSpec:
+def _width(found: Pretrained) -> int:
+    """Return the last size of the network's output."""
     if found.head == EMBEDDING:
-        return TensorSpec("last_hidden_state", "FP32", (-1, pretrained.hidden_size(found.config)))
-    num_labels = len(pretrained.labels(found.config))
-    shape = (-1, num_labels) if found.head == TOKEN_CLASSIFIER else (num_labels,)
+        return pretrained.hidden_size(found.config)
+    return len(pretrained.labels(found.config))
+
+
+def _torch_output(found: Pretrained) -> TensorSpec:
+    width = _width(found)
+    if found.head == EMBEDDING:
+        return TensorSpec("last_hidden_state", "FP32", (-1, width))
+    shape = (-1, width) if found.head == TOKEN_CLASSIFIER else (width,)
     return TensorSpec("logits", "FP32", shape)
 
 
 def _onnx_inputs(found: Pretrained) -> list[TensorSpec]:
-    path = found.folder / found.onnx_file
-    taken = [
-        TensorSpec(each.name, each.datatype, each.shape[1:])
-        for each in onnx_file.read_signature(path).inputs
-    ]
+    given = onnx_file.read_signature(found.folder / found.onnx_file).inputs
+    taken = [replace(each, shape=each.shape[1:]) for each in given]
     strange = [each.name for each in taken if each.name not in TOKENS]
     if strange or not taken:
         expected = f"expected {', '.join(TOKENS)}"
-        raise ConfigError(
-            [f"{found.onnx_file}: takes {', '.join(strange) or 'nothing'}; {expected}"]
-        )
+        raise ConfigError(f"{found.onnx_file}: takes {', '.join(strange) or 'nothing'}; {expected}")
     return taken
 
 
 def _onnx_output(found: Pretrained) -> TensorSpec:
     names = ONNX_VECTORS if found.head == EMBEDDING else ONNX_LOGITS
-    given = {
-        each.name: each for each in onnx_file.read_signature(found.folder / found.onnx_file).outputs
-    }
+    signature = onnx_file.read_signature(found.folder / found.onnx_file)
+    given = {each.name: each for each in signature.outputs}
     for name in names:
         if name in given:
-            return _known_size(found, given[name])
+            shape = list(given[name].shape[1:])
+            # Exports may leave it open.
+            if shape and shape[-1] < 0:
+                shape[-1] = _width(found)
+            return replace(given[name], shape=tuple(shape))
     raise ConfigError(
-        [f"{found.onnx_file}: gives {', '.join(given)}; expected one of {', '.join(names)}"]
+        f"{found.onnx_file}: gives {', '.join(given)}; expected one of {', '.join(names)}"
     )
-
-
-def _known_size(found: Pretrained, spec: TensorSpec) -> TensorSpec:
-    """Return the output without its batch dimension; exports may leave its size open."""
-    shape = list(spec.shape[1:])
-    if shape and shape[-1] < 0 and found.head == EMBEDDING:
-        shape[-1] = pretrained.hidden_size(found.config)
-    elif shape and shape[-1] < 0:
-        shape[-1] = len(pretrained.labels(found.config))
-    return TensorSpec(spec.name, spec.datatype, tuple(shape))

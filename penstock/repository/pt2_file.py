@@ -23,21 +23,8 @@ from penstock.types import Signature, TensorSpec
 
 SCHEMA = 8
 # Datatypes by torch's scalar type numbers.
-SCALARS = {
-    1: "UINT8",
-    2: "INT8",
-    3: "INT16",
-    4: "INT32",
-    5: "INT64",
-    6: "FP16",
-    7: "FP32",
-    8: "FP64",
-    12: "BOOL",
-    13: "BF16",
-    28: "UINT16",
-    34: "UINT32",
-    35: "UINT64",
-}
+SCALARS = dict(enumerate(["UINT8", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64"], 1))
+SCALARS |= {12: "BOOL", 13: "BF16", 28: "UINT16", 34: "UINT32", 35: "UINT64"}
 MODEL = "models/model.json"
 PAYLOADS = {
     "weights": "data/weights/model_weights_config.json",
@@ -63,8 +50,6 @@ MAX_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """An exported program as its callers see it."""
-
     signature: Signature
     # The first inputs are positional, the others are named.
     num_positional: int
@@ -82,9 +67,9 @@ def read_program(path: Path) -> Program:
         with zipfile.ZipFile(path) as archive:
             return _read(archive)
     except BROKEN as error:
-        raise _problem(f"cannot be read as .pt2: {error}; {EXPECTED}") from None
+        raise ConfigError(f"cannot be read as .pt2: {error}; {EXPECTED}") from None
     except msgspec.MsgspecError as error:
-        raise _problem(f"cannot be read as .pt2: {error}") from None
+        raise ConfigError(f"cannot be read as .pt2: {error}") from None
 
 
 class _Size(msgspec.Struct):
@@ -179,14 +164,16 @@ def _read(archive: zipfile.ZipFile) -> Program:
         if member.filename != member.orig_filename or not member.filename.startswith(root)
     ]
     if strays:
-        raise _problem(f"cannot be read as .pt2: {strays[0]!r} is not a file in {root}; {EXPECTED}")
+        raise ConfigError(
+            f"cannot be read as .pt2: {strays[0]!r} is not a file in {root}; {EXPECTED}"
+        )
     check_members(
         [name.removeprefix(root) for name in names], lambda name: archive.read(root + name)
     )
     text = archive.read(root + MODEL)
     schema = msgspec.json.decode(text, type=_Versioned).schema_version.get("major")
     if schema != SCHEMA:
-        raise _problem(f"its schema has version {schema}, and only version {SCHEMA} is known")
+        raise ConfigError(f"its schema has version {schema}, and only version {SCHEMA} is known")
     return _program(msgspec.json.decode(text, type=_Exported))
 
 
@@ -210,24 +197,24 @@ def check_members(names: Sequence[str], read: Callable[[str], bytes]) -> None:
     counts = Counter(name.casefold() for name in names)
     for name in names:
         if counts[name.casefold()] > 1:
-            raise _problem(f"{name!r} is in it more than once, in whatever case; {EXPECTED}")
+            raise ConfigError(f"{name!r} is in it more than once, in whatever case; {EXPECTED}")
         if name not in NEEDED and not OTHERS.fullmatch(name):
-            raise _problem(f"{name!r} is in it, which is no part of one model; {EXPECTED}")
+            raise ConfigError(f"{name!r} is in it, which is no part of one model; {EXPECTED}")
 
 
 def _check_kind(files: set[str]) -> None:
     if any(name.startswith(COMPILED) for name in files):
-        raise _problem("is an AOTInductor package, which does not tell its tensors; give them")
+        raise ConfigError("is an AOTInductor package, which does not tell its tensors; give them")
     if files & {"constants.pkl", "data.pkl"}:
         what = "TorchScript" if "constants.pkl" in files else "a file of torch.save"
-        raise _problem(f"is {what}: {PICKLE}")
+        raise ConfigError(f"is {what}: {PICKLE}")
     if files & {"data/weights/model.pt", "data/constants/model.pt", "serialized_state_dict.pt"}:
-        raise _problem(
+        raise ConfigError(
             "its weights are a pickle, as torch wrote them up to 2.8, and are not read; "
             "write it again with torch.export.save of 2.9 or later"
         )
     if missing := sorted(NEEDED - files):
-        raise _problem(f"cannot be read as .pt2: it has no {missing[0]}; {EXPECTED}")
+        raise ConfigError(f"cannot be read as .pt2: it has no {missing[0]}; {EXPECTED}")
 
 
 def _check_payloads(text: bytes, kind: str) -> None:
@@ -238,7 +225,7 @@ def _check_payloads(text: bytes, kind: str) -> None:
         if payload.use_pickle or not payload.path_name.startswith(("weight_", "tensor_"))
     ]
     if pickled:
-        raise _problem(
+        raise ConfigError(
             f"{kind} {', '.join(pickled[:MAX_NAMES])}: stored as pickles, which can run any code "
             "and are not read; expected plain dense tensors"
         )
@@ -248,20 +235,20 @@ def _program(exported: _Exported) -> Program:
     tensors = exported.graph_module.signature
     constants = [spec.constant_input.name for spec in tensors.input_specs if spec.constant_input]
     if constants:
-        raise _problem(f"input '{constants[0]}' is no tensor; export the model without it")
+        raise ConfigError(f"input '{constants[0]}' is no tensor; export the model without it")
     inputs = [spec.user_input.arg for spec in tensors.input_specs if spec.user_input]
     outputs = [spec.user_output.arg for spec in tensors.output_specs if spec.user_output]
     if not inputs or not outputs:
-        raise _problem("it has no inputs or no outputs")
+        raise ConfigError("it has no inputs or no outputs")
     calls = [call.signature for call in exported.graph_module.module_call_graph if not call.fqn]
     if not calls or calls[0] is None:
-        raise _problem(f"it does not say how it is called; {EXPECTED}")
+        raise ConfigError(f"it does not say how it is called; {EXPECTED}")
     names, num_positional = _input_names(_tree(calls[0].in_spec), inputs)
     output_names = _output_names(_tree(calls[0].out_spec))
     values = exported.graph_module.graph.tensor_values
     given = output_names or [f"OUTPUT__{index}" for index in range(len(outputs))]
     if len(given) != len(outputs):
-        raise _problem(f"it has {len(outputs)} outputs and names {len(given)}")
+        raise ConfigError(f"it has {len(outputs)} outputs and names {len(given)}")
     signature = Signature(
         tuple(_spec(*pair, values) for pair in zip(names, inputs, strict=True)),
         tuple(_spec(*pair, values) for pair in zip(given, outputs, strict=True)),
@@ -277,11 +264,11 @@ def _tree(text: str) -> _Tree:
 def _input_names(tree: _Tree, inputs: Sequence[_Argument]) -> tuple[list[str], int]:
     """Return the names of the inputs, and how many of them are positional."""
     if len(tree.children_spec) != 2:
-        raise _problem(f"it does not say how it is called; {EXPECTED}")
+        raise ConfigError(f"it does not say how it is called; {EXPECTED}")
     args, kwargs = tree.children_spec
     leaves = [*args.children_spec, *kwargs.children_spec]
     if len(leaves) != len(inputs) or any(leaf.type is not None for leaf in leaves):
-        raise _problem("an input is no plain tensor; each must be one of its own")
+        raise ConfigError("an input is no plain tensor; each must be one of its own")
     num_positional = len(args.children_spec)
     by_position = [arg.as_tensor.name if arg.as_tensor else "" for arg in inputs[:num_positional]]
     return [*by_position, *_keys(kwargs)], num_positional
@@ -290,7 +277,9 @@ def _input_names(tree: _Tree, inputs: Sequence[_Argument]) -> tuple[list[str], i
 def _output_names(tree: _Tree) -> list[str]:
     """Return the names of the outputs; empty if they have none."""
     if any(child.type is not None for child in tree.children_spec):
-        raise _problem("the outputs are nested; expected a tensor, or a tuple or dict of tensors")
+        raise ConfigError(
+            "the outputs are nested; expected a tensor, or a tuple or dict of tensors"
+        )
     return [] if tree.type is None or tree.type in SEQUENCES else _keys(tree)
 
 
@@ -298,16 +287,16 @@ def _keys(tree: _Tree) -> list[str]:
     """Return the keys of a dict, or of a class that is flattened like one."""
     keys = msgspec.json.decode(tree.context or "null", type=list[str] | None)
     if keys is None or len(keys) != len(tree.children_spec):
-        raise _problem(f"{tree.type} has no names for its tensors; expected a tuple or a dict")
+        raise ConfigError(f"{tree.type} has no names for its tensors; expected a tuple or a dict")
     return keys
 
 
 def _spec(name: str, arg: _Argument, values: dict[str, _Meta]) -> TensorSpec:
     if arg.as_tensor is None:
-        raise _problem(f"'{name}' is no tensor")
+        raise ConfigError(f"'{name}' is no tensor")
     meta = _meta(arg, values)
     if meta.dtype not in SCALARS:
-        raise _problem(f"'{name}': not a tensor of a datatype that the protocol has")
+        raise ConfigError(f"'{name}': not a tensor of a datatype that the protocol has")
     shape = tuple(-1 if size.as_int is None else size.as_int for size in meta.sizes)
     return TensorSpec(name, SCALARS[meta.dtype], shape)
 
@@ -315,24 +304,14 @@ def _spec(name: str, arg: _Argument, values: dict[str, _Meta]) -> TensorSpec:
 def _meta(arg: _Argument, values: dict[str, _Meta]) -> _Meta:
     name = arg.as_tensor.name if arg.as_tensor else ""
     if name not in values:
-        raise _problem(f"'{name}' is not among its tensors")
+        raise ConfigError(f"'{name}' is not among its tensors")
     return values[name]
 
 
 def _max_batch(metas: Sequence[_Meta], ranges: dict[str, dict[str, int | None]]) -> int | None:
     """Return the largest batch; None if unbounded, 0 unless all tensors start with one symbol."""
-    firsts = {_first(meta) for meta in metas}
+    expressions = [meta.sizes[0].as_expr if meta.sizes else None for meta in metas]
+    # The first dimensions; empty if fixed or missing.
+    firsts = {str(each.get("expr_str", "")) if each else "" for each in expressions}
     symbol = re.match(r"Symbol\('(\w+)'[^()]*\)$", firsts.pop()) if len(firsts) == 1 else None
-    if symbol is None:
-        return 0
-    return ranges.get(symbol[1], {}).get("max_val")
-
-
-def _first(meta: _Meta) -> str:
-    """Return the first dimension as an expression; empty if it is fixed or missing."""
-    expression = meta.sizes[0].as_expr if meta.sizes else None
-    return str(expression.get("expr_str", "")) if expression else ""
-
-
-def _problem(text: str) -> ConfigError:
-    return ConfigError([text])
+    return 0 if symbol is None else ranges.get(symbol[1], {}).get("max_val")

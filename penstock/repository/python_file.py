@@ -1,23 +1,33 @@
 """Facts about the file of a Python model: its tensors, and the modules beside it.
 
-Tensors are known only by running the file, which `backends.python_reader` does in a child process.
+Tensors are known only by running the file, which `backends.python_reader` does in a child process:
+the server never runs a model's code itself.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import signal
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.repository import model_code
+from penstock.processes.endings import describe_status
+from penstock.system import environment
 from penstock.types import Signature
 
 READER = "penstock.backends.python_reader"
+# Importing torch and loading weights takes seconds; code that takes longer should not do it when it
+# is imported.
+TIME_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,47 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _report(path: Path, stamps: tuple[tuple[int, int], ...]) -> SignatureReport:
-    return msgspec.json.decode(model_code.run(READER, str(path)), type=SignatureReport)
+    return msgspec.json.decode(run_code(READER, str(path)), type=SignatureReport)
+
+
+def run_code(module: str, *arguments: str) -> bytes:
+    """Run `python -m MODULE FD ARGUMENT...` and return what it writes to the file descriptor. The
+    child gets the environment of a model's code, and its time is limited."""
+    what = "running its code to learn its tensors"
+    ours, theirs = os.pipe()
+    with os.fdopen(ours, "rb") as answer:
+        with os.fdopen(theirs, "wb"):
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs), *arguments],
+                pass_fds=[theirs],
+                stdin=subprocess.DEVNULL,
+                # Its prints belong to the log, not to the output of a command.
+                stdout=2,
+                process_group=0,
+                env=environment.allowed(os.environ),
+            )
+        try:
+            code = process.wait(TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{what} took more than {TIME_LIMIT_S:.0f} s") from None
+        finally:
+            # With everything that it started.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        text = answer.read()
+    if not text:
+        raise ConfigError(f"{what} failed: it {describe_status(code)}")
+    return text
+
+
+def report(fd: int, findings: object) -> NoReturn:
+    """Answer `run_code` and end this process, even if the code has left threads running."""
+    with os.fdopen(fd, "wb") as pipe:
+        pipe.write(msgspec.json.encode(findings))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def local_imports(path: Path) -> list[Path]:
@@ -73,15 +123,7 @@ def _imported(path: Path) -> list[Path]:
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
-    return [
-        file
-        for name in names
-        if name.strip(".")
-        for file in _files(path.parent.joinpath(*name.strip(".").split(".")))
-    ]
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the file of a module with those of its packages."""
-    found = [path.with_name(f"{path.name}.py"), path / "__init__.py", path.parent / "__init__.py"]
-    return [file for file in found if file.is_file()]
+    paths = [path.parent.joinpath(*name.split(".")) for each in names if (name := each.strip("."))]
+    # The file of a module, and those of its packages.
+    files = [(f"{each}.py", each / "__init__.py", each.parent / "__init__.py") for each in paths]
+    return [Path(file) for some in files for file in some if os.path.isfile(file)]

@@ -14,10 +14,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from io import FileIO
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from penstock.errors import StorageFull
 from penstock.repository.manifest import FileEntry
@@ -47,8 +45,8 @@ def explain_full(what: str) -> Iterator[None]:
     except OSError as error:
         if not is_full(error):
             raise
-        hint = "free some space and do it again"
-        raise StorageFull(f"{what}: {error.strerror}; {hint}") from error
+        problem = f"{what}: {error.strerror}; free some space and do it again"
+        raise StorageFull(problem) from error
 
 
 @contextlib.contextmanager
@@ -101,25 +99,25 @@ def _is_abandoned(path: Path, lock: int) -> bool:
 
 def copy(source: Path, target: Path) -> FileEntry:
     """Copy a file and return the entry of the copy, even if the source changes meanwhile."""
-    digest = hashlib.sha256()
-    size = 0
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as original, open(target, "xb") as file:
-        while chunk := original.read(CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-            file.write(chunk)
-        _sync(file)
-    return FileEntry(size, digest.hexdigest())
+    with open(source, "rb") as original:
+        return _write(target, iter(lambda: original.read(CHUNK_BYTES), b""))
 
 
 def write(path: Path, data: bytes) -> FileEntry:
     """Write a new file and return its entry; it must not exist yet."""
+    return _write(path, (data,))
+
+
+def _write(path: Path, chunks: Iterable[bytes]) -> FileEntry:
     path.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
-        file.write(data)
-        _sync(file)
-    return FileEntry(len(data), hashlib.sha256(data).hexdigest())
+        for chunk in chunks:
+            digest.update(chunk)
+            size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(size, digest.hexdigest())
 
 
 def append(path: Path, line: bytes) -> None:
@@ -131,22 +129,14 @@ def append(path: Path, line: bytes) -> None:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
         try:
-            _write_all(file, line + b"\n")
+            left = line + b"\n"
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
             file.truncate(size)
             raise
     sync_folder(path.parent)
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) :]
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -45,7 +45,13 @@ def commit(
     then no version is added."""
     folder = _model_folder(root, name)
     evidence = dict(evidence or {})
-    problems = _problems_of(folder, config, evidence)
+    problems = []
+    if config.name != name:
+        problems.append(f"name: '{config.name}' but the model's folder is '{name}'")
+    try:
+        manifests.promised(evidence)
+    except ConfigError as error:
+        problems += error.problems
     files = _sources(source, problems)
     if problems:
         raise ConfigError(problems)
@@ -60,7 +66,7 @@ def commit(
         _write_version(draft, {**_labels(config, folder), **files}, text, evidence)
         _check_reads_back(draft, config)
         _write_model_level(stage, draft, layout.read_message(stage, draft.name))
-        if is_new and _take_place(stage, folder):
+        if is_new and _renamed(stage, folder):
             return draft.name
         is_first = not layout.version_folders(folder) and not (folder / CONFIG).exists()
         version = _take_number(draft, folder)
@@ -75,11 +81,11 @@ def promote(root: AnyPath, name: str, version: str) -> None:
     the served version does not change."""
     folder = _model_folder(root, name)
     if not folder.is_dir():
-        raise ConfigError([f"{name}: no such model in {root}"])
+        raise ConfigError(f"{name}: no such model in {root}")
     available = layout.version_folders(folder)
     if version not in available:
         there = ", ".join(available) or "none"
-        raise ConfigError([f"{name}: no version {version}; there are {there}"])
+        raise ConfigError(f"{name}: no version {version}; there are {there}")
     old = layout.read_message(folder)
     if layout.read_version(folder, version, old).manifest:
         manifests.check_digests(folder / version)
@@ -102,14 +108,14 @@ def promote(root: AnyPath, name: str, version: str) -> None:
 def _model_folder(root: AnyPath, name: str) -> Path:
     path = Path(os.path.abspath(root))
     if not path.is_dir():
-        raise ConfigError([f"{root}: no such folder; expected a model repository"])
+        raise ConfigError(f"{root}: no such folder; expected a model repository")
     if problem := problem_of_name(name):
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     folder = path / name
     if not folder.resolve().is_relative_to(path.resolve()):
-        raise ConfigError([f"{name}: a link that leads out of the repository"])
+        raise ConfigError(f"{name}: a link that leads out of the repository")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError([f"{name}: {folder} is not a folder"])
+        raise ConfigError(f"{name}: {folder} is not a folder")
     return folder
 
 
@@ -121,25 +127,12 @@ def problem_of_name(name: str) -> str:
     return f"name: {name!r} cannot be the name of a model's folder"
 
 
-def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, object]) -> list[str]:
-    """Return the problems that are known before anything is written."""
-    problems = []
-    if config.name != folder.name:
-        problems.append(f"name: '{config.name}' but the model's folder is '{folder.name}'")
-    try:
-        manifests.promised(evidence)
-    except ConfigError as error:
-        problems += error.problems
-    return problems
-
-
 def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> dict[str, Path]:
     """Return the source files by their names below the version folder."""
     if isinstance(source, Mapping):
         files = {name: Path(path) for name, path in source.items()}
-        problems += [
-            f"{name}: is written by the commit itself" for name in OWN_FILES if name in files
-        ]
+        own = [name for name in OWN_FILES if name in files]
+        problems += [f"{name}: is written by the commit itself" for name in own]
     else:
         files = _files_below(Path(source), problems)
     for name, path in files.items():
@@ -151,8 +144,7 @@ def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> di
 
 
 def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
-    """Return a folder's files, without OWN_FILES, Python's caches, and names that start with a
-    dot."""
+    """Return a folder's files, without OWN_FILES, Python's caches and names with a leading dot."""
     if not folder.is_dir():
         problems.append(f"{folder}: no such folder")
     names = [name for name in manifests.names_below(folder) if name not in OWN_FILES]
@@ -259,8 +251,7 @@ def _label_files(message: Proto) -> list[str]:
 
 
 def _keep_configs(stage: Path, folder: Path, old: Proto) -> None:
-    """Copy the model's config.pbtxt and labels to the versions that rely on them, before they
-    change."""
+    """Copy the model's config.pbtxt and labels, before they change, to versions that need them."""
     root = folder.parent.resolve()
     for version in layout.version_folders(folder):
         path = folder / version
@@ -278,15 +269,15 @@ def _keep_configs(stage: Path, folder: Path, old: Proto) -> None:
         staging.sync_folder(path)
 
 
-def _take_place(stage: Path, folder: Path) -> bool:
-    """Rename the stage to the model's folder; False if another writer has just created it."""
+def _renamed(draft: Path, target: Path) -> bool:
+    """Rename the draft; False if another writer has just taken the target's name."""
     try:
-        os.rename(stage, folder)
+        os.rename(draft, target)
     except OSError as error:
         if error.errno not in TAKEN:
             raise
         return False
-    staging.sync_folder(folder.parent)
+    staging.sync_folder(target.parent)
     return True
 
 
@@ -297,18 +288,10 @@ def _last_number(folder: Path) -> int:
 
 def _take_number(draft: Path, folder: Path) -> str:
     """Rename the draft to the next free version number and return that."""
-    number = _last_number(folder)
-    while number < layout.MAX_VERSION:
-        number += 1
-        try:
-            os.rename(draft, folder / str(number))
-        except OSError as error:
-            if error.errno not in TAKEN:
-                raise
-            continue
-        staging.sync_folder(folder)
-        return str(number)
-    raise ConfigError([f"{folder.name}: there is no version number left after {number}"])
+    for number in range(_last_number(folder) + 1, layout.MAX_VERSION + 1):
+        if _renamed(draft, folder / str(number)):
+            return str(number)
+    raise ConfigError(f"{folder.name}: there is no version number left after {layout.MAX_VERSION}")
 
 
 def _now() -> str:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
+from penstock.backends import Batch, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
@@ -94,9 +94,8 @@ def apply_proof(runner: Runner, proof: Proof) -> None:
     others the server's core pads, and the worker crops."""
     if isinstance(runner, Processed) and not proof.unpadded:
         runner.allow_padding(proof.crops)
-    model: object = model_in(runner)
-    if proof.unbatched and isinstance(model, FillsUp):
-        model.stop_filling()
+    if proof.unbatched:
+        model_in(runner).stop_filling()
 
 
 def agreed(proofs: Sequence[Proof]) -> Proof:

@@ -25,19 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import (
-    Batch,
-    Execution,
-    LoadRunner,
-    MayBeLost,
-    Outputs,
-    PerRequest,
-    PinsMemory,
-    Rehearses,
-    Runner,
-    WatchesMemory,
-    backend,
-)
+from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner, backend
 from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
@@ -376,7 +364,7 @@ class Worker:
         self._memory: WorkerMemory | None = None
         self._loaded: BatchExecutor | None = None
         # The runner, if it monitors its device's memory.
-        self._watched: WatchesMemory | None = None
+        self._watched: Runner | None = None
         # None without a limit, in a thread, or once the worker has asked to be replaced.
         self._memory_limit: MemoryLimit | None = None
         self._begun: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
@@ -438,10 +426,8 @@ class Worker:
             return False
         if self._on_ready is not None:
             self._on_ready()
-        inner: object = model_in(runner)
-        if isinstance(inner, WatchesMemory):
-            self._watched = inner
-            inner.settle()
+        self._watched = model_in(runner)
+        self._watched.settle()
         if self._die is not None and config.memory_bytes is not None:
             self._memory_limit = MemoryLimit(config.memory_bytes)
         self._pin(memory.input_spill)
@@ -465,19 +451,16 @@ class Worker:
         """Pin shared memory for the GPU. Only in the worker's own process: a thread unmaps the
         memory while the process lives, and the GPU could still read it."""
         assert self._loaded is not None
-        runner: object = self._loaded.runner
-        if isinstance(runner, Headed):
-            runner = runner.inner
-        if self._die is not None and isinstance(runner, PinsMemory):
-            runner.pin(memory)
+        runner = self._loaded.runner
+        if self._die is not None:
+            (runner.inner if isinstance(runner, Headed) else runner).pin(memory)
 
     def _failed(self, batch: int, error: BaseException) -> frames.BatchFailed:
         """Return the answer for a batch that failed. If the error lost the GPU, exit instead: the
         core then finds the culprit by running the requests again, each alone."""
         answer = frames.BatchFailed(batch, _explain(error))
         assert self._loaded is not None
-        model: object = model_in(self._loaded.runner)
-        if self._die is not None and isinstance(model, MayBeLost) and model.is_lost():
+        if self._die is not None and model_in(self._loaded.runner).is_lost():
             log.error("the GPU is lost to this worker: %s", answer.error)
             self._die()
         return answer
@@ -664,9 +647,7 @@ def _warm_up_rungs(
         for values in inputs.values():
             values.flags.writeable = False  # As those of requests.
         batch = Batch(inputs, rung, [frames.RequestPart("", rung)])
-        maker: object = runner
-        batches = maker.rehearsals(batch) if isinstance(maker, Rehearses) else [batch]
-        for each in batches:
+        for each in runner.rehearsals(batch):
             timings[rung] = _warm_up_batch(config, runner, each)
     return timings
 

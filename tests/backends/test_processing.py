@@ -12,7 +12,8 @@ from doubles import Puppets, RecordingSink
 from onnx import TensorProto, helper
 
 import penstock
-from penstock.backends import Batch, Finished, PerRequest, Runner, backend
+from penstock.backends import Batch, PerRequest, Runner, backend
+from penstock.backends.finished import Finished
 from penstock.backends.processing import apply, apply_after
 from penstock.config import ModelConfig, Padding, Postprocess, Preprocess
 from penstock.errors import BackendFailed, ConfigError, PenstockError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from doubles import RecordingSink
 
-from penstock.backends import Batch, Rehearses, backend
+from penstock.backends import Batch, backend
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
@@ -383,7 +383,6 @@ class TestOnADevice:
 
     def test_warming_up_captures_what_will_come(self, runner) -> None:
         gpu, config, packed = runner
-        assert isinstance(packed, Rehearses)
         proof = prove(config, packed)
         _, timings = warm_up_all(config, packed, proof)
         assert set(timings[32]) == {1, 2, 4, 8, 16}

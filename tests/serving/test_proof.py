@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from penstock.backends import Batch, Finished
+from penstock.backends import Batch
+from penstock.backends.finished import Finished
 from penstock.backends.onnxruntime import load
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.serving.proof import agreed, prove

@@ -13,9 +13,8 @@ import numpy as np
 
 from penstock.benchmark.targets import Counters
 from penstock.data import RequestForm, Sample
-from penstock.data.fitting import fits
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
+from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, shape_fits
 
 Json = Mapping[str, Any]
 MAX_TEXT = 120
@@ -61,7 +60,7 @@ def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
 def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
     """Describe what is wrong with an array; empty if nothing is."""
     shape = (-1, *spec.shape) if has_batch else spec.shape
-    if not fits(array.shape, shape):
+    if not shape_fits(array.shape, shape):
         return f"shape {list(array.shape)} does not fit {list(shape)}"
     kind = array.dtype.kind
     if spec.datatype == "BYTES":

@@ -9,7 +9,7 @@ from penstock.errors import ConfigError
 
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
-from penstock.backends.torch_transformers import load_network  # noqa: E402
+from penstock.backends.torch_weights import load_network  # noqa: E402
 
 
 def test_the_network_is_that_of_the_architecture_in_fp32(tmp_path):
