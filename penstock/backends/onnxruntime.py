@@ -143,8 +143,24 @@ def _session(
     return ort.InferenceSession(model, options, providers=providers)
 
 
-def load(config: ModelConfig) -> OnnxRunner:
-    return OnnxRunner(config)
+def load(config: ModelConfig) -> Runner:
+    """Load the model: on the CPU by ONNX Runtime, on a GPU by the PyTorch engine. A model without
+    a kind in its instance_group that this engine cannot read runs on the CPU."""
+    if config.device == DEVICE_CPU:
+        return OnnxRunner(config)
+    try:
+        from penstock.backends import pytorch
+    except ModuleNotFoundError as error:
+        problem = f"a GPU needs the package '{error.name}'"
+        hint = 'pip install "penstock[torch]" brings it; KIND_CPU needs none'
+        raise ConfigError([f"instance_group: {problem}, which is not installed; {hint}"]) from error
+    try:
+        return pytorch.load(config)
+    except ConfigError as error:
+        if not config.is_gpu_optional:
+            raise
+        log.warning("%s runs on the CPU: %s", config.name, "; ".join(error.problems))
+        return OnnxRunner(replace(config, device=DEVICE_CPU), fallback="; ".join(error.problems))
 
 
 def shown_error(error: Exception, config: ModelConfig) -> str:

@@ -33,9 +33,13 @@ def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
         problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
     fold_shapes(graph, samples(config))
-    graph.module.meta["patterns"] = fuse_patterns(graph.module)
+    fuse_patterns(graph.module)
     if dtype is not None:
         retype(graph, dtype)
+    # Outputs by name: a configuration may have them in another order.
+    (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
+    output.args = (dict(zip(graph.outputs, output.args[0], strict=True)),)
+    graph.module.recompile()
     return graph
 
 

@@ -224,7 +224,8 @@ class _Flattener:
     steps: list[GraphStep] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
+    # Values by the name of the output.
+    outputs: dict[str, str] = field(default_factory=dict)
     # Element types and ranks, as far as ONNX infers them.
     dtypes: dict[str, int] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
@@ -251,7 +252,7 @@ class _Flattener:
         self._read_nodes(model.graph)
         if self._problems:
             raise ConfigError(list(self._problems.values()))
-        self.outputs = [self._names.get(value.name, value.name) for value in model.graph.output]
+        self.outputs = {value.name: self._resolve(value.name) for value in model.graph.output}
 
     def _infer(self, model: ModelProto) -> None:
         try:
@@ -465,7 +466,7 @@ class _Emitter:
         self._nodes[""] = anchor
         for step in self.flat.steps:
             self._emit(step)
-        self.graph.output(tuple(self._value(name) for name in self.flat.outputs))
+        self.graph.output(tuple(map(self._value, self.flat.outputs.values())))
         module = fx.GraphModule(self.root, self.graph)
         module.graph.eliminate_dead_code()
         module.delete_all_unused_submodules()
