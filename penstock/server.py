@@ -27,13 +27,15 @@ from penstock.llm.language_model import LanguageModel
 from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
-from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
+from penstock.protocols.gate import LOOPBACK_HOSTS, Gate
 from penstock.protocols.generate_http import GenerateHttp
-from penstock.protocols.http import HttpServer
-from penstock.protocols.line import listen_problem, reserve, why_not_listen
+from penstock.protocols.handler_tasks import MetricsHttp
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.key_file import KeyFile
+from penstock.protocols.line import cannot_listen, reserve, why_not_listen
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import MetricsHttp, Models, V2Http
+from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
@@ -279,7 +281,7 @@ class Server:
         try:
             self._reserved = reserve(*place)
         except OSError as error:
-            raise ConfigError([cannot_listen(*place, "HTTP", listen_problem(error))]) from None
+            raise cannot_listen(*place, "HTTP", error) from None
         self.http_port = self._reserved.getsockname()[1]
         settings = (options.limits, self._gate, options.log_requests, options.tls)
         self._fronts += [
@@ -292,21 +294,13 @@ class Server:
         try:
             return await http.start(host, port, tls=self._context)
         except OSError as error:
-            raise ConfigError([cannot_listen(host, port, what, listen_problem(error))]) from None
-
-
-def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
-    return f"cannot listen on {host}:{port} for {what}: {reason}"
+            raise cannot_listen(host, port, what, error) from None
 
 
 def check(options: ServeOptions) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
-    problems = [
-        *_host_problems(options),
-        *_port_problems(options),
-        *_tls_problems(options),
-    ]
+    problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     if problems:
         raise CommandLineError(problems)
     problems = _front_problems(options)
@@ -327,7 +321,7 @@ def _front_problems(options: ServeOptions) -> list[str]:
     http, grpc = ("HTTP", options.http_port), ("gRPC", options.grpc_port)
     ports = [*([http] if options.fronts else []), *([grpc] if options.grpc else [])]
     return [
-        cannot_listen(options.host, port, what, reason)
+        str(cannot_listen(options.host, port, what, reason))
         for what, port in ports
         if (reason := why_not_listen(options.host, port))
     ]

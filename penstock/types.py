@@ -44,30 +44,14 @@ class Datatype:
         return self.name
 
 
-def _fixed(name: str, code: str) -> Datatype:
-    dtype = np.dtype(code)
-    return Datatype(name, dtype.itemsize, dtype)
-
-
-BYTES = Datatype("BYTES", None, np.dtype(np.object_))
+_CODES = {
+    "BOOL": "?", "UINT8": "<u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8",
+    "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8",
+    "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BF16": "<u2", "BYTES": "O",
+}  # fmt: skip
 DATATYPES: Mapping[str, Datatype] = {
-    datatype.name: datatype
-    for datatype in (
-        _fixed("BOOL", "?"),
-        _fixed("UINT8", "<u1"),
-        _fixed("UINT16", "<u2"),
-        _fixed("UINT32", "<u4"),
-        _fixed("UINT64", "<u8"),
-        _fixed("INT8", "<i1"),
-        _fixed("INT16", "<i2"),
-        _fixed("INT32", "<i4"),
-        _fixed("INT64", "<i8"),
-        _fixed("FP16", "<f2"),
-        _fixed("FP32", "<f4"),
-        _fixed("FP64", "<f8"),
-        _fixed("BF16", "<u2"),
-        BYTES,
-    )
+    name: Datatype(name, None if name == "BYTES" else np.dtype(code).itemsize, np.dtype(code))
+    for name, code in _CODES.items()
 }
 
 
@@ -89,32 +73,15 @@ class TensorSpec:
         """True when one row always takes the same number of bytes."""
         return self.datatype != "BYTES" and all(size >= 0 for size in self.shape)
 
+    @property
+    def is_text(self) -> bool:
+        """True when one row is one string."""
+        return self.datatype == "BYTES" and all(size in (1, -1) for size in self.shape)
+
     def row_bytes(self, shape: Sequence[int]) -> int:
         itemsize = DATATYPES[self.datatype].itemsize
         assert itemsize is not None, "BYTES rows have no fixed size"
         return num_elements(shape) * itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The tensors that a model's file declares. Shapes include the batch dimension, which exists if
-    the first dimension of every tensor is variable."""
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    # Most rows that the file allows, if it says so; 0: the first dimension is not a batch.
-    max_batch: int | None = None
-    # The batch size that the model's author chose; 0: no batching.
-    chosen_batch: int | None = None
-    # Notes for the user about how the file is served.
-    notes: tuple[str, ...] = ()
-
-    @property
-    def has_batch(self) -> bool:
-        tensors = (*self.inputs, *self.outputs)
-        if self.max_batch == 0 or self.chosen_batch == 0:
-            return False
-        return all(spec.shape[:1] == (-1,) for spec in tensors)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +128,19 @@ class Timings:
     def compute_output_s(self) -> float:
         return self.compute_s[2]
 
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase of an answered request, as Server-Timing names them."""
+        input_s, infer_s, output_s = self.compute_s
+        return {
+            "decode": self.queued - self.received,
+            "queue_batch": self.dispatched - self.queued - self.instance_wait_s,
+            "queue_instance": self.instance_wait_s,
+            "compute_input": input_s,
+            "compute_infer": infer_s,
+            "compute_output": output_s,
+            "total": self.completed - self.received,
+        }
+
 
 class RequestedOutput(msgspec.Struct, frozen=True):
     """An output the client asked for by name; `parameters` are interpreted by the protocol."""
@@ -197,26 +177,10 @@ class Request:
     """
 
     __slots__ = (
-        "caller",
-        "form",
-        "id",
-        "inputs",
-        "is_done",
-        "lost_with",
-        "num_deaths",
-        "num_rows",
-        "num_tokens",
-        "outputs",
-        "parameters",
-        "prefers_binary",
-        "priority",
-        "sink",
-        "ticket",
-        "timeout_s",
-        "timings",
-        "turn",
-    )
-
+        "caller", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
+        "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "sink", "ticket",
+        "timeout_s", "timings", "turn",
+    )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
 

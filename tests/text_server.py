@@ -13,7 +13,7 @@ from penstock.dashboard.pages import Pages
 from penstock.llm.language_model import LanguageModel
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
-from penstock.protocols.http import HttpServer
+from penstock.protocols.http_server import HttpServer
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository import layout

@@ -26,7 +26,7 @@ from penstock.optimizer.passes import fp8, half
 from penstock.repository import layout, versions
 from penstock.serving import local
 from penstock.serving.proof import apply_proof, prove
-from penstock.serving.worker import warm_up_all
+from penstock.serving.warmups import warm_up_all
 from penstock.types import TensorSpec
 
 NUM_IMAGES = 128

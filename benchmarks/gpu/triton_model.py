@@ -26,7 +26,7 @@ import triton_python_backend_utils as pb_utils
 
 from penstock.backends import Batch, backend
 from penstock.repository import layout
-from penstock.serving.worker import warm_up_buckets
+from penstock.serving.warmups import warm_up_buckets
 from penstock.types import DATATYPES
 
 IS_NUMPY_SHARED = int(np.__version__.partition(".")[0]) < 2

@@ -28,9 +28,11 @@ from penstock.config import SLO_OFF
 from penstock.data import InputSpec
 from penstock.optimizer import plan_file, served
 from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.endpoints import Servers, patience_s
 from penstock.optimizer.examples import open_examples
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve
+from penstock.optimizer.simulate import Row
 from penstock.optimizer.subject import open_subject
 from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.time_plan import SEARCH_S, MeasurementLimits
@@ -123,9 +125,7 @@ def _max_rates(
     ]
 
 
-def _bench(
-    plan: Plan, rows: Sequence[served.Row], search_s: float = SEARCH_S
-) -> served.ServedBench:
+def _bench(plan: Plan, rows: Sequence[Row], search_s: float = SEARCH_S) -> served.ServedBench:
     limits = MeasurementLimits(search_s=search_s)
     return served.ServedBench(plan, rows, lambda doing: None, limits=limits)
 
@@ -157,7 +157,7 @@ def _plan(case: Case, slo: str, duration: str) -> Plan:
     return plan_file.make_plan(wishes | ({"labels": case.labels} if case.labels else {}))
 
 
-def _rows(plan: Plan, original: Build) -> Sequence[served.Row]:
+def _rows(plan: Plan, original: Build) -> Sequence[Row]:
     """What is sent, in the form that the original takes: builds may take batches where it cannot,
     and are sent the same rows in theirs."""
     config = original.config
@@ -220,7 +220,7 @@ def duel(
     with tempfile.TemporaryDirectory() as scratch:
         rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
     shares = {each.name: [[] for _ in rates] for each in contenders}
-    servers = served.Servers()
+    servers = Servers()
     try:
         endpoints = servers.open(builds, rows)
         for turn in range(rounds):
@@ -229,7 +229,7 @@ def duel(
                 # Nobody is always the first.
                 for each, endpoint in pairs if turn % 2 else reversed(pairs):
                     asked = bench.BenchPlan(
-                        TargetSpec(endpoint.address, timeout_s=served.patience_s(plan.slo)),
+                        TargetSpec(endpoint.address, timeout_s=patience_s(plan.slo.latency_s)),
                         InputSpec(path=endpoint.data, seed=plan.seed),
                         (Open(Flat(rate)),),
                         slo=plan.slo,

@@ -16,8 +16,8 @@ from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.serving.local import ModelThread, started
-from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
+from penstock.wire.openai_prompts import CompletionRequest, read_completion
+from penstock.wire.openai_v1 import ChatRequest, read_chat
 
 # A text to continue, or the messages of a chat.
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -113,9 +113,9 @@ def _parse(
     fields = {"model": name, **parameters}
     asked: ChatRequest | CompletionRequest
     if isinstance(prompt, str):
-        asked = openai_v1.read_completion(msgspec.json.encode({**fields, "prompt": prompt}))
+        asked = read_completion(msgspec.json.encode({**fields, "prompt": prompt}))
     else:
-        asked = openai_v1.read_chat(msgspec.json.encode({**fields, "messages": list(prompt)}))
+        asked = read_chat(msgspec.json.encode({**fields, "messages": list(prompt)}))
     if asked.params.n != 1:
         raise InvalidRequest(f"n is {asked.params.n}; expected 1: call it once for each answer")
     return asked

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.config import ModelConfig
 from penstock.data import InputSpec, RequestForm
-from penstock.data.datasets import read_columns
+from penstock.data.datasets import read_dataset
 from penstock.data.example_sets import Columns, from_arrays
 from penstock.data.files import read_rows as read_file_rows
 from penstock.data.prompts import samples_from_rows
@@ -58,7 +58,7 @@ def read_rows(dataset: object, config: ModelConfig) -> Columns:
     has_batch = config.max_batch_size > 0
     form = RequestForm(kind="tensors", inputs=tuple(config.inputs), has_batch=has_batch)
     if isinstance(dataset, str | os.PathLike):
-        return read_columns(InputSpec(path=os.fspath(dataset)), form)
+        return read_dataset(InputSpec(path=os.fspath(dataset)), form).columns
     if isinstance(dataset, Mapping):
         arrays = {name: np.asarray(values) for name, values in dataset.items()}
     elif len(config.inputs) == 1:

@@ -16,7 +16,8 @@ from penstock.backends.python_signature import TRITON, find_entry, read_form
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository.python_file import SignatureReport, report
-from penstock.types import Signature, TensorSpec
+from penstock.repository.signature import Signature
+from penstock.types import TensorSpec
 
 # The version that errors name.
 VERSION = "1"

@@ -20,7 +20,8 @@ import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
 from penstock.repository.python_model import MARK, Declaration, TensorType
-from penstock.types import DATATYPES, Array, Signature, TensorSpec
+from penstock.repository.signature import Signature
+from penstock.types import DATATYPES, Array, TensorSpec
 
 TRITON = "TritonPythonModel"
 # Names of functions and methods that are the model without further marks.

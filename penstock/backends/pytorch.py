@@ -38,7 +38,8 @@ from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file, pt2_file
-from penstock.types import DATATYPES, Signature, TensorSpec
+from penstock.repository.signature import Signature
+from penstock.types import DATATYPES, TensorSpec
 
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"

@@ -16,8 +16,8 @@ import msgspec
 
 from penstock.config import IMAGE, LLM, ModelConfig
 from penstock.types import DATATYPES, TensorSpec, num_elements
+from penstock.wire.documented import ExampleCall, Form
 from penstock.wire.json_errors import JsonObject
-from penstock.wire.server_state import ExampleCall, Form
 
 # Stands for the server's address, where it comes first; names may contain it too.
 URL = "{url}"
@@ -209,7 +209,7 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
     body: JsonObject = {"inputs": inputs}
     if any(spec.datatype in HALVES for spec in config.outputs):
         body["parameters"] = {"binary_data_output": True}
-    is_text = len(needed) == 1 and is_text_input(needed[0])
+    is_text = len(needed) == 1 and needed[0].is_text
     form: Form = "image" if is_image(config) else "text" if is_text else "tensors"
     version = "" if is_latest else f"/versions/{config.version}"
     path = f"v2/models/{quote(config.name, safe='')}{version}/infer"
@@ -219,10 +219,6 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
 
 def is_image(config: ModelConfig) -> bool:
     return config.preprocess is not None and config.preprocess.function == IMAGE
-
-
-def is_text_input(spec: TensorSpec) -> bool:
-    return spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
 
 
 def _sizes(spec: TensorSpec) -> list[int]:

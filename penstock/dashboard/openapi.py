@@ -12,7 +12,8 @@ import msgspec
 
 import penstock
 from penstock.protocols.http_errors import is_openai
-from penstock.protocols.route_table import MISSING, ROUTES, Route
+from penstock.protocols.route import Route
+from penstock.protocols.route_table import MISSING, ROUTES
 from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
 from penstock.wire.json_errors import JsonObject
 

@@ -18,7 +18,7 @@ from penstock.dashboard.state import StateReader
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler
 from penstock.serving.management import ManagementApi
-from penstock.wire.server_state import Links
+from penstock.wire.documented import Links
 
 # The file of each route.
 FILES = {

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import penstock
 from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
-from penstock.types import TensorSpec
-from penstock.wire.documented import describe_tensors
-from penstock.wire.server_state import ExampleCall, ModelLoad, ModelState, ServerState
+from penstock.wire.documented import (
+    ExampleCall,
+    ModelLoad,
+    ModelState,
+    ServerState,
+    describe_tensors,
+)
 
 if TYPE_CHECKING:
     from penstock.llm.language_model import LanguageModel
@@ -72,6 +76,8 @@ class StateReader:
 def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelState:
     config = model.config
     has_batch = config.max_batch_size > 0
+    metrics = model.metrics
+    num_failed = sum(metrics.num_failures.values())
     return ModelState(
         config.name,
         config.version,
@@ -85,9 +91,13 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
         num_ready(model),
         describe_tensors(config.inputs, has_batch),
         describe_tensors(config.outputs, has_batch),
-        {spec.name: list(spec.labels) for spec in config.outputs if _has_few_labels(spec)},
+        {
+            spec.name: list(spec.labels)
+            for spec in config.outputs
+            if 0 < len(spec.labels) <= MAX_LABELS
+        },
         call,
-        _load(model) if has_figures else None,
+        ModelLoad(model.num_waiting, metrics.num_success, num_failed) if has_figures else None,
     )
 
 
@@ -111,26 +121,12 @@ def batching(model: Served) -> str:
 def _key(catalog: Catalog, model: Served) -> CallKey:
     config = model.config
     is_latest = catalog.versions(config.name)[-1:] == [config.version]
-    return CallKey(config.name, config.version, _has_chat(model), is_latest)
+    is_loaded = config.backend == LLM and model.is_ready
+    has_chat = is_loaded and cast("LanguageModel", model).vocabulary.has_template
+    return CallKey(config.name, config.version, has_chat, is_latest)
 
 
-def _has_chat(model: Served) -> bool:
-    is_loaded = model.config.backend == LLM and model.is_ready
-    return is_loaded and cast("LanguageModel", model).vocabulary.has_template
-
-
-def _has_few_labels(spec: TensorSpec) -> bool:
-    return 0 < len(spec.labels) <= MAX_LABELS
-
-
-def _load(model: Served) -> ModelLoad:
-    metrics = model.metrics
-    return ModelLoad(model.num_waiting, metrics.num_success, sum(metrics.num_failures.values()))
-
-
-def _state(
-    management: ManagementApi,
-) -> Literal["loading", "ready", "not ready", "shutting down"]:
+def _state(management: ManagementApi) -> Literal["loading", "ready", "not ready", "shutting down"]:
     if management.lifecycle.is_draining:
         return "shutting down"
     if management.lifecycle.is_loading:

@@ -19,17 +19,7 @@ from penstock.data.samples import InputSpec, Origin, RequestForm, Sample, Source
 from penstock.data.traces import Trace, read_trace
 from penstock.errors import ConfigError
 
-__all__ = [
-    "InputSpec",
-    "Lengths",
-    "Origin",
-    "RequestForm",
-    "Sample",
-    "Source",
-    "open_source",
-]
-
-KINDS = ("tensors", "prompt", "messages", "fields")
+__all__ = ["InputSpec", "Lengths", "Origin", "RequestForm", "Sample", "Source", "open_source"]
 
 
 def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: int) -> Source:
@@ -47,7 +37,11 @@ def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: i
     if form.kind == "tensors":
         return RandomTensors(form, spec.batch_size, (spec.seed, index), sizes, trace_digest)
     if form.kind == "fields":
-        _check_fields(form, sizes)
+        # Fields other than a prompt and its limit need data.
+        known = {"prompt"} if sizes.answers is None else {"prompt", "max_tokens"}
+        missing = ", ".join(f"{{{name}}}" for name in form.fields if name not in known)
+        if missing:
+            raise ConfigError([f"the body names {missing}: expected a data file with these fields"])
     if form.kind == "fields" and not form.fields:
         origin = Origin("the same body for every request", is_random=False, num_examples=1)
         return TextExamples([Sample()], None, shares(1, spec.seed, index, num_processes), origin)
@@ -56,7 +50,7 @@ def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: i
 
 def _problems(spec: InputSpec, form: RequestForm) -> list[str]:
     """Return the contradictions that show before any file is opened."""
-    assert form.kind in KINDS, form.kind
+    assert form.kind in ("tensors", "prompt", "messages", "fields"), form.kind
     problems: list[str] = []
     if spec.seed < 0:
         problems.append(f"seed: expected a whole number from 0, got {spec.seed}")
@@ -84,14 +78,6 @@ def _length_problems(spec: InputSpec, form: RequestForm) -> list[str]:
     if form.kind == "fields" and "prompt" not in form.fields:
         return ["lengths: the body names no {prompt}"]
     return []
-
-
-def _check_fields(form: RequestForm, sizes: Sizes) -> None:
-    """Raise ConfigError for fields other than a prompt and its limit: they need data."""
-    known = {"prompt"} if sizes.answers is None else {"prompt", "max_tokens"}
-    missing = ", ".join(f"{{{name}}}" for name in form.fields if name not in known)
-    if missing:
-        raise ConfigError([f"the body names {missing}: expected a data file with these fields"])
 
 
 def _sizes(spec: InputSpec, trace: Trace, index: int, num_processes: int) -> Sizes:

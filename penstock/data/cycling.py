@@ -17,8 +17,7 @@ CHUNK = 4096
 
 
 def rounds(num_examples: int, seed: int) -> Iterator[Array]:
-    """Yield endless permutations of all examples. Across two rounds no example follows itself
-    (unless it is the only one)."""
+    """Yield endless permutations of all examples; none follows itself, unless it is alone."""
     random = np.random.default_rng(seed)
     last = -1
     while True:

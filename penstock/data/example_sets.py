@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,8 +22,7 @@ TEXT_NAMES = ("text", "sentence", "content", "review", "prompt", "image")
 # The name that numpy.savez gives an unnamed array.
 UNNAMED = "arr_0"
 
-# All examples of an input: one array if they share a shape, else one array each (None: this example
-# omits an optional input).
+# All examples of an input: one array if they share a shape, else one each (None: it is omitted).
 Column = Array | list[Array | None]
 
 
@@ -36,6 +35,14 @@ class Columns:
     notes: tuple[str, ...] = ()
     non_finite: tuple[NonFinite, ...] = ()
 
+    def row(self, index: int) -> dict[str, Array]:
+        """Return one example, without the batch dimension."""
+        return {
+            name: column[index, ...] if isinstance(column, np.ndarray) else row
+            for name, column in self.by_name.items()
+            if (row := column[index]) is not None
+        }
+
 
 def from_arrays(
     form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
@@ -43,6 +50,7 @@ def from_arrays(
     """Fit arrays to the inputs of their names; ConfigError lists everything that does not fit.
     `others` names arrays of the file with another purpose, such as labels."""
     required = [spec.name for spec in form.required]
+    arrays = {name: array for name, array in arrays.items() if name not in others}
     if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in form.names:
         arrays = {required[0]: arrays[UNNAMED]}
     names = _renamed(form, list(arrays))
@@ -54,7 +62,11 @@ def from_arrays(
         if spec.name not in arrays:
             continue
         try:
-            columns[spec.name] = examples(spec, arrays[spec.name])
+            array = arrays[spec.name]
+            if not form.has_batch and spec.shape[:1] == (1,) and array.shape[1:] == spec.shape[1:]:
+                # Users omit the leading 1 of models with a fixed batch of 1.
+                array = array[:, None]
+            columns[spec.name] = examples(spec, array)
         except DataMismatch as misfit:
             problems.append(f"{label}: {misfit}")
     return _columns(form, columns, problems, _ignored(form, arrays), label)
@@ -64,7 +76,7 @@ def from_rows(
     form: RequestForm, rows: FileRows, label: str, others: Collection[str] = ()
 ) -> Columns:
     """Fit rows to the inputs; problems name their place in the file."""
-    names = list(dict.fromkeys(name for row in rows.rows for name in row))
+    names = list(dict.fromkeys(name for row in rows.rows for name in row if name not in others))
     if given := _renamed(form, names):
         renamed = [{given.get(key, key): value for key, value in row.items()} for row in rows.rows]
         rows = FileRows(renamed, rows.numbers, rows.word)
@@ -102,45 +114,36 @@ def check_batches(columns: Columns, batch_size: int, label: str) -> None:
             continue
         shapes = sorted({"none" if a is None else str(list(a.shape)) for a in column})
         shown = ", ".join(shapes[:4]) + (", …" if len(shapes) > 4 else "")
-        problems.append(
-            f"{label}: input '{name}': examples of different shapes ({shown}) cannot share a "
-            f"request; expected one shape, or batch_size 1 instead of {batch_size}"
-        )
+        problem = f"examples of different shapes ({shown}) cannot share a request"
+        expected = f"expected one shape, or batch_size 1 instead of {batch_size}"
+        problems.append(f"{label}: input '{name}': {problem}; {expected}")
     if problems:
         raise ConfigError(problems)
 
 
+@dataclass(slots=True)
 class TensorExamples:
     """A source of tensors. Samples of single examples are cached; batches are stacked each time."""
 
-    def __init__(
-        self, columns: Columns, has_batch: bool, order: Iterator[list[int]], origin: Origin
-    ) -> None:
-        self.origin = origin
-        self._columns = columns.by_name
-        self._has_batch = has_batch
-        self._order = order
-        self._samples: list[Sample | None] = [None] * columns.num_examples
+    columns: Columns
+    has_batch: bool
+    order: Iterator[list[int]]
+    origin: Origin
+    _samples: dict[int, Sample] = field(default_factory=dict)
 
     def next(self) -> tuple[int | None, Sample]:
-        indices = next(self._order)
+        indices = next(self.order)
         if len(indices) > 1:
             # `check_batches` ensured that these columns are arrays.
-            stacked = {n: c[indices] for n, c in self._columns.items() if isinstance(c, np.ndarray)}
-            return None, Sample(stacked)
+            columns = self.columns.by_name.items()
+            return None, Sample({n: c[indices] for n, c in columns if isinstance(c, np.ndarray)})
         index = indices[0]
-        sample = self._samples[index]
+        sample = self._samples.get(index)
         if sample is None:
-            sample = self._samples[index] = self._single(index)
+            row = self.columns.row(index)
+            batch = {name: array[None] for name, array in row.items()} if self.has_batch else row
+            sample = self._samples[index] = Sample(batch)
         return index, sample
-
-    def _single(self, index: int) -> Sample:
-        tensors: dict[str, Array] = {}
-        for name, column in self._columns.items():
-            row = column[index, ...] if isinstance(column, np.ndarray) else column[index]
-            if row is not None:
-                tensors[name] = row[None] if self._has_batch else row
-        return Sample(tensors)
 
 
 @dataclass(slots=True)
@@ -171,10 +174,8 @@ def _renamed(form: RequestForm, names: Sequence[str]) -> dict[str, str]:
 
 
 def rename(spec: TensorSpec, names: Sequence[str]) -> dict[str, str]:
-    """Return the column that is meant by an input of one text, by its usual names; empty if there
-    is none, or if a column has the input's name."""
-    is_text = spec.datatype == "BYTES" and all(size in (1, -1) for size in spec.shape)
-    if not is_text or spec.name in names:
+    """Return the column meant by an input of one text whose name no column has, if any."""
+    if not spec.is_text or spec.name in names:
         return {}
     usual = (spec.name.lower(), *TEXT_NAMES)
     found = next((name for each in usual for name in names if name.lower() == each), None)
@@ -245,11 +246,8 @@ def _columns(
         problems.append("the model takes no inputs, and data was given")
     if problems:
         raise ConfigError(problems)
-    non_finite = [
-        row
-        for spec in form.inputs
-        if spec.name in columns
-        for row in find_non_finite(spec, columns[spec.name], label, place)
-    ]
+    non_finite: list[NonFinite] = []
+    for spec in (spec for spec in form.inputs if spec.name in columns):
+        non_finite += find_non_finite(spec, columns[spec.name], label, place)
     count = len(next(iter(columns.values())))
     return Columns(columns, count, notes, tuple(non_finite))

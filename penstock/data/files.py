@@ -6,6 +6,7 @@ rows; .txt holds one prompt per line.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import struct
@@ -32,18 +33,8 @@ ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_PROBLEMS = 10
 # Exceptions of numpy and zipfile for broken files.
 UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    OverflowError,
-    EOFError,
-    RuntimeError,
-    SyntaxError,
-    MemoryError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
+    *(OSError, ValueError, TypeError, OverflowError, EOFError, RuntimeError, SyntaxError),
+    *(MemoryError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
 
 Row = dict[str, Any]
@@ -79,11 +70,10 @@ def read_arrays(path: Path) -> dict[str, Array]:
             arrays = _loaded(path)
     except UNREADABLE as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
-    problems = [
-        f"{_where(path, name)}: expected an array whose first axis counts examples, got one value"
-        for name, array in arrays.items()
-        if array.ndim == 0
-    ]
+    scalars = [name for name, array in arrays.items() if array.ndim == 0]
+    places = [f"{path}, array '{name}'" if name else str(path) for name in scalars]
+    expected = "expected an array whose first axis counts examples, got one value"
+    problems = [f"{place}: {expected}" for place in places]
     if len({len(array) for array in arrays.values() if array.ndim}) > 1:
         counts = ", ".join(f"'{name}' {len(a)}" for name, a in arrays.items() if a.ndim)
         problems.append(f"{path}: arrays have different numbers of examples: {counts}")
@@ -109,7 +99,7 @@ def read_rows(path: Path, as_arrays: bool = False) -> FileRows:
         if path.suffix == ".parquet":
             rows = _parquet(path, as_arrays)
         else:
-            readers = {".jsonl": _json_lines, ".json": _json, ".txt": _text_lines, ".csv": _csv}
+            readers = {".jsonl": read_json_lines, ".json": _json, ".txt": _text_lines, ".csv": _csv}
             rows = readers[path.suffix](path)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
@@ -125,9 +115,8 @@ def _text_lines(path: Path) -> FileRows:
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8: {error.reason}"]) from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    return FileRows(
-        [{"prompt": text} for _, text in found], [number for number, _ in found], "line"
-    )
+    rows = [{"prompt": text} for _, text in found]
+    return FileRows(rows, [number for number, _ in found], "line")
 
 
 def _csv(path: Path) -> FileRows:
@@ -140,9 +129,8 @@ def _csv(path: Path) -> FileRows:
         raise ConfigError([f"{path}: not a CSV file in UTF-8: {error}"]) from None
     ragged = [number for number, row in found if None in row or None in row.values()]
     if ragged:
-        raise ConfigError(
-            [f"{path}, line {ragged[0]}: more or fewer values than there are columns"]
-        )
+        problem = "more or fewer values than there are columns"
+        raise ConfigError([f"{path}, line {ragged[0]}: {problem}"])
     names = list(found[0][1]) if found else []
     columns = {name: _numeric([row[name] for _, row in found]) for name in names}
     rows = [{name: columns[name][n] for name in names} for n in range(len(found))]
@@ -159,17 +147,14 @@ def _numeric(texts: Sequence[str]) -> Sequence[float | str]:
     return texts
 
 
-def _where(path: Path, name: str) -> str:
-    return f"{path}, array '{name}'" if name else str(path)
-
-
 def _explained(error: Exception) -> str:
     if "allow_pickle" in str(error) or "Python objects" in str(error):
         return "it is no .npy or .npz file, or holds Python objects, which are never loaded"
     return getattr(error, "strerror", None) or str(error)
 
 
-def _json_lines(path: Path) -> FileRows:
+def read_json_lines(path: Path) -> FileRows:
+    """Read one JSON object per line; empty lines are skipped."""
     rows: list[Row] = []
     numbers: list[int] = []
     problems: list[str] = []
@@ -179,7 +164,7 @@ def _json_lines(path: Path) -> FileRows:
             if not line.strip():
                 continue
             try:
-                rows.append(decoder.decode(line))
+                rows.append(decoder.decode(line.removeprefix(codecs.BOM_UTF8)))
                 numbers.append(number)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 problems.append(f"{path}, line {number}: expected a JSON object: {error}")
@@ -199,20 +184,15 @@ def _json(path: Path) -> FileRows:
     rows = document.get("data") if isinstance(document, dict) else document
     if not isinstance(rows, list):
         raise ConfigError([f'{path}: expected a list of objects, or {{"data": list of objects}}'])
-    problems = [
-        f"{path}, example {number}: {_no_row(row)}"
-        for number, row in enumerate(rows, 1)
-        if not isinstance(row, dict)
-    ]
+    problems: list[str] = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            sequence = "a list; sequences of requests are not supported"
+            got = sequence if isinstance(row, list) else type(row).__name__
+            problems.append(f"{path}, example {number}: expected an object, got {got}")
     if problems:
         raise ConfigError(problems[:MAX_PROBLEMS])
     return FileRows([_payload(row) for row in rows], range(1, len(rows) + 1), "example")
-
-
-def _no_row(row: object) -> str:
-    if isinstance(row, list):
-        return "expected an object, got a list; sequences of requests are not supported"
-    return f"expected an object, got {type(row).__name__}"
 
 
 def _payload(row: Row) -> Row:
@@ -228,9 +208,8 @@ def _parquet(path: Path, as_arrays: bool) -> FileRows:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(
-            [f"{path}: Parquet files need pyarrow: pip install 'penstock[data]'"]
-        ) from None
+        needed = "Parquet files need pyarrow: pip install 'penstock[data]'"
+        raise ConfigError([f"{path}: {needed}"]) from None
     try:
         with path.open("rb") as file:
             table = pyarrow.parquet.read_table(file)
@@ -254,16 +233,9 @@ def _values(column: pyarrow.Array) -> Sequence[object]:
 
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_list or column.null_count or not _is_number(kind.value_type):
-        return list(column.to_pylist())
-    flat = column.flatten()
-    if flat.null_count:
-        return list(column.to_pylist())
-    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
-    return np.split(flat.to_numpy(zero_copy_only=False), ends[:-1])
-
-
-def _is_number(kind: pyarrow.DataType) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+    if is_list and not column.null_count and not column.flatten().null_count:
+        kind = kind.value_type
+        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+            return np.split(column.flatten().to_numpy(zero_copy_only=False), ends[:-1])
+    return list(column.to_pylist())

@@ -114,9 +114,8 @@ def _array(spec: TensorSpec, value: object) -> Array:
                 return exact.astype(np.uint64)
         return array
     except (ValueError, OverflowError):
-        raise DataMismatch(
-            spec, "lists of different lengths beside each other are no tensor"
-        ) from None
+        problem = "lists of different lengths beside each other are no tensor"
+        raise DataMismatch(spec, problem) from None
 
 
 def _described(spec: TensorSpec, value: dict[str, object]) -> Array:
@@ -142,9 +141,8 @@ def _decoded(spec: TensorSpec, text: object) -> Array:
             return np.array(split_bytes(data), np.object_)
         array = np.frombuffer(data, DATATYPES[spec.datatype].numpy)
     except ValueError as error:
-        raise DataMismatch(
-            spec, f'"b64" of {len(data)} bytes is no {spec.datatype}: {error}'
-        ) from None
+        problem = f'"b64" of {len(data)} bytes is no {spec.datatype}: {error}'
+        raise DataMismatch(spec, problem) from None
     if spec.datatype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array
@@ -154,7 +152,6 @@ def _reshaped(spec: TensorSpec, array: Array, shape: object) -> Array:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise DataMismatch(spec, '"shape" must be a list of whole numbers')
     if num_elements(shape) != array.size:
-        raise DataMismatch(
-            spec, f"shape {shape} needs {num_elements(shape)} elements, got {array.size}"
-        )
+        sizes = f"{num_elements(shape)} elements, got {array.size}"
+        raise DataMismatch(spec, f"shape {shape} needs {sizes}")
     return array.reshape(shape)

@@ -43,10 +43,10 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """Height, width and channels of the tensor. None: as in the image."""
+    """Height, width and channels of the tensor. 0: as in the image."""
 
-    height: int | None
-    width: int | None
+    height: int
+    width: int
     num_channels: int
     is_channels_first: bool
 
@@ -56,17 +56,18 @@ def read_images(folder: Path, spec: TensorSpec, seed: int, max_bytes: int = MAX_
     if spec.datatype == "BYTES":
         return _read(paths, lambda path: example(spec, path.read_bytes()), seed, max_bytes)
     layout = _layout(spec)
-    pillow = _pillow(folder)
+    try:
+        from PIL import Image as pillow
+    except ImportError:
+        raise ConfigError([f"{folder}: images need Pillow: pip install 'penstock[data]'"]) from None
     images = _read(paths, lambda path: _decoded(pillow, path, spec, layout), seed, max_bytes)
     size = f"{layout.width or 'own width'} x {layout.height or 'own height'}"
     scale = "raw 0..255" if spec.datatype == "UINT8" else "scaled to 0..1"
     colours = "RGB" if layout.num_channels == 3 else "grey"
-    treatment = f"resized to {size}, {colours}, {scale}"
-    return replace(images, treatment=treatment)
+    return replace(images, treatment=f"resized to {size}, {colours}, {scale}")
 
 
 def find_images(folder: Path) -> list[Path]:
-    """List the images of a folder, recursively."""
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not paths:
         endings = ", ".join(sorted(SUFFIXES))
@@ -106,34 +107,17 @@ def _read(
 def _layout(spec: TensorSpec) -> ImageLayout:
     match spec.shape:
         case (1 | 3 as channels, height, width):
-            layout = ImageLayout(_size(height), _size(width), channels, True)
+            layout = ImageLayout(max(0, height), max(0, width), channels, True)
         case (height, width, 1 | 3 as channels):
-            layout = ImageLayout(_size(height), _size(width), channels, False)
+            layout = ImageLayout(max(0, height), max(0, width), channels, False)
         case _:
-            raise ConfigError(
-                [
-                    f"input '{spec.name}': images fit [3, H, W], [H, W, 3], [1, H, W] or "
-                    f"[H, W, 1], not {list(spec.shape)}"
-                ]
-            )
+            fitting = f"[3, H, W], [H, W, 3], [1, H, W] or [H, W, 1], not {list(spec.shape)}"
+            raise ConfigError([f"input '{spec.name}': images fit {fitting}"])
     kind = DATATYPES[spec.datatype].numpy.kind
     if spec.datatype not in ("UINT8", "BF16") and kind != "f":
-        raise ConfigError(
-            [f"input '{spec.name}': images become UINT8, floats or BYTES, not {spec.datatype}"]
-        )
+        possible = f"UINT8, floats or BYTES, not {spec.datatype}"
+        raise ConfigError([f"input '{spec.name}': images become {possible}"])
     return layout
-
-
-def _size(size: int) -> int | None:
-    return None if size < 0 else size
-
-
-def _pillow(folder: Path) -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ConfigError([f"{folder}: images need Pillow: pip install 'penstock[data]'"]) from None
-    return Image
 
 
 def _decoded(pillow: ModuleType, path: Path, spec: TensorSpec, layout: ImageLayout) -> Array:

@@ -18,6 +18,12 @@ FORMS = (
     "expected a length such as 128, uniform:LOWEST:HIGHEST, normal:MEAN:DEVIATION, "
     "lognormal:MEDIAN:P99, or list:FILE with one length a line"
 )
+TEXTS = {
+    "fixed": "{:g}",
+    "uniform": "uniform from {:g} to {:g}",
+    "normal": "normal with mean {:g} and deviation {:g}",
+    "lognormal": "lognormal with median {:g} and p99 {:g}",
+}
 # The 99th percentile of the standard normal distribution.
 NORMAL_P99 = 2.3263478740408408
 # No tensor and no text is longer; keeps a tail from exhausting memory.
@@ -34,15 +40,8 @@ class Lengths(msgspec.Struct, frozen=True):
     values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        match self.kind, self.values:
-            case "fixed", (length,):
-                return f"{length:g}"
-            case "uniform", (lowest, highest):
-                return f"uniform from {lowest:g} to {highest:g}"
-            case "normal", (mean, deviation):
-                return f"normal with mean {mean:g} and deviation {deviation:g}"
-            case "lognormal", (median, p99):
-                return f"lognormal with median {median:g} and p99 {p99:g}"
+        if self.kind in TEXTS:
+            return TEXTS[self.kind].format(*self.values)
         return f"drawn from a list of {len(self.values):,}"
 
 
@@ -59,13 +58,12 @@ class Sizes:
 def parse(text: str) -> Lengths:
     """Parse what a user wrote; CommandLineError if it is malformed, ConfigError for a bad file."""
     kind, colon, rest = text.strip().partition(":")
-    if kind == "list" and colon:
+    if not colon and Path(kind).suffix in {".csv", ".txt", ".jsonl"}:
+        kind, rest = "list", kind
+    elif not colon:
+        kind, rest = "fixed", kind
+    if kind == "list":
         return _listed(Path(rest))
-    if not colon:
-        path = Path(kind)
-        if path.suffix in {".csv", ".txt", ".jsonl"}:
-            return _listed(path)
-        return _checked(text, Lengths("fixed", _numbers(text, [kind])))
     return _checked(text, Lengths(kind, _numbers(text, rest.split(":"))))
 
 

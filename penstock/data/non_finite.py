@@ -27,10 +27,7 @@ class NonFinite:
 
 
 def find_non_finite(
-    spec: TensorSpec,
-    column: Array | Sequence[Array | None],
-    file: str,
-    place: Callable[[int], str],
+    spec: TensorSpec, column: Array | Sequence[Array | None], file: str, place: Callable[[int], str]
 ) -> list[NonFinite]:
     """Return the rows of a column (one array, or one array per row) that are not finite."""
     if spec.datatype not in FLOATS:
@@ -61,9 +58,8 @@ def describe(found: Sequence[NonFinite]) -> list[str]:
     groups: dict[tuple[str, str], list[NonFinite]] = {}
     for each in found:
         groups.setdefault((each.file, each.input), []).append(each)
-    return [
-        f"{file}: input '{name}' {_describe_rows(rows)}" for (file, name), rows in groups.items()
-    ]
+    places = groups.items()
+    return [f"{file}: input '{name}' {_describe_rows(rows)}" for (file, name), rows in places]
 
 
 def _describe_rows(rows: Sequence[NonFinite]) -> str:

@@ -12,9 +12,8 @@ from penstock.data.lengths import Sizes
 from penstock.data.samples import Origin, RequestForm, Sample
 from penstock.errors import ConfigError
 
-# For our vocabulary: each word with a space before it is one token of GPT-2 (and of its
-# multilingual form), and 400 of 401 are one token of BERT. English prose has about 1.3.
-TOKENS_PER_WORD = 1.0
+# A prompt has a word per token: each word of our vocabulary with a space before it is one token of
+# GPT-2 (and of its multilingual form), and 400 of 401 are one token of BERT.
 DEFAULT_TOKENS = 128
 NUM_WORDS = 65_536
 # The first words of a prompt encode its own number.
@@ -51,11 +50,6 @@ cotton leather iron copper wood metal plastic
 WORDS = tuple(_VOCABULARY.split())
 
 
-def words_for(num_tokens: int) -> int:
-    """Return about how many words give this many tokens."""
-    return max(1, round(num_tokens / TOKENS_PER_WORD))
-
-
 class RandomPrompts:
     """A source of random prompts. Prompt k of the run begins with the number k in words."""
 
@@ -74,8 +68,7 @@ class RandomPrompts:
 
     def next(self) -> tuple[int | None, Sample]:
         sizes = self._sizes
-        num_tokens = DEFAULT_TOKENS if sizes.requests is None else next(sizes.requests)
-        text = self._text(words_for(num_tokens))
+        text = self._text(DEFAULT_TOKENS if sizes.requests is None else next(sizes.requests))
         max_tokens = None if sizes.answers is None else next(sizes.answers)
         if self._kind == "messages":
             return None, Sample(fields=as_messages(text), max_tokens=max_tokens)

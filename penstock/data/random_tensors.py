@@ -28,7 +28,7 @@ NUM_INTEGERS = 100
 LETTERS = (97, 123)
 LONGEST_WORD = 8
 
-
+Seed = tuple[int, ...]
 # One input: returns its next tensor, with variable dimensions of this length.
 Column = Callable[[int], Array]
 
@@ -38,12 +38,7 @@ class RandomTensors:
     next of `sizes`, or 1 without sizes. Optional inputs are left out."""
 
     def __init__(
-        self,
-        form: RequestForm,
-        batch_size: int,
-        seed: tuple[int, ...],
-        sizes: Sizes,
-        digest: str = "",
+        self, form: RequestForm, batch_size: int, seed: Seed, sizes: Sizes, digest: str = ""
     ) -> None:
         leading = (batch_size,) if form.has_batch else ()
         self._columns = [
@@ -65,7 +60,7 @@ def has_variable_dimension(form: RequestForm) -> bool:
 class Windows:
     """Random elements, a different window each time."""
 
-    def __init__(self, spec: TensorSpec, leading: tuple[int, ...], seed: tuple[int, ...]) -> None:
+    def __init__(self, spec: TensorSpec, leading: tuple[int, ...], seed: Seed) -> None:
         self._spec = spec
         self._random = np.random.Generator(np.random.SFC64(seed))
         self._num_windows = NUM_STRING_WINDOWS if spec.datatype == "BYTES" else NUM_WINDOWS
@@ -97,7 +92,7 @@ def _shape_for(shape: tuple[int, ...], length: int) -> tuple[tuple[int, ...], in
     return found, num_elements(found)
 
 
-def _column(spec: TensorSpec, leading: tuple[int, ...], seed: tuple[int, ...]) -> Column:
+def _column(spec: TensorSpec, leading: tuple[int, ...], seed: Seed) -> Column:
     if DATATYPES[spec.datatype].numpy.kind in "iub" and _role(spec) in ("mask", "type", "position"):
         # These must not be random.
         shape = (*leading, *spec.shape)

@@ -17,19 +17,15 @@ from typing import Any
 
 import msgspec
 
+from penstock.data.files import read_json_lines
 from penstock.errors import ConfigError
 
 # Names of columns by meaning, without case and separators.
 NAMES = {
     "time": ["time", "timestamp", "arrival", "arrivaltime", "arrivedat"],
     "input": ["contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens"],
-    "output": [
-        "generatedtokens",
-        "outputlength",
-        "outputtokens",
-        "completiontokens",
-        "numdecodetokens",
-    ],
+    "output": ["generatedtokens", "outputlength", "outputtokens"]
+    + ["completiontokens", "numdecodetokens"],
 }
 # The number of a line, and its cells by meaning, as text or numbers.
 TraceLine = tuple[int, Mapping[str, object]]
@@ -40,8 +36,7 @@ MAX_PROBLEMS = 10
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Requests in order of arrival; seconds count from the first. Token counts are at least 1, or
-    None where the trace has none."""
+    """Requests in order of arrival; seconds count from the first, token counts from 1."""
 
     times_s: tuple[float, ...]
     input_tokens: tuple[int, ...] | None = None
@@ -63,32 +58,19 @@ def read_trace(path: str | Path) -> Trace:
     if not lines:
         raise ConfigError([f"{path}: has no requests"])
     if path.suffix == ".jsonl":
-        unit, records = _from_json(path, lines)
+        unit, records = _from_json(path)
     else:
         unit, records = _from_csv(path, lines)
     return _trace(path, unit, records)
 
 
-def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[TraceLine]]:
-    records: list[TraceLine] = []
-    problems: list[str] = []
-    unit = ""
-    decoder = msgspec.json.Decoder(dict[str, object])
-    for number, line in lines:
-        try:
-            row = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            problems.append(f"{path}, line {number}: expected a JSON object: {error}")
-            continue
-        if not records:
-            unit = _unit(row)
-            if not unit and {"timestamp", "input_length"} <= row.keys():
-                unit = "ms"
-        meanings = {name: _meaning(name) for name in row}
-        records.append((number, {m: row[name] for name, m in meanings.items() if m}))
-    if problems:
-        raise ConfigError(problems[:MAX_PROBLEMS])
-    return unit, records
+def _from_json(path: Path) -> tuple[str, list[TraceLine]]:
+    table = read_json_lines(path)
+    first = table.rows[0]
+    unit = _unit(first) or ("ms" if {"timestamp", "input_length"} <= first.keys() else "")
+    meanings = {name: _meaning(name) for row in table.rows for name in row}
+    records = [{meanings[name]: row[name] for name in row if meanings[name]} for row in table.rows]
+    return unit, list(zip(table.numbers, records, strict=True))
 
 
 def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[TraceLine]]:
@@ -175,11 +157,8 @@ def _tokens(value: object) -> int:
 def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
     problems: list[str] = []
     moments = list(_read(path, records, "time", problems))
-    columns = {
-        meaning: list(_read(path, records, meaning, problems))
-        for meaning in ("input", "output")
-        if records and meaning in records[0][1]
-    }
+    there = [name for name in ("input", "output") if records and name in records[0][1]]
+    columns = {meaning: list(_read(path, records, meaning, problems)) for meaning in there}
     if not moments and not problems:
         problems.append(f"{path}: has no requests")
     if len({isinstance(moment, datetime) for moment in moments}) > 1:
@@ -189,14 +168,10 @@ def _trace(path: Path, unit: str, records: list[TraceLine]) -> Trace:
     seconds = _seconds(moments, unit)
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
     is_sorted = order == list(range(len(seconds)))
+    note = "" if is_sorted else "its requests were not in the order of their times and were sorted"
     tokens = {meaning: tuple(column[i] for i in order) for meaning, column in columns.items()}
-    return Trace(
-        tuple(seconds[i] - seconds[order[0]] for i in order),
-        tokens.get("input"),
-        tokens.get("output"),
-        path.name,
-        "" if is_sorted else "its requests were not in the order of their times and were sorted",
-    )
+    times_s = tuple(seconds[i] - seconds[order[0]] for i in order)
+    return Trace(times_s, tokens.get("input"), tokens.get("output"), path.name, note)
 
 
 def _read(path: Path, records: list[TraceLine], meaning: str, problems: list[str]) -> Iterator[Any]:

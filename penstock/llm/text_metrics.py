@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.llm.messages import StepReport
-from penstock.serving.metrics import Histogram, ModelMetrics, ScrapeLines
+from penstock.serving.metrics import Histogram, ModelMetrics
+from penstock.serving.scrape import ScrapeLines
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput

@@ -1,8 +1,7 @@
 """The accuracy gate: a paired, one-sided test that rejects unless the examples prove the loss
 small. Pure.
 
-The gate judges the upper confidence bound of the loss, not the observed loss: the bound has to be
-within the limit.
+The gate judges the upper confidence bound of the loss, not the observed loss.
 
 Binary scores (0 or 1): only pairs in which original and candidate differ count. The rates of
 examples that got worse and better have exact binomial limits, which are combined into a limit of
@@ -13,9 +12,8 @@ exactly the limit passes with a probability of at most alpha.
 Other scores: the larger of a BCa bootstrap bound of the mean difference and Student's t bound. If
 only few examples differ, also at least the bound for differences as large as the range of scores.
 
-Outputs that the score does not read are checked one by one (`output_checks`), and each must pass. A
-lossless step whose answers equal the original's within rounding on all held-out examples needs no
-bound on unseen ones, but its scores must not fall by more than the limit either.
+Outputs that the score does not read must each pass `output_checks`. A lossless step whose answers
+equal the original's on all held-out examples needs no bound, but its scores must not fall either.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ class Judgement(msgspec.Struct):
     alpha: float
     is_passed: bool
     # If the bound is too wide to decide: about how many examples of this part would be enough.
-    # None: the loss itself exceeds the limit, the candidate passed, or more than MAX_NEEDED are
-    # needed.
+    # None: it passed, the loss itself exceeds the limit, or more than MAX_NEEDED are needed.
     num_needed: int | None = None
     # "choice" or "held out".
     part: str = "choice"
@@ -89,9 +86,8 @@ class Judgement(msgspec.Struct):
 
 def spent_alpha(attempt: int, alpha: float = ALPHA) -> float:
     """Return the alpha for candidate number `attempt`, from 0, on the held-out set: three quarters
-    of what earlier attempts left. Over any number of attempts, a candidate that loses too much
-    passes with a probability of at most `alpha`; the first attempt, usually the only one, gets most
-    of it."""
+    of what earlier attempts left, so that over any number of attempts a candidate that loses too
+    much passes with a probability of at most `alpha`. The first is usually the only one."""
     return float(alpha * SPENT_SHARE * (1 - SPENT_SHARE) ** attempt)
 
 
@@ -105,52 +101,40 @@ def judge(
     is_binary: bool | None = None,
 ) -> Judgement:
     """Judge a candidate by one score per example, in the same order. NaN or no scores: no pass.
-    `is_binary`: every score is 0 or 1 by definition; None: infer it from the scores, which says
-    little where all are 1."""
+    `is_binary`: scores are 0 or 1 by definition; None: inferred, in vain where all are 1."""
     if is_binary is None:
-        is_binary = _are_binary(original, candidate)
+        is_binary = all(bool(((s == 0) | (s == 1)).all()) for s in (original, candidate))
+    judgement = Judgement(
+        metric=budget.metric,
+        original=_mean(original),
+        candidate=_mean(candidate),
+        loss=ANY_LOSS,
+        loss_bound=ANY_LOSS,
+        limit=budget.limit,
+        num_examples=int(original.size),
+        num_better=0,
+        num_worse=0,
+        method=NOT_JUDGED,
+        alpha=alpha,
+        is_passed=False,
+        part=part,
+    )
     problem = _problem(original, candidate, budget, is_binary)
     if problem:
-        return Judgement(
-            metric=budget.metric,
-            original=_mean(original),
-            candidate=_mean(candidate),
-            loss=ANY_LOSS,
-            loss_bound=ANY_LOSS,
-            limit=budget.limit,
-            num_examples=int(original.size),
-            num_better=0,
-            num_worse=0,
-            method=NOT_JUDGED,
-            alpha=alpha,
-            is_passed=False,
-            part=part,
-            text=f"{budget.metric}: {NOT_JUDGED}: {problem}",
-        )
+        judgement.text = f"{budget.metric}: {NOT_JUDGED}: {problem}"
+        return judgement
     before, after = (np.asarray(scores, np.float64) for scores in (original, candidate))
     # From here on a positive loss is bad, whether high or low scores are better.
     losses = after - before if budget.is_lower_better else before - after
     scale = abs(float(before.mean())) if budget.is_relative else 1.0
     bound = _binomial if is_binary else _bootstrap
-    loss_bound, num_needed = bound(losses, before, after, budget, alpha)
-    loss = float(losses.mean()) / scale
-    is_passed = loss_bound <= budget.limit
-    judgement = Judgement(
-        metric=budget.metric,
-        original=float(before.mean()),
-        candidate=float(after.mean()),
-        loss=loss,
-        loss_bound=loss_bound,
-        limit=budget.limit,
-        num_examples=len(losses),
-        num_better=int((losses < 0).sum()),
-        num_worse=int((losses > 0).sum()),
-        method=BINOMIAL if is_binary else BOOTSTRAP,
-        alpha=alpha,
-        is_passed=is_passed,
-        num_needed=None if is_passed or loss >= budget.limit else num_needed,
-        part=part,
-    )
+    judgement.method = BINOMIAL if is_binary else BOOTSTRAP
+    judgement.loss_bound, num_needed = bound(losses, before, after, budget, alpha)
+    judgement.loss = float(losses.mean()) / scale
+    judgement.num_better, judgement.num_worse = int((losses < 0).sum()), int((losses > 0).sum())
+    judgement.is_passed = judgement.loss_bound <= budget.limit
+    if not judgement.is_passed and judgement.loss < budget.limit:
+        judgement.num_needed = num_needed
     is_share = budget.metric not in ERRORS and _is_share(before) and _is_share(after)
     judgement.text = _text(judgement, budget, is_share)
     return judgement
@@ -184,10 +168,8 @@ def _rejected(judgement: Judgement, problems: list[str]) -> Judgement:
 def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool) -> str:
     """Return why the scores cannot be judged; empty if they can."""
     if original.ndim != 1 or original.shape != candidate.shape:
-        return (
-            f"expected one score per example from both, got shapes {list(original.shape)} "
-            f"and {list(candidate.shape)}"
-        )
+        got = f"{list(original.shape)} and {list(candidate.shape)}"
+        return f"expected one score per example from both, got shapes {got}"
     if len(original) == 0:
         return "there are no examples in this part"
     for whose, scores in (("original", original), ("candidate", candidate)):
@@ -209,10 +191,6 @@ def _mean(scores: Array) -> float:
         return 0.0
     finite = scores[np.isfinite(scores)]
     return float(finite.mean()) if finite.size else 0.0
-
-
-def _are_binary(original: Array, candidate: Array) -> bool:
-    return all(bool(((each == 0) | (each == 1)).all()) for each in (original, candidate))
 
 
 def _is_share(scores: Array) -> bool:
@@ -267,8 +245,7 @@ def _bootstrap(
     span = float(scores.max() - scores.min()) / scale
     num_worse, num_better = int((losses > 0).sum()), int((losses < 0).sum())
     if budget.is_relative:
-        # The mean is an estimate as well. The mean of these values is the ratio, and their spread
-        # is, to first order, the ratio's.
+        # The mean is an estimate too: these have the ratio's mean and, to first order, its spread.
         ratio = float(losses.mean()) / scale
         losses = ratio + (losses - ratio * before * np.sign(before.mean())) / scale
     loss = float(losses.mean())
@@ -278,7 +255,9 @@ def _bootstrap(
         loss_bound = loss + span * upper_limit(0, len(losses), alpha)
         power = 1
     else:
-        loss_bound = max(bca_bound(losses, alpha), _student_bound(losses, alpha))
+        error = float(losses.std(ddof=1)) / math.sqrt(len(losses))
+        student_bound = loss + student_t(len(losses) - 1, 1 - 2 * alpha) * error
+        loss_bound = max(bca_bound(losses, alpha), student_bound)
         if num_worse + num_better < FEW_DIFFERING:
             as_one = span * binary_bound(num_worse, num_better, len(losses), alpha)
             loss_bound = max(loss_bound, as_one)
@@ -317,11 +296,6 @@ def _resampled_means(values: Array, alpha: float) -> Array:
     return np.concatenate([values[indices].mean(axis=1) for indices in drawn])
 
 
-def _student_bound(values: Array, alpha: float) -> float:
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return float(values.mean()) + student_t(len(values) - 1, 1 - 2 * alpha) * error
-
-
 def _rounded(number: float) -> int:
     """Round up to two significant digits."""
     unit = 10 ** max(0, math.floor(math.log10(max(number, 1))) - 1)
@@ -334,9 +308,8 @@ def _text(judgement: Judgement, budget: Budget, is_share: bool) -> str:
 
     factor = 100 if is_share or budget.is_relative else 1
     unit = " % relative" if budget.is_relative else " points" if is_share else ""
-    loss, bound, limit = (
-        f"{value * factor:.3g}" for value in (judgement.loss, judgement.loss_bound, judgement.limit)
-    )
+    numbers = (judgement.loss, judgement.loss_bound, judgement.limit)
+    loss, bound, limit = (f"{value * factor:.3g}" for value in numbers)
     sure = f"{(1 - judgement.alpha) * 100:.4g} %"
     failed = "lost too much" if judgement.loss >= judgement.limit else "not shown"
     text = (

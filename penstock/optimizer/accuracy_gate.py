@@ -52,27 +52,23 @@ class AccuracyGate:
         return self.run.plan.accuracy or default_budget(self.scorer.metric)
 
     def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
-        """Compare with the original on the first rows of the choice part, before any
-        postprocessing."""
+        """Compare with the original on the compared rows, before any postprocessing."""
         run, source = self.run, self.source
 
         def compare() -> Numerics:
             original = source.model_answers
             found = source.answers(without_postprocess(build), source.compared)
             tolerance = self._tolerance if is_exact else None
-            # With a postprocessing function, --outputs names the function's outputs, not the
-            # model's.
+            # With a postprocessing function, --outputs names that function's outputs.
             names = () if build.config.postprocess else run.plan.outputs
             return self._compared(original, found, tolerance, names)
 
         run.tell("numerics")
-        return run.journal.remember(
-            "numerics", build.candidate.key, Numerics, compare, passing=run.passing
-        )
+        key = build.candidate.key
+        return run.journal.remember("numerics", key, Numerics, compare, passing=run.passing)
 
     def judge(self, build: Build, part: str, alpha: float = accuracy.ALPHA) -> Judgement:
-        """Apply the accuracy gate on one part: the score, and every output that it does not
-        read."""
+        """Judge one part by the score, and by every output that it does not read."""
         original, found = self.evaluate(self.run.original, part), self.evaluate(build, part)
         before, after = np.array(original.scores), np.array(found.scores)
         judgement = accuracy.judge(before, after, self.budget, alpha=alpha, part=part)
@@ -93,10 +89,8 @@ class AccuracyGate:
             one, other = ([pair[place] for pair in pairs] for place in (0, 1))
             return self._compared(one, other, self._tolerance, run.plan.outputs)
 
-        key = f"{build.candidate.key} {part}"
-        equality = run.journal.remember(
-            "numerics of all rows", key, Numerics, compare, passing=run.passing
-        )
+        kind, key = "numerics of all rows", f"{build.candidate.key} {part}"
+        equality = run.journal.remember(kind, key, Numerics, compare, passing=run.passing)
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     def evaluate(self, build: Build, part: str) -> Evaluation:
@@ -115,8 +109,7 @@ class AccuracyGate:
         return run.journal.remember("evaluation", key, Evaluation, evaluate, passing=run.passing)
 
     def served_difference(self, judged: Answers, found: Answers, *, is_lossy: bool) -> str:
-        """Describe differences of served answers. A server forms other batches than a trial, so
-        lossy builds may differ more."""
+        """Describe differences of served answers; lossy builds may differ between batches."""
         if is_lossy:
             checks = check_outputs(judged, found, self._checked_outputs)
             return "; ".join(each.problem for each in checks if each.problem)
@@ -130,8 +123,7 @@ class AccuracyGate:
     def _compared(
         self, one: Answers, other: Answers, tolerance: float | None, names: Sequence[str]
     ) -> Numerics:
-        """Compare answers. On GPUs relative to a column's largest value: TF32 rounds values, not
-        ranges."""
+        """Compare answers; on GPUs relative to values, not to ranges, because of TF32."""
         own_floor = 1.0 if self.run.original.config.uses_gpu else FLOOR
         return numerics.compare(one, other, tolerance=tolerance, names=names, own_floor=own_floor)
 

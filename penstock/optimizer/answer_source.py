@@ -80,36 +80,28 @@ class AnswerSource:
         return self.answers(without_postprocess(self.run.original), self.compared)
 
     def survey(self, build: Build, part: str) -> list[tuple[Row, Row]]:
-        """Return answers of the original and the build to rows outside of the part, as many as
-        there is time for."""
+        """Return both models' answers to rows outside of the part, as far as time allows."""
         run = self.run
         left = tuple(influence.survey_order(len(run.rows), self.indices(part)))
         if not left:
             return []
         run.tell("numerics, other rows")
+        budget_s = math.inf if run.plan.budget_s is None else run.plan.budget_s
+        survey_s = min(influence.SURVEY_S, SURVEY_SHARE * budget_s)
         if part not in self._survey:
-            self._survey[part] = self.answers(run.original, left, self._survey_s)
-        found = self.answers(build, left, self._survey_s)
+            self._survey[part] = self.answers(run.original, left, survey_s)
+        found = self.answers(build, left, survey_s)
         pairs = zip(self._survey[part], found, strict=True)
         return [(one, other) for one, other in pairs if one and other]
-
-    @property
-    def _survey_s(self) -> float:
-        budget_s = self.run.plan.budget_s
-        shortest = math.inf if budget_s is None else SURVEY_SHARE * budget_s
-        return min(influence.SURVEY_S, shortest)
 
     def _note_nan(self, answers: Answers) -> None:
         """Note how many answers of the original have NaN: a candidate that answers NaN as well
         agrees with it, and no score shows that such answers are useless."""
-        num_nan = sum(
-            any(np.isnan(each).any() for each in answer.values() if each.dtype.kind == "f")
-            for answer in answers
-        )
+        floats = ([v for v in answer.values() if v.dtype.kind == "f"] for answer in answers)
+        num_nan = sum(any(np.isnan(each).any() for each in values) for values in floats)
         if num_nan:
-            self.run.notes.append(
-                f"the original answers {num_nan:,} of {len(answers):,} examples with NaN"
-            )
+            count = f"{num_nan:,} of {len(answers):,} examples"
+            self.run.notes.append(f"the original answers {count} with NaN")
 
     def _tell_share(self, indices: tuple[int, ...]) -> Callable[[int], None] | None:
         if len(indices) <= NUM_COMPARED:

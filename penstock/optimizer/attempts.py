@@ -40,15 +40,18 @@ def pass_context(run: RunContext, contender: Contender) -> PassContext:
 
 
 @dataclass(slots=True)
-class Predictor:
-    """Makes contenders of builds that passed their gates."""
+class Attempts:
+    """Tries steps on parents and adds the results to the findings."""
 
     evaluator: Evaluator
     findings: Findings
     budget: TimeBudget
+    progress: ProgressReporter
+    _seen: set[str] = field(default_factory=set)
 
     def predict(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
-        """Measure batch times, as far as they matter and there is time, and simulate servers."""
+        """Make a contender of a build that passed its gates: measure batch times, as far as they
+        matter and there is time, and simulate servers."""
         machine, budget = self.evaluator.run.machine, self.budget
         began = budget.clock()
         times: dict[tuple[int, int], TimeTable] = {}
@@ -98,18 +101,6 @@ class Predictor:
         fitting = [each for each in found if needed(each[0]) <= min(limits)]
         return fitting or found
 
-
-@dataclass(slots=True)
-class Attempts:
-    """Tries steps on parents and adds the results to the findings."""
-
-    evaluator: Evaluator
-    findings: Findings
-    budget: TimeBudget
-    progress: ProgressReporter
-    predictor: Predictor
-    _seen: set[str] = field(default_factory=set)
-
     def fresh(self, parent: Contender, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that were not tried on this parent."""
         return [one for one in steps if parent.candidate.then(one).key not in self._seen]
@@ -119,7 +110,7 @@ class Attempts:
             build = self._checked(each, parent, record)
             if build is not None:
                 is_lossy = parent.is_lossy or each.changes_answers
-                contender = self.predictor.predict(build, _facts(record), is_lossy=is_lossy)
+                contender = self.predict(build, _facts(record), is_lossy=is_lossy)
                 note_times(record, contender)
                 if not is_lossy or self._is_accurate(build, record):
                     self._compare(contender, record)
@@ -167,7 +158,7 @@ class Attempts:
         for record in sorted(judged, key=_by_accuracy):
             try:
                 build = self.evaluator.builder.build(record.candidate)
-                return record, self.predictor.predict(build, _facts(record), is_lossy=True)
+                return record, self.predict(build, _facts(record), is_lossy=True)
             except PenstockError as error:
                 record.outcome, record.reason = outcomes.outcome_of_error(error)
         return None, None
@@ -197,43 +188,39 @@ class Attempts:
         candidate = record.candidate
         build = self.evaluator.builder.build(candidate)
         record.facts = facts = self.evaluator.inspector.facts(build)
-        # Rows influence each other at any precision; the tolerance for a build's own rounding must
-        # not hide it.
+        # Rows influence each other at any precision: a tolerance for rounding must not hide it.
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
         problems = each.check(candidate.steps[-1], parent.facts, facts)
         if problems:
-            _reject(record, f"not what was asked for: {'; '.join(problems)}")
-            return None
-        if facts.repeat_problem:
-            text = f"the same rows give different answers each time: {facts.repeat_problem}"
-            _reject(record, text)
-            return None
-        is_exact = not (parent.is_lossy or each.changes_answers)
-        record.numerics = self.evaluator.gate.numerics(build, is_exact=is_exact)
-        if record.numerics.problems:
-            _reject(record, "; ".join(record.numerics.problems))
+            reason = f"not what was asked for: {'; '.join(problems)}"
+        elif facts.repeat_problem:
+            reason = f"the same rows give different answers each time: {facts.repeat_problem}"
+        else:
+            is_exact = not (parent.is_lossy or each.changes_answers)
+            record.numerics = self.evaluator.gate.numerics(build, is_exact=is_exact)
+            reason = "; ".join(record.numerics.problems)
+        if reason:
+            record.outcome, record.reason = "rejected", reason
             return None
         return build
 
     def _is_accurate(self, build: Build, record: Try) -> bool:
         began = self.budget.clock()
-        record.accuracy = self.evaluator.gate.judge(build, CHOICE)
+        record.accuracy = judged = self.evaluator.gate.judge(build, CHOICE)
         self.budget.learn_judging(self.budget.clock() - began)
-        if not record.accuracy.is_passed:
-            _reject(record, record.accuracy.text)
-        else:
-            record.outcome = "equal"
-        return record.accuracy.is_passed
+        record.outcome = "equal" if judged.is_passed else "rejected"
+        record.reason = "" if judged.is_passed else judged.text
+        return judged.is_passed
 
     def _compare(self, contender: Contender, record: Try) -> None:
-        """Compare with the best so far by prediction."""
         best = self.findings.best
         self.findings.contenders.append(contender)
         against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"
+        record.reason = against
         if contender.is_ahead(best):
-            record.outcome, record.reason = "kept", against
+            record.outcome = "kept"
         elif best.is_ahead(contender):
-            record.outcome, record.reason = "slower", against
+            record.outcome = "slower"
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
         self.progress.refresh()
@@ -262,10 +249,6 @@ def note_times(record: Try, contender: Contender) -> None:
     record.predicted_rate = contender.rate
     if contender.shapes:
         record.predicted_shape = ", ".join(map(str, contender.shapes[0][0]))
-
-
-def _reject(record: Try, reason: str) -> None:
-    record.outcome, record.reason = "rejected", reason
 
 
 def _by_accuracy(record: Try) -> tuple[bool, float]:

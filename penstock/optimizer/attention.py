@@ -17,8 +17,7 @@ from penstock.optimizer import onnx_model
 from penstock.types import Array
 
 DOMAIN = "com.microsoft"
-# packed: the projections are part of the operator; heads: they stay a separate MatMul, which can be
-# quantised with Q/DQ nodes.
+# packed: with the projections in the operator; heads: with a MatMul that can be quantised.
 Form = Literal["packed", "heads"]
 FORMS: tuple[Form, ...] = ("packed", "heads")
 HEADS_TO_FRONT = [0, 2, 1, 3]
@@ -72,9 +71,7 @@ def fuse(model: ModelProto, form: Form) -> int:
 
 class _AttentionGraph:
     def __init__(self, graph: GraphProto) -> None:
-        self._makers: dict[str, NodeProto] = {
-            name: node for node in graph.node for name in node.output
-        }
+        self._makers = {name: node for node in graph.node for name in node.output}
         self._consumers: dict[str, list[NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
@@ -104,7 +101,7 @@ class _AttentionGraph:
         return found
 
     def _made_by(self, name: str, *kinds: str) -> NodeProto:
-        node = self._makers.get(name)
+        node: NodeProto | None = self._makers.get(name)
         if node is None or node.op_type not in kinds:
             raise AttentionMisfit
         return node
@@ -205,12 +202,9 @@ class _AttentionGraph:
 
     def _head_size(self, shape: str, hidden_size: int) -> int:
         """Return the head size, from the last two of four sizes; one of the two may be inferred."""
-        maker = self._makers.get(shape)
-        if shape not in self._weights and maker is not None and maker.op_type == "Concat":
-            parts = maker.input[-2:]
-            sizes = [int(n) for part in parts for n in np.ravel(self._constant(part))][-2:]
-        else:
-            sizes = [int(n) for n in np.ravel(self._constant(shape))][-2:]
+        maker = None if shape in self._weights else self._makers.get(shape)
+        parts = maker.input[-2:] if maker and maker.op_type == "Concat" else [shape]
+        sizes = [int(n) for part in parts for n in np.ravel(self._constant(part))][-2:]
         num_heads, size = sizes if len(sizes) == 2 else (-1, -1)
         if size <= 0 < num_heads:
             size = hidden_size // num_heads
@@ -231,16 +225,13 @@ def _check_order(transpose: NodeProto, order: list[int]) -> None:
 def _replace(
     graph: GraphProto, softmax: NodeProto, found: AttentionMatch, form: Form, index: int
 ) -> None:
-    """Insert the operator before the Softmax, where all of its inputs are known; what it replaces
-    is left without consumers."""
+    """Insert the operator before the Softmax; what it replaces is left without consumers."""
     prefix = f"attention_{index}"
     parts = (found.query, found.key, found.value)
-    weight = onnx_model.add_constant(
-        graph, f"{prefix}_weight", np.concatenate([part.weight for part in parts], axis=1)
-    )
-    bias = onnx_model.add_constant(
-        graph, f"{prefix}_bias", np.concatenate([part.bias for part in parts])
-    )
+    weights = np.concatenate([part.weight for part in parts], axis=1)
+    weight = onnx_model.add_constant(graph, f"{prefix}_weight", weights)
+    biases = np.concatenate([part.bias for part in parts])
+    bias = onnx_model.add_constant(graph, f"{prefix}_bias", biases)
     mask, made = _mask(graph, found, prefix)
     hidden_size = found.query.weight.shape[1]
     settings = {"num_heads": hidden_size // found.query.head_size, "scale": found.scale}
@@ -250,7 +241,7 @@ def _replace(
                 node.output[place] = f"{prefix}_replaced"
     if form == "packed":
         names = [found.query.source, weight, bias, "", "", mask]
-        made += [helper.make_node("Attention", names, [found.output], domain=DOMAIN, **settings)]
+        kind = "Attention"
     else:
         sizes = np.full(3, hidden_size, np.int64)
         split = onnx_model.add_constant(graph, f"{prefix}_sizes", sizes)
@@ -260,10 +251,9 @@ def _replace(
             helper.make_node("MatMul", [found.query.source, weight], [f"{prefix}_product"]),
             helper.make_node("Add", [f"{prefix}_product", bias], [f"{prefix}_biased"]),
             helper.make_node("Split", [f"{prefix}_biased", split], sides, axis=-1),
-            helper.make_node(
-                "MultiHeadAttention", names, [found.output], domain=DOMAIN, **settings
-            ),
         ]
+        kind = "MultiHeadAttention"
+    made.append(helper.make_node(kind, names, [found.output], domain=DOMAIN, **settings))
     place = next(n for n, node in enumerate(graph.node) if node.output[0] == softmax.output[0])
     for node in reversed(made):
         node.name = f"{prefix}/{node.op_type}"
@@ -271,8 +261,7 @@ def _replace(
 
 
 def _mask(graph: GraphProto, found: AttentionMatch, prefix: str) -> tuple[str, list[NodeProto]]:
-    """Return the name of the mask with a row per query, finite if guarded, and the nodes that make
-    it."""
+    """Return the mask with a row per query, finite if guarded, and the nodes that make it."""
     if not found.mask:
         return "", []
     shape, length, full = (f"{prefix}_{part}" for part in ("shape", "length", "mask_shape"))
@@ -286,9 +275,7 @@ def _mask(graph: GraphProto, found: AttentionMatch, prefix: str) -> tuple[str, l
         helper.make_node("Expand", [found.mask, full], [name]),
     ]
     if found.is_guarded:
-        lowest = np.array(LOWEST, np.float32)
-        onnx_model.add_constant(graph, f"{prefix}_lowest", lowest)
-        finite = f"{prefix}_finite_mask"
-        made.append(helper.make_node("Max", [name, f"{prefix}_lowest"], [finite]))
-        name = finite
+        lowest = onnx_model.add_constant(graph, f"{prefix}_lowest", np.array(LOWEST, np.float32))
+        made.append(helper.make_node("Max", [name, lowest], [f"{prefix}_finite_mask"]))
+        name = f"{prefix}_finite_mask"
     return name, made

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Array]
 
-# A value that occurs in one row of twenty is missed by 10 rows with a probability of 60 %, by 100
-# rows with 0.6 %.
+# 10 rows miss a value of one row in twenty with a probability of 60 %, 100 rows with 0.6 %.
 MIN_ROWS = 10
 FEW_ROWS = 100
 # Duplicates add nothing to a range; real traffic has a few.
@@ -48,8 +47,7 @@ BRING = "bring 100 to 300 rows of what users send, prepared as they are when ser
 
 
 class Audit(msgspec.Struct):
-    """Result of an audit. Problems forbid the use of the data, warnings do not. Facts are for the
-    report."""
+    """Problems forbid the use of the data, warnings do not. Facts are for the report."""
 
     problems: list[str] = []
     warnings: list[str] = []
@@ -61,9 +59,7 @@ class Audit(msgspec.Struct):
         self.facts |= other.facts
 
 
-def audit_examples(
-    examples: Examples, predictions: Array | None, *, is_separate: bool
-) -> tuple[Audit, Audit]:
+def audit_examples(examples: Examples, predictions: Array | None, *, is_separate: bool) -> Audit:
     """Audit calibration data and labels. `predictions` are the original's answers on the choice
     part, in the form of the labels (`Scorer.predict`); None without labels."""
     split, labels = examples.split, examples.labels
@@ -73,11 +69,12 @@ def audit_examples(
     calibration = audit_calibration(rows, judged, is_separate=is_separate)
     _check_judged_copies(judged, calibration)
     if predictions is None or labels is None:
-        return calibration, Audit()
+        return calibration
     if labels.dtype.kind == "i":
         known = labels[list(split.calibration)]
         calibration.add(audit_classes(known[known >= 0], labels[list(evaluation)]))
-    return calibration, audit_labels(predictions, labels[list(split.choice)])
+    calibration.add(audit_labels(predictions, labels[list(split.choice)]))
+    return calibration
 
 
 def audit_calibration(
@@ -87,18 +84,15 @@ def audit_calibration(
     a data set of its own (`is_separate`), the two have to look alike."""
     audit = Audit(facts={"rows": float(len(calibration))})
     if len(calibration) < MIN_ROWS:
-        audit.problems.append(
-            f"calibration has {len(calibration)} rows: ranges of fewer than {MIN_ROWS} miss much "
-            f"of what is normal, and INT8 clips it; {BRING}"
-        )
+        missed = f"ranges of fewer than {MIN_ROWS} miss much of what is normal, and INT8 clips it"
+        audit.problems.append(f"calibration has {len(calibration)} rows: {missed}; {BRING}")
         return audit
     finite = list(filter(is_finite, calibration))
     if len(finite) < len(calibration):
         # No error, as tree models take NaN for a missing value.
-        audit.warnings.append(
-            f"{len(calibration) - len(finite):,} of {len(calibration):,} calibration rows have "
-            "values that are not finite: static INT8 cannot be calibrated with them"
-        )
+        count = f"{len(calibration) - len(finite):,} of {len(calibration):,} calibration rows"
+        useless = "static INT8 cannot be calibrated with them"
+        audit.warnings.append(f"{count} have values that are not finite: {useless}")
     calibration = finite
     if len(calibration) < MIN_ROWS:
         return audit
@@ -108,10 +102,8 @@ def audit_calibration(
     if audit.problems:
         return audit
     if len(calibration) < FEW_ROWS:
-        audit.warnings.append(
-            f"calibration has only {len(calibration)} rows: rare values may be clipped; "
-            f"{FEW_ROWS} to 300 are better"
-        )
+        advice = f"rare values may be clipped; {FEW_ROWS} to 300 are better"
+        audit.warnings.append(f"calibration has only {len(calibration)} rows: {advice}")
     _check_halves(calibration, audit)
     judged = list(filter(is_finite, evaluation))
     if is_separate and len(judged) >= MIN_ROWS:
@@ -128,22 +120,18 @@ def audit_classes(calibration: Array, evaluation: Array) -> Audit:
         return audit
     audit.facts["classes missing"] = float(len(missing))
     if len(missing) >= len(wanted) - 1:
-        audit.problems.append(
-            f"calibration has rows of {len(wanted) - len(missing)} of {len(wanted)} classes: the "
-            f"others may need other ranges; {BRING}"
-        )
+        there = f"calibration has rows of {len(wanted) - len(missing)} of {len(wanted)} classes"
+        audit.problems.append(f"{there}: the others may need other ranges; {BRING}")
     elif len(wanted) <= len(calibration):
         shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-        audit.warnings.append(
-            f"calibration has no row of {len(missing)} of {len(wanted)} classes ({shown})"
-        )
+        lacking = f"{len(missing)} of {len(wanted)} classes ({shown})"
+        audit.warnings.append(f"calibration has no row of {lacking}")
     return audit
 
 
 def audit_labels(predictions: Array, labels: Array) -> Audit:
-    """Check that the original beats chance on the labels. If not, the labels belong to other
-    examples or another class order, or inputs are prepared differently, and any candidate would do
-    as well."""
+    """Check that the original beats chance on the labels. If not, labels are of other examples or
+    another class order, or inputs are prepared differently: any candidate would do as well."""
     is_known = np.isfinite(predictions.astype(np.float64))
     predictions, labels = predictions[is_known], labels[is_known]
     if len(labels) == 0:
@@ -169,11 +157,12 @@ def clipped_share(
     ranges: Mapping[str, tuple[float, float]], values: Mapping[str, Array]
 ) -> dict[str, float]:
     """Return, for each tensor, the share of held-out values outside its calibrated range."""
-    return {
-        name: float(((values[name] < low) | (values[name] > high)).mean())
-        for name, (low, high) in ranges.items()
-        if name in values and values[name].size
-    }
+    found = {}
+    for name, array in values.items():
+        if name in ranges and array.size:
+            low, high = ranges[name]
+            found[name] = float(((array < low) | (array > high)).mean())
+    return found
 
 
 def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
@@ -189,8 +178,7 @@ def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
 
 
 def _distance(one: Array, other: Array, tolerance: float = 0.0) -> float:
-    """Return the largest distance of two distributions when each may be shifted by the
-    tolerance."""
+    """Return the largest distance of distributions, each of which may shift by the tolerance."""
     leads = []
     for lower, upper in ((one, other), (other, one)):
         places = np.sort(lower)
@@ -209,17 +197,15 @@ def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
     num_distinct = round((1 - share) * len(rows))
     audit.facts["copies"] = share
     if num_distinct < MIN_ROWS or share > MAX_COPIES:
-        audit.problems.append(
-            f"of {len(rows):,} calibration rows only {num_distinct:,} are distinct: copies add "
-            f"nothing to a range, and INT8 clips what they lack; {BRING}"
-        )
+        count = f"of {len(rows):,} calibration rows only {num_distinct:,} are distinct"
+        useless = "copies add nothing to a range, and INT8 clips what they lack"
+        audit.problems.append(f"{count}: {useless}; {BRING}")
     elif share > MANY_COPIES:
         audit.warnings.append(f"{share * 100:.0f} % of the calibration rows are copies of others")
 
 
 def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
-    """Warn of many duplicates: bounds assume that every example is a new one. That still holds for
-    duplicates that users send as often."""
+    """Warn of many duplicates: bounds assume that every example is a new one, as users send it."""
     share = audit.facts["judged copies"] = _share_of_copies(rows)
     if share > MANY_COPIES:
         audit.warnings.append(
@@ -233,28 +219,22 @@ def _share_of_copies(rows: Sequence[Row]) -> float:
 
 
 def _check_constant(rows: Sequence[Row], audit: Audit) -> None:
-    """Report inputs whose elements are all equal in most rows. Inputs with one number per row may
-    be settings and are left out."""
+    """Report inputs, except single numbers, whose elements are all equal in most rows."""
     names = [name for name in _names(rows, "f") if rows[0][name].size > 1]
-    shares = {name: _share_constant(rows, name) for name in names}
-    constant = {name: share for name, share in shares.items() if share > MAX_COPIES}
-    for name, share in constant.items():
-        text = (
-            f"input '{name}': in {share * 100:.0f} % of the calibration rows all elements are the "
-            "same"
-        )
-        if len(constant) < len(names):
+    shares: dict[str, float] = {}
+    for name in names:
+        arrays = [row[name] for row in rows if name in row]
+        share = float(np.mean([bool((array == array.ravel()[:1]).all()) for array in arrays]))
+        if share > MAX_COPIES:
+            shares[name] = share
+    for name, share in shares.items():
+        part = f"{share * 100:.0f} % of the calibration rows"
+        text = f"input '{name}': in {part} all elements are the same"
+        if len(shares) < len(names):
             audit.warnings.append(text)
             continue
-        audit.problems.append(
-            f"{text}: such rows excite nothing in the model, and its ranges come out far too "
-            f"narrow; {BRING}"
-        )
-
-
-def _share_constant(rows: Sequence[Row], name: str) -> float:
-    arrays = [row[name] for row in rows if name in row]
-    return float(np.mean([bool((array == array.ravel()[:1]).all()) for array in arrays]))
+        narrow = "such rows excite nothing in the model, and its ranges come out far too narrow"
+        audit.problems.append(f"{text}: {narrow}; {BRING}")
 
 
 def _check_overlap(
@@ -266,10 +246,8 @@ def _check_overlap(
     share = float(np.mean([_fingerprint(row) in seen for row in calibration]))
     audit.facts["overlap"] = share
     if share > (0.0 if is_separate else MANY_COPIES):
-        audit.warnings.append(
-            f"{share * 100:.2g} % of the calibration rows are also among those that candidates are "
-            "judged on, which flatters INT8"
-        )
+        judged = "also among those that candidates are judged on, which flatters INT8"
+        audit.warnings.append(f"{share * 100:.2g} % of the calibration rows are {judged}")
 
 
 def _check_halves(rows: Sequence[Row], audit: Audit) -> None:
@@ -283,10 +261,8 @@ def _check_halves(rows: Sequence[Row], audit: Audit) -> None:
         apart = max(abs(high - other_high), abs(low - other_low)) / width if width else 0.0
         audit.facts[f"apart {name}"] = apart
         if apart > UNSTABLE:
-            audit.warnings.append(
-                f"input '{name}': ranges of two halves of the calibration rows differ by "
-                f"{apart * 100:.0f} %; more rows would settle them"
-            )
+            differing = f"ranges of two halves of calibration rows differ by {apart * 100:.0f} %"
+            audit.warnings.append(f"input '{name}': {differing}; more rows would settle them")
 
 
 def _range(arrays: Sequence[Array]) -> tuple[float, float]:
@@ -308,11 +284,8 @@ def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit:
     features = _features(calibration, evaluation)
     level = FALSE_ALARMS / max(len(features), 1)
     results = {label: kolmogorov_smirnov(each.one, each.other) for label, each in features.items()}
-    differing = {
-        label: _distance(*features[label])
-        for label, (_, likely) in results.items()
-        if likely < level
-    }
+    unlike = [label for label, (_, likely) in results.items() if likely < level]
+    differing = {label: _distance(*features[label]) for label in unlike}
     audit.facts["distance"] = max(differing.values(), default=0.0)
     if not differing:
         return
@@ -324,10 +297,8 @@ def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit:
         f"(distance {results[label][0]:.2g} of 1, by chance in {results[label][1]:.1g})"
     )
     if differing[label] > FOREIGN:
-        audit.problems.append(
-            f"{text}: INT8 would be scaled for values that do not come, and clip those that do; "
-            f"{BRING}"
-        )
+        clipped = "INT8 would be scaled for values that do not come, and clip those that do"
+        audit.problems.append(f"{text}: {clipped}; {BRING}")
     else:
         audit.warnings.append(text)
 
@@ -340,33 +311,23 @@ def _features(one: Sequence[Row], other: Sequence[Row]) -> dict[str, _Feature]:
         if min(len(rows), len(others)) >= MIN_ROWS:
             for feature, each in _features_of(rows, others).items():
                 found[f"input '{name}': {feature}"] = each
-    return {
-        label: each
-        for label, each in found.items()
-        if np.ptp(np.concatenate([each.one, each.other])) > 0
-    }
+    both = {label: np.concatenate([each.one, each.other]) for label, each in found.items()}
+    return {label: each for label, each in found.items() if np.ptp(both[label]) > 0}
 
 
 def _features_of(rows: Sequence[Array], others: Sequence[Array]) -> dict[str, _Feature]:
     mine, theirs = (np.array([_row_features(array) for array in each]) for each in (rows, others))
     middle = np.median(theirs, axis=0)
     span = middle[FEATURES.index("the maximum")] - middle[FEATURES.index("the minimum")]
-    found = {
-        feature: _Feature(
-            mine[:, column],
-            theirs[:, column],
-            SLIGHT * abs(float(middle[column] if feature in RELATIVE else span)),
-        )
-        for column, feature in enumerate(FEATURES)
-    }
+    found: dict[str, _Feature] = {}
+    for column, feature in enumerate(FEATURES):
+        slight = SLIGHT * abs(float(middle[column] if feature in RELATIVE else span))
+        found[feature] = _Feature(mine[:, column], theirs[:, column], slight)
     if rows[0].dtype.kind != "O" and len({array.shape for array in (*rows, *others)}) == 1:
-        # The average is taken from every other row, and only the rest is compared with it: a sample
-        # is always closer to its own average.
+        # The rows of the average are not compared with it: a sample is closer to its own average.
         average = np.stack([_thinned(array) for array in others[::2]])
-        away, usual = (
-            _distances(np.stack([_thinned(array) for array in each]), average)
-            for each in (rows, others[1::2])
-        )
+        thinned = (np.stack([_thinned(array) for array in each]) for each in (rows, others[1::2]))
+        away, usual = (_distances(each, average) for each in thinned)
         found["distance from the average"] = _Feature(away, usual, SLIGHT * float(np.median(usual)))
     return found
 

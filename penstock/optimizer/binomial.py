@@ -13,8 +13,7 @@ PRECISION = 1e-13
 
 
 def upper_limit(count: float, num_trials: float, alpha: float) -> float:
-    """Return the highest rate that gives `count` or fewer with probability `alpha`
-    (Clopper-Pearson)."""
+    """Return the highest rate with probability `alpha` of `count` or fewer (Clopper-Pearson)."""
     if count >= num_trials:
         return 1.0
     return _solved(lambda rate: at_least(count + 1, num_trials, rate) - (1 - alpha))
@@ -28,7 +27,6 @@ def lower_limit(count: float, num_trials: float, alpha: float) -> float:
 
 
 def at_least(count: float, num_trials: float, rate: float) -> float:
-    """Return the probability of `count` or more."""
     if count <= 0:
         return 1.0
     if count > num_trials:
@@ -49,8 +47,7 @@ def _solved(rising: Callable[[float], float]) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """Regularised incomplete beta, by its continued fraction, which converges fast left of the
-    mean."""
+    """Regularised incomplete beta: a continued fraction that converges left of the mean."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

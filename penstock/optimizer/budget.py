@@ -68,7 +68,9 @@ def parse(text: str) -> Budget:
     if percent:
         limit /= 100
     budget = Budget(metric, limit, rest == "relative", direction == "rise")
-    problems += _limit_problems(budget, number)
+    if limit > 1 and (budget.is_relative or metric in SHARES):
+        # Such a gate would pass everything.
+        problems.append(f"a limit of {limit * 100:g} % allows everything; was {number} % meant?")
     if problems:
         raise ConfigError([f"'{text}': {problem}" for problem in problems])
     return budget
@@ -94,10 +96,3 @@ def _number(text: str, problems: list[str]) -> float:
         problems.append(f"'{text}' is not a number from zero; expected one like 0.5 %")
         return 0.0
     return number
-
-
-def _limit_problems(budget: Budget, number: str) -> list[str]:
-    """Refuse limits above 100 % of a share: such a gate would pass everything."""
-    if budget.limit > 1 and (budget.is_relative or budget.metric in SHARES):
-        return [f"a limit of {budget.limit * 100:g} % allows everything; was {number} % meant?"]
-    return []

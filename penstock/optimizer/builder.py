@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
-from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.errors import BackendFailed, ConfigError, PenstockError, first_line
 from penstock.kernels import CHOICES
 from penstock.optimizer import passes, trials
 from penstock.optimizer.candidates import Build, Candidate
@@ -20,8 +20,7 @@ from penstock.repository import layout
 
 # Share of the remaining search time that one compilation may take; it gets at least MIN_COMPILE_S.
 COMPILE_SHARE = 0.5
-# The same for tuning convolutions. Its time per batch size is known, and it gains far more than any
-# other step.
+# The same for tuning convolutions: its time is known, and it gains far more than other steps.
 TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
 # A build that was started this often and never finished crashes the run.
@@ -30,25 +29,17 @@ MAX_BEGUN = 3
 
 @dataclass
 class Builder:
-    """The builds of one run, by their key."""
-
     run: RunContext
     gpu: GpuProcesses
     _builds: dict[str, Build] = field(default_factory=dict)
 
-    @cached_property
+    @functools.cached_property
     def context(self) -> BuildContext:
         run = self.run
         cache = run.folder / "cache"
         cache.mkdir(exist_ok=True)
-        return BuildContext(
-            run.plan,
-            run.machine,
-            run.examples,
-            cache,
-            self._compile_timeout_s,
-            check_time=run.budget.check_part,
-        )
+        timeout_s, check_time = self._compile_timeout_s, run.budget.check_part
+        return BuildContext(run.plan, run.machine, run.examples, cache, timeout_s, check_time)
 
     def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
         left_s = self.run.budget.stage_left_s
@@ -59,23 +50,16 @@ class Builder:
         run = self.run
         if not candidate.steps:
             return run.original
-        known = self._builds.get(candidate.key)
-        if known is not None:
+        if (known := self._builds.get(candidate.key)) is not None:
             return known
         parent = self.build(candidate.parent)
         home = run.folder / "builds" / candidate.key
-        run.journal.remember(
-            "build",
-            candidate.key,
-            bool,
-            lambda: self._make(candidate, parent),
-            passing=run.passing,
-        )
+        make = functools.partial(self._make, candidate, parent)
+        run.journal.remember("build", candidate.key, bool, make, passing=run.passing)
         if not home.is_dir():
             # The journal knows the build, but its files are gone.
-            self._make(candidate, parent)
-        build = _open(candidate, home / run.plan.name)
-        self._builds[candidate.key] = build
+            make()
+        build = self._builds[candidate.key] = _open(candidate, home / run.plan.name)
         return build
 
     def _make(self, candidate: Candidate, parent: Build) -> bool:
@@ -107,7 +91,7 @@ class Builder:
             # The machine's fault, not the candidate's.
             raise ConfigError([f"{home.name}: cannot be built: {error}"]) from error
         except Exception as error:  # A build may fail in any way its libraries do.
-            raise BackendFailed(f"{type(error).__name__}: {_first_line(error)}") from error
+            raise BackendFailed(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return True
@@ -147,7 +131,3 @@ def _open(candidate: Candidate, folder: Path) -> Build:
     if found.problems:
         raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))
     return Build(candidate, folder, found.configs[-1])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -54,8 +54,7 @@ Range = tuple[float, float]
 
 @dataclass(slots=True)
 class ValueHistogram:
-    """Histogram around zero with bins of equal width; the width doubles when a value lies
-    outside."""
+    """Histogram around zero with bins of equal width, which doubles for values outside."""
 
     counts: Array = field(default_factory=lambda: np.zeros(2 * NUM_BINS, np.int64))
     width: float = 0.0
@@ -81,8 +80,7 @@ class ValueHistogram:
 
     def _widen(self, largest: float) -> None:
         if self.width == 0.0:
-            # The next larger number, so that the largest value lies inside. All earlier values were
-            # 0.
+            # All earlier values were 0. The next larger number puts the largest value inside.
             self.width = float(np.nextafter(largest / NUM_BINS, np.inf)) if largest > 0 else 0.0
         while self.width > 0 and largest > self.width * NUM_BINS:
             pairs = self.counts.reshape(-1, 2).sum(axis=1)
@@ -183,56 +181,42 @@ def calibrate(
     path = cache / f"calibration-{digest[:32]}.npz"
     tensors = _read(path)
     if tensors is None:
-        tensors = _observe(model, names, config, rows, check_time)
+        tensors = {name: ValueHistogram() for name in names}
+        loaded = onnx_model.session(onnx_model.with_outputs(model, names))
+        for batch in feeds(model, config, rows):
+            check_time()
+            _observe(tensors, {**onnx_model.run(loaded, batch), **batch})
         _write(path, tensors)
     return Calibration(tensors, _input_ranges(rows), len(rows), digest)
-
-
-def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
-    """Yield rows as the graph takes them, batched by equal shapes if it has a batch dimension.
-    `config` is that of the model itself, after any preprocessing."""
-    has_batch = config.max_batch_size > 0
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for index, row in enumerate(fitted(rows, config)):
-        shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
-        groups.setdefault(shapes if has_batch else (index,), []).append(row)
-    limit = min(MAX_BATCH, config.max_batch_size) if has_batch else 1
-    for group in groups.values():
-        for start in range(0, len(group), limit):
-            some = group[start : start + limit]
-            if has_batch:
-                yield {name: np.stack([row[name] for row in some]) for name in some[0]}
-            else:
-                yield dict(some[0])
 
 
 def feeds(
     model: ModelProto, config: ModelConfig, rows: Sequence[Row]
 ) -> Iterator[dict[str, Array]]:
-    """Yield the same, only with the inputs that the graph still has."""
+    """Yield rows as the graph takes them, with the inputs that it still has, batched by equal
+    shapes if it has a batch dimension. `config` is of the model without preprocessing."""
     taken = {value.name for value in onnx_model.true_inputs(model.graph)}
-    for batch in batches(config, rows):
-        yield {name: array for name, array in batch.items() if name in taken}
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in fitted(rows, config):
+        given = {name: array for name, array in row.items() if name in taken}
+        if not config.max_batch_size:
+            yield given
+            continue
+        shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
+        groups.setdefault(shapes, []).append(given)
+    limit = min(MAX_BATCH, config.max_batch_size)
+    for group in groups.values():
+        for start in range(0, len(group), limit):
+            some = group[start : start + limit]
+            yield {name: np.stack([row[name] for row in some]) for name in some[0]}
 
 
-def _observe(
-    model: ModelProto,
-    names: Sequence[str],
-    config: ModelConfig,
-    rows: Sequence[Row],
-    check_time: Callable[[], None],
-) -> dict[str, ValueHistogram]:
-    loaded = onnx_model.session(onnx_model.with_outputs(model, names))
-    tensors = {name: ValueHistogram() for name in names}
-    for batch in feeds(model, config, rows):
-        check_time()
-        seen = {**onnx_model.run(loaded, batch), **batch}
-        for name, histogram in tensors.items():
-            try:
-                histogram.add(seen[name])
-            except ConfigError as error:
-                raise ConfigError([f"calibration: tensor '{name}': {error}"]) from None
-    return tensors
+def _observe(tensors: Mapping[str, ValueHistogram], seen: Mapping[str, Array]) -> None:
+    for name, histogram in tensors.items():
+        try:
+            histogram.add(seen[name])
+        except ConfigError as error:
+            raise ConfigError([f"calibration: tensor '{name}': {error}"]) from None
 
 
 def _input_ranges(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -275,10 +259,9 @@ def _read(path: Path) -> dict[str, ValueHistogram] | None:
             counts, numbers = stored["counts"], stored["numbers"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return {
-        name: ValueHistogram(counts[index], *map(float, numbers[index]))
-        for index, name in enumerate(names)
-    }
+    stored_numbers = zip(counts, numbers.tolist(), strict=True)
+    histograms = (ValueHistogram(each, *values) for each, values in stored_numbers)
+    return dict(zip(names, histograms, strict=True))
 
 
 def _write(path: Path, tensors: Mapping[str, ValueHistogram]) -> None:

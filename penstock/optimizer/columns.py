@@ -2,8 +2,7 @@
 
 A column is one position of the last axis over all rows (of axis 1 where a row has three axes, as
 images have): one score of a classifier, one coordinate of a box, one channel of a map. Columns have
-their own scales: pixels stand next to scores, and a difference that is negligible for one is large
-for the other. Knows no model and no tolerance.
+their own scales: pixels stand next to scores. Knows no model and no tolerance.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import numpy as np
 from penstock.types import Array
 
 # A column whose range is a smaller share than this of its own largest magnitude, or of the output's
-# median magnitude, is rounding noise around a constant; its differences are measured against this
-# share instead.
+# median magnitude, is rounding noise around a constant, and is measured against this share.
 FLOOR = 1e-3
 # The same of the output's largest magnitude: zeros among numbers are zeros up to rounding.
 TINY = 1e-6
-# A column's range leaves out this share of its values at either end: a few outliers must not make
-# room for errors in all other rows.
+# Share of values at either end without which a range is taken: outliers must not hide errors.
 TAIL = 0.05
 
 
@@ -36,15 +33,9 @@ class ColumnScales:
     most: Array | float = np.inf
 
     def widened(self, least: Array) -> ColumnScales:
-        """Return scales with spreads of at least this, by column."""
         return replace(self, spreads=np.maximum(self.spreads, least))
 
-    def scaled(self, factor: float) -> ColumnScales:
-        """Return scales with spreads times this."""
-        return replace(self, spreads=self.spreads * factor)
-
     def of(self, table: Array) -> Array:
-        """Return the scale of each value of a table."""
         distances = np.abs(np.where(np.isfinite(table), table, self.centres) - self.centres)
         scales: Array = np.minimum(np.maximum(distances, self.spreads), self.most)
         return scales

@@ -274,8 +274,7 @@ class TensorConclusion(Conclusion):
         # In its serving configuration: users get its batching and padding too.
         judgement = judge(finalist.build, HELD_OUT, alpha)
         if not judgement.is_passed:
-            # Other ways to serve the same model fail too; but the original model itself is not
-            # refused.
+            # Other ways to serve the same model fail too; but the original is not refused.
             refused[model.key if model.steps else candidate.key] = judgement
             return None
         judgement = self._held_to_server(finalist, judgement)
@@ -303,13 +302,15 @@ class TensorConclusion(Conclusion):
     def describe(self, choice: FinalChoice) -> None:
         found, run = self.found, self._evaluator.run
         outcomes.settle_served(self.findings.tries, choice.candidate, self.findings.proofs)
-        found.unchecked = [*run.unchecked, *self._not_compared(choice)]
-        found.notes += [
-            *self._clipped(choice),
-            *self._examples_wanted(),
-            *self._failed(),
-            *self._narrowed(choice),
-        ]
+        found.unchecked += run.unchecked
+        judged, total = choice.held_out, len(run.rows)
+        if choice.candidate.steps and judged is not None and 0 < judged.num_compared < total:
+            # A lossless choice was not compared on all rows.
+            found.unchecked.append(
+                f"{total - judged.num_compared:,} of {total:,} rows: lossless steps were compared "
+                f"with the original on {judged.num_compared:,}"
+            )
+        found.notes += self._notes(choice)
         if found.outcome != "kept" and found.after is not None:
             more = self._can_add_instances(choice)
             found.binding = goals.binding(found.after, self.plan.slo, can_add_instances=more)
@@ -321,43 +322,19 @@ class TensorConclusion(Conclusion):
         most = max(number for number, _ in shapes.arrangements(config, num_cores))
         return most > max([config.num_instances, *timed])
 
-    def _clipped(self, choice: FinalChoice) -> list[str]:
-        shares = self._evaluator.data.clipped(choice.finalist.build)
-        return [
-            f"input '{name}': {share:.2%} of held-out values lie outside of the calibrated range"
-            for name, share in shares.items()
-            if share > 0
-        ]
-
-    def _narrowed(self, choice: FinalChoice) -> list[str]:
-        sizes = shape_folding.narrowing(choice.candidate)
-        if not sizes:
-            return []
-        rows = f"the {len(self._evaluator.run.rows):,} rows of the data all have this size"
-        return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
-
-    def _not_compared(self, choice: FinalChoice) -> list[str]:
-        """Say on how many rows a lossless choice was compared, if not on all."""
-        judged, total = choice.held_out, len(self._evaluator.run.rows)
-        if judged is None or not 0 < judged.num_compared < total or not choice.candidate.steps:
-            return []
-        return [
-            f"{total - judged.num_compared:,} of {total:,} rows: lossless steps were compared with "
-            f"the original on {judged.num_compared:,}"
-        ]
-
-    def _failed(self) -> list[str]:
-        after = self.found.after
-        if after is None or not after.num_failed:
-            return []
-        text = f"{after.num_failed:,} of {after.num_requests:,} requests were not answered well"
-        return [f"{text}, most often: {after.failure}" if after.failure else text]
-
-    def _examples_wanted(self) -> list[str]:
-        """Say how many examples the accuracy gate needs to decide on undecided candidates."""
+    def _notes(self, choice: FinalChoice) -> Iterator[str]:
+        for name, share in self._evaluator.data.clipped(choice.finalist.build).items():
+            if share > 0:
+                outside = "of held-out values lie outside of the calibrated range"
+                yield f"input '{name}': {share:.2%} {outside}"
         judged = [each.accuracy for each in self.findings.tries if each.accuracy is not None]
-        wanted = [each.num_needed for each in judged if each.num_needed]
-        if not wanted:
-            return []
-        total = num_to_bring(min(wanted), bool(self.plan.calibration))
-        return [f"too few examples to judge some candidates: provide about {total:,} in total"]
+        if wanted := [each.num_needed for each in judged if each.num_needed]:
+            total = num_to_bring(min(wanted), bool(self.plan.calibration))
+            yield f"too few examples to judge some candidates: provide about {total:,} in total"
+        after = self.found.after
+        if after is not None and after.num_failed:
+            text = f"{after.num_failed:,} of {after.num_requests:,} requests were not answered well"
+            yield f"{text}, most often: {after.failure}" if after.failure else text
+        if sizes := shape_folding.narrowing(choice.candidate):
+            rows = f"the {len(self._evaluator.run.rows):,} rows of the data all have this size"
+            yield f"the version accepts only {sizes}: {rows}, and the server refuses any other"

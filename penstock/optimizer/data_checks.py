@@ -15,6 +15,7 @@ from penstock.optimizer.accuracy_gate import AccuracyGate
 from penstock.optimizer.answer_source import CHOICE, COMPARED, HELD_OUT, AnswerSource
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.run_context import RunContext
+from penstock.optimizer.scores import listed
 
 # Maximum number of rows with NaN or infinity that the original is run on.
 MAX_NON_FINITE = 64
@@ -37,7 +38,6 @@ class DataChecks:
     gate: AccuracyGate
 
     def check(self) -> None:
-        """Raise ConfigError if the data would mislead calibration or the gate."""
         run, gate = self.run, self.gate
         self._check_output_names()
         if run.examples is None:
@@ -61,33 +61,25 @@ class DataChecks:
             problem = f"not one of {len(scored)} answers of the original can be scored"
             raise ConfigError([f"{where}: {problem} by {gate.scorer.metric}"])
         self._evaluate_original()
-        self._note_judged(evaluated.reads)
+        evaluator = run.plan.evaluator
+        if evaluator and evaluated.reads:
+            parts = f"parts of {listed(evaluated.reads)} that {evaluator} does not use"
+            run.unchecked.append(f"{parts} were not checked beyond their scale")
 
     def _check_output_names(self) -> None:
-        """Raise ConfigError if --outputs names an output that the model does not have."""
         outputs = self.run.plan.outputs
         known = [spec.name for spec in self.run.original.config.outputs]
         unknown = [name for name in outputs if name not in known]
         if unknown:
-            listed, there = _listed(unknown), _listed(known)
-            raise ConfigError([f"outputs: the model has no output {listed}; it has {there}"])
-        left = _listed([name for name in known if outputs and name not in outputs])
-        if left:
+            wrong = f"the model has no output {listed(unknown)}; it has {listed(known)}"
+            raise ConfigError([f"outputs: {wrong}"])
+        if left := listed([name for name in known if outputs and name not in outputs]):
             text = f"outputs {left} were not checked: --outputs leaves them out"
             self.run.unchecked.append(text)
 
-    def _note_judged(self, names: Sequence[str]) -> None:
-        """Note what is not checked in outputs that an evaluator reads: only its score judges
-        them."""
-        evaluator = self.run.plan.evaluator
-        if evaluator and names:
-            parts = f"parts of {_listed(names)} that {evaluator} does not use"
-            self.run.unchecked.append(f"{parts} were not checked beyond their scale")
-
     def _check_finite(self, found: Sequence[NonFinite]) -> None:
-        """Check rows with NaN or infinity. They are an error if the original's answers are not
-        finite either, as nothing can be compared with those; otherwise they count as missing
-        values."""
+        """Check rows with NaN or infinity: an error if the original's answers, to compare with,
+        are not finite either; otherwise they count as missing values."""
         if not found:
             return
         run = self.run
@@ -102,9 +94,8 @@ class DataChecks:
         if unusable:
             texts = describe([each for each in found if each.index in unusable])
             advice = "leave such rows out, or fill in the missing values"
-            raise ConfigError(
-                [f"{text}, and the model's answer is not finite either; {advice}" for text in texts]
-            )
+            problem = f"and the model's answer is not finite either; {advice}"
+            raise ConfigError([f"{text}, {problem}" for text in texts])
         run.notes += [f"{text}; the model answers with finite values" for text in describe(found)]
 
     def _evaluate_original(self) -> None:
@@ -120,28 +111,17 @@ class DataChecks:
         run, predict = self.run, self.gate.scorer.predict
         said = None if predict is None else predict(self.source.original_answers(CHOICE))
         is_separate = bool(run.plan.calibration)
-        found, labels = audit.audit_examples(run.samples, said, is_separate=is_separate)
-        found.add(labels)
-        return found
+        return audit.audit_examples(run.samples, said, is_separate=is_separate)
 
     def clipped(self, build: Build) -> dict[str, float]:
-        """Return, for each input, the share of held-out values outside of the calibrated range;
-        empty if nothing was calibrated."""
+        """Return the share of held-out values outside of the calibrated range, by input."""
         path = build.version_folder / calibration.FILE
         if not path.is_file():
             return {}
-        ranges = {
-            name: (each["min"], each["max"])
-            for name, each in json.loads(path.read_bytes())["inputs"].items()
-        }
+        inputs = json.loads(path.read_bytes())["inputs"]
+        ranges = {name: (each["min"], each["max"]) for name, each in inputs.items()}
         rows = [self.run.rows[index] for index in self.run.samples.split.held_out]
-        values = {
-            name: np.concatenate([np.ravel(row[name]) for row in rows])
-            for name in ranges
-            if rows and name in rows[0] and rows[0][name].dtype.kind == "f"
-        }
+        names = [name for name in ranges if rows and name in rows[0]]
+        floats = [name for name in names if rows[0][name].dtype.kind == "f"]
+        values = {name: np.concatenate([np.ravel(row[name]) for row in rows]) for name in floats}
         return audit.clipped_share(ranges, values)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

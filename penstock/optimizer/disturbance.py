@@ -69,20 +69,20 @@ class BuildHistory:
 def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> list[str]:
     """Return why the verdict on the chosen build cannot stand, one sentence each; empty if it can.
     `rate` is the SLO's load in requests per second; None: a closed loop."""
-    if not chosen.served.is_met and not _is_missed_in_time(chosen.served):
+    served = chosen.served
+    is_late = any(each.outcome == "missed" and each.unit in TIMED for each in served.verdicts)
+    if not served.is_met and not is_late:
         # A faster machine would not help: only terms such as memory are missed.
         return []
     found = own_doubts(chosen, rate)
-    if not chosen.served.is_met:
-        found += _slowness_doubts(chosen, original, rate)
-    if is_close(chosen.served):
-        found += _closeness_doubts(chosen, original)
+    factor, text = slowness(chosen, original)
+    if text and not served.is_met and _may_be_kept(served, factor, rate):
+        found.append(f"{chosen.name}: SLO missed while {text}")
+    # A limit inside the interval cannot be decided on a disturbed machine. A neighbour that takes a
+    # tenth of the CPU does not count as a disturbance.
+    if text and is_close(served):
+        found.append(f"{chosen.name}: too close to the limit to decide ({text})")
     return list(dict.fromkeys(found))
-
-
-def _is_missed_in_time(served: ServedMeasurement) -> bool:
-    """Return whether a term is missed that a faster machine might keep."""
-    return any(each.outcome == "missed" and each.unit in TIMED for each in served.verdicts)
 
 
 def is_close(served: ServedMeasurement) -> bool:
@@ -114,19 +114,13 @@ def rate_doubts(history: BuildHistory, rate: float | None) -> Iterator[str]:
     if rate is None or highest is None or not highest.value > 0:
         return
     found, asked = f"{units.number(highest.value)}/s", f"{units.number(rate)}/s"
-    if history.served.is_met and _end(highest, "high") * RATE_MARGIN < rate:
+    # The estimate stands for an unknown end.
+    low, high = (highest.value if math.isnan(end) else end for end in (highest.low, highest.high))
+    if history.served.is_met and high * RATE_MARGIN < rate:
         yield f"{history.name}: SLO kept at {asked}, but the highest rate found is {found}"
-    is_late = any(
-        each.outcome == "missed" and each.unit in ("s", "%") for each in history.served.verdicts
-    )
-    if is_late and _end(highest, "low") > rate * RATE_MARGIN:
+    missed = {each.unit for each in history.served.verdicts if each.outcome == "missed"}
+    if missed & {"s", "%"} and low > rate * RATE_MARGIN:
         yield f"{history.name}: SLO missed at {asked}, but kept at {found} in the rate search"
-
-
-def _end(rate: Interval, name: str) -> float:
-    """Return an end of the interval, or the estimate if that end is unknown."""
-    end: float = getattr(rate, name)
-    return rate.value if math.isnan(end) else end
 
 
 def is_void(highest: Interval, answered: float) -> bool:
@@ -136,8 +130,7 @@ def is_void(highest: Interval, answered: float) -> bool:
 
 def _pause_doubts(history: BuildHistory) -> Iterator[str]:
     """Yield a doubt if the SLO is missed because of pauses in which the generator could not run
-    either: without them it is kept, or missed by so little that the queue after a pause may explain
-    it."""
+    either: without them it is kept, or missed by so little that the queue after one explains it."""
     missed = [
         turn
         for turn in history.served.turns
@@ -159,23 +152,12 @@ def _spread_doubts(history: BuildHistory) -> Iterator[str]:
     kept = [turn.conditions.speed_s for turn in history.turns if turn.is_kept]
     missed = [turn.conditions.speed_s for turn in history.turns if not turn.is_kept]
     if kept and missed and min(missed) > SLOWER * min(kept):
-        shown = _span([turn.p99_s for turn in history.turns])
-        yield f"{history.name}: repetitions disagree, with p99 from {shown}"
-
-
-def _slowness_doubts(
-    chosen: BuildHistory, original: BuildHistory, rate: float | None
-) -> Iterator[str]:
-    """Yield a doubt if the SLO might be kept at the full speed of this machine."""
-    factor, text = slowness(chosen, original)
-    if text and _may_be_kept(chosen.served, factor, rate):
-        yield f"{chosen.name}: SLO missed while {text}"
+        yield f"{history.name}: repetitions disagree, with p99 from {_span(history.turns)}"
 
 
 def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
-    """Return the slowdown of the machine in the final measurement, and its cause; 1 if none is
-    known. Other processes may run on idle cores, so their CPU use has a higher threshold than a
-    slower clock."""
+    """Return the slowdown of the machine in the final measurement, and its cause; 1 if unknown.
+    Others may run on idle cores, so their CPU use has a higher threshold than a slower clock."""
     turns = chosen.served.turns
     drift = _drift(turns, [*chosen.turns, *original.turns])
     taken = max((each.conditions.foreign_cpu + each.conditions.steal for each in turns), default=0)
@@ -223,14 +205,6 @@ def _excess(served: ServedMeasurement) -> float:
     return max(found, default=1.0) * min(1.0, lowered)
 
 
-def _closeness_doubts(chosen: BuildHistory, original: BuildHistory) -> Iterator[str]:
-    """Yield a doubt if the machine was disturbed: a limit inside the interval then cannot be
-    decided. A neighbour that takes a tenth of the CPU does not count as a disturbance."""
-    _, text = slowness(chosen, original)
-    if text:
-        yield f"{chosen.name}: too close to the limit to decide ({text})"
-
-
 def prediction_gap(history: BuildHistory, rate: float | None) -> str:
     """Return a sentence if the server answers far less, or far more, than batch times predict."""
     predicted, served = history.predicted_rate, history.served
@@ -259,9 +233,8 @@ def disturbances(servings: Sequence[ServedMeasurement]) -> list[str]:
     foreign = max(each.foreign_cpu for each in conditions)
     if foreign >= MIN_FOREIGN:
         busiest = max(conditions, key=lambda each: each.load_average)
-        load = (
-            f"load average {busiest.load_average:.1f} on {units.count(busiest.num_cores, 'core')}"
-        )
+        cores = units.count(busiest.num_cores, "core")
+        load = f"load average {busiest.load_average:.1f} on {cores}"
         found.append(f"other processes used up to {foreign:.0%} of the CPU ({load})")
     steal = max(each.steal for each in conditions)
     if steal >= MIN_STEAL:
@@ -270,16 +243,11 @@ def disturbances(servings: Sequence[ServedMeasurement]) -> list[str]:
     if late >= MIN_LATE:
         found.append(f"the load generator was late in up to {late:.0%} of the time")
     for served in servings:
-        found += _spread_text(served)
+        drift, p99s = _drift(served.turns, served.turns), _span(served.turns)
+        if drift > SLOWER:
+            changed = f"the speed of the machine changed by {drift:.2f}x"
+            found.append(f"{changed} between repetitions (p99 {p99s})")
     return list(dict.fromkeys(found))
-
-
-def _spread_text(served: ServedMeasurement) -> list[str]:
-    drift = _drift(served.turns, served.turns)
-    if drift <= SLOWER:
-        return []
-    p99s = _span([turn.p99_s for turn in served.turns])
-    return [f"the speed of the machine changed by {drift:.2f}x between repetitions (p99 {p99s})"]
 
 
 def is_reusable(served: ServedMeasurement) -> bool:
@@ -298,8 +266,9 @@ def _is_own(conditions: Conditions) -> bool:
     return conditions.own_cpu >= OWN_LOAD and others < MIN_FOREIGN
 
 
-def _span(seconds: Sequence[float]) -> str:
-    known = [each for each in seconds if math.isfinite(each)]
+def _span(turns: Sequence[Turn]) -> str:
+    """Return the range of p99."""
+    known = [turn.p99_s for turn in turns if math.isfinite(turn.p99_s)]
     if not known:
         return units.UNKNOWN
     return f"{units.duration(min(known))} to {units.duration(max(known))}"
@@ -311,7 +280,8 @@ def _span(seconds: Sequence[float]) -> str:
 def calm_windows(windows: Sequence[Window], limit_s: float | None) -> list[Window]:
     """Return the windows with a generator on time and without the queue after a pause."""
     late_s = max(LATE_S, LATE_SHARE * (limit_s or 0.0))
-    medians = [_median(window) for window in windows]
+    latencies = [window.metrics.get("latency") for window in windows]
+    medians = [math.nan if each is None else each.percentile(50) for each in latencies]
     known = [each for each in medians if not math.isnan(each)]
     usual = float(np.median(known)) if known else math.nan
     found: list[Window] = []
@@ -327,8 +297,3 @@ def calm_windows(windows: Sequence[Window], limit_s: float | None) -> list[Windo
             recovering = 0
             found.append(window)
     return found
-
-
-def _median(window: Window) -> float:
-    latency = window.metrics.get("latency")
-    return math.nan if latency is None else latency.percentile(50)

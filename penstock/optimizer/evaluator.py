@@ -35,8 +35,6 @@ class KeptLayers(msgspec.Struct):
 
 
 class Evaluator:
-    """Evaluates the candidates of one run."""
-
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._gpu = GpuProcesses(run.machine, run.deadline)

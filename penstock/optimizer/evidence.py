@@ -25,21 +25,9 @@ SAME = ("lineage", "outcome", "measured", "accuracy")
 Evidence = dict[str, object]
 
 
-def commit(build: Build, found: Optimization, run: str) -> str:
-    """Commit, unless a run killed after its commit has; return the version's number."""
-    made = evidence(build, found, run)
-    return _committed(Path(found.out) / found.name, made) or _commit(build, found, made)
-
-
-def _commit(build: Build, found: Optimization, made: Evidence) -> str:
-    out = Path(found.out)
-    out.mkdir(parents=True, exist_ok=True)
-    return versions.commit(out, found.name, build.version_folder, build.config, made)
-
-
-def try_commit(build: Build, found: Optimization, run: str) -> None:
-    """Commit and record the version in `found`. If there is nothing to commit, or writing fails,
-    record why: the results are worth keeping without it."""
+def commit(build: Build, found: Optimization, run: str) -> None:
+    """Commit, unless a run killed after its commit has, and record the version in `found`. If there
+    is nothing to commit, or writing fails, record why: the results are worth keeping without it."""
     out = Path(found.out)
     if found.proof_failure:
         found.uncommitted = f"the proof of {build.candidate} failed: {found.proof_failure}"
@@ -56,7 +44,8 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
         if missing:
             found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
             return
-        found.version = _commit(build, found, made)
+        out.mkdir(parents=True, exist_ok=True)
+        found.version = versions.commit(out, found.name, build.version_folder, build.config, made)
     except (OSError, StorageFull) as error:
         needed, free = units.size(size), units.size(workspace.free_bytes(out))
         text = str(error)
@@ -80,6 +69,7 @@ def _kept_version(folder: Path, found: Optimization) -> str:
 
 def evidence(build: Build, found: Optimization, run: str) -> Evidence:
     """Return the evidence as plain JSON values, with null for NaN and infinity."""
+    calibration = build.version_folder / CALIBRATION
     after, hardware = found.after, msgspec.structs.asdict(found.machine)
     software = hardware.pop("versions")
     made = {
@@ -91,7 +81,7 @@ def evidence(build: Build, found: Optimization, run: str) -> Evidence:
         "original": _measured(found.before),
         "accuracy": found.held_out,
         "accuracy_budget": found.accuracy_budget,
-        "calibration": _calibration(build),
+        "calibration": msgspec.Raw(calibration.read_bytes()) if calibration.is_file() else None,
         "lineage": {
             "run": run,
             "candidate": build.candidate.key,
@@ -115,11 +105,6 @@ def _measured(served: ServedMeasurement | None) -> Evidence | None:
     if served is None:
         return None
     return {key: each for key, each in msgspec.structs.asdict(served).items() if key != "curve"}
-
-
-def _calibration(build: Build) -> object:
-    path = build.version_folder / CALIBRATION
-    return msgspec.json.decode(path.read_bytes()) if path.is_file() else None
 
 
 def _committed(folder: Path, made: Evidence) -> str:

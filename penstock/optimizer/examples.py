@@ -7,16 +7,14 @@ only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from penstock.data.datasets import existing, label_name, one_name
-from penstock.data.example_sets import Columns, from_arrays, from_list, from_rows
-from penstock.data.files import ROW_SUFFIXES, FileRows, digest, read_arrays, read_rows
-from penstock.data.images import Images, read_images
+from penstock.data.datasets import read_dataset
+from penstock.data.files import digest
 from penstock.data.lengths import Lengths, Sizes, drawn
 from penstock.data.non_finite import NonFinite, is_finite
 from penstock.data.random_tensors import RandomTensors
@@ -97,15 +95,11 @@ def signature_examples(
     lengths = SIDE_LENGTHS if is_image else SEQUENCE_LENGTHS
     sizes = Sizes(requests=drawn(lengths, (seed, 1)), requests_text=str(lengths))
     source = RandomTensors(form, 1, (seed, 0), sizes)
-    rows = [
-        {name: array[0] if has_batch else array for name, array in source.next()[1].tensors.items()}
-        for _ in range(num)
-    ]
+    drawn_rows = (source.next()[1].tensors.items() for _ in range(num))
+    rows = [{name: a[0] if has_batch else a for name, a in tensors} for tensors in drawn_rows]
     split = Split((), tuple(range(num)), ())
-    named = f"{inputs} {has_batch} {seed} {num}"
-    return Examples(
-        rows, None, split, hashlib.sha256(named.encode()).hexdigest(), source.origin.text
-    )
+    named = hashlib.sha256(f"{inputs} {has_batch} {seed} {num}".encode()).hexdigest()
+    return Examples(rows, None, split, named, source.origin.text)
 
 
 def split_examples(num_examples: int, seed: int) -> Split:
@@ -134,8 +128,6 @@ def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
 
 @dataclass(slots=True)
 class _Opened:
-    """One data set as read."""
-
     name: str
     rows: list[dict[str, Array]]
     labels: Array | None
@@ -143,144 +135,41 @@ class _Opened:
     notes: list[str]
     non_finite: list[NonFinite]
 
-    @classmethod
-    def of(cls, name: str, columns: Columns, labels: Array | None, digest: str) -> _Opened:
-        """Return the rows of columns."""
-        rows = [
-            {
-                name: column[index, ...] if isinstance(column, np.ndarray) else value
-                for name, column in columns.by_name.items()
-                if (value := column[index]) is not None
-            }
-            for index in range(columns.num_examples)
-        ]
-        return cls(name, rows, labels, digest, list(columns.notes), list(columns.non_finite))
-
 
 def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
+    if plan.labels in form.names:
+        raise ConfigError([f"labels '{plan.labels}': is an input of the model"])
     spec = InputSpec(path, plan.data_name, seed=plan.seed)
-    found = existing(spec)
-    if found.is_dir():
-        return _images(spec, form, found)
-    if found.suffix in ROW_SUFFIXES:
-        return _table(plan, form, found)
-    return _arrays(plan, spec, form, found)
-
-
-def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
-    name = _only_input(spec, form)
-    tensor = next(each for each in form.inputs if each.name == name)
-    images = read_images(folder, tensor, spec.seed)
-    columns = from_list(form, name, images.examples, folder.name)
-    labels = _folder_labels(images, folder)
-    # Digests of files do not cover the names of their folders.
-    named = digest(images.paths) + ("" if labels is None else labels.tobytes().hex())
-    opened = _Opened.of(folder.name, columns, labels, _sha(named))
-    if images.treatment:
-        opened.notes.append(images.treatment)
-    if labels is not None:
-        opened.notes.append("classes are the sub-folders in the order of their names")
-    return opened
-
-
-def _folder_labels(images: Images, folder: Path) -> Array | None:
-    """Return the sub-folder number of each image; None unless all are in two or more."""
-    parents = [path.relative_to(folder).parts[:-1] for path in images.paths]
-    classes = sorted({parts[0] for parts in parents if parts})
-    if len(classes) < 2 or not all(parents):
-        return None
-    return np.array([classes.index(parts[0]) for parts in parents], np.int64)
-
-
-def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
-    table = read_rows(path, as_arrays=True)
-    name = _label_name(plan, form, {key for row in table.rows for key in row}, path)
-    labels = None
-    if name:
-        labels = _label_column(path, name, table)
-        rest = [{key: row[key] for key in row if key != name} for row in table.rows]
-        table = FileRows(rest, table.numbers, table.word)
-    columns = from_rows(form, table, path.name, [name] if name else [])
-    return _Opened.of(path.name, columns, labels, digest([path]))
-
-
-def _label_column(path: Path, name: str, table: FileRows) -> Array:
-    missing = [table.place(i) for i, row in enumerate(table.rows) if row.get(name) is None]
-    if missing:
-        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        raise ConfigError([f"{path.name}: {len(missing):,} rows have no '{name}': {shown}"])
-    values = [row[name] for row in table.rows]
-    if all(isinstance(value, bool | int | float) for value in values):
-        return np.array(values)
-    labels = np.empty(len(values), np.object_)
-    for position, value in enumerate(values):
-        labels[position] = value
-    return labels
-
-
-def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Opened:
-    arrays = read_arrays(path)
-    if "" in arrays:
-        arrays = {_only_input(spec, form): arrays[""]}
-    label_name = _label_name(plan, form, arrays.keys(), path)
-    labels = arrays.pop(label_name) if label_name else None
-    is_input = any(tensor.name == LENGTHS_NAME for tensor in form.inputs)
-    lengths = None if is_input else arrays.pop(LENGTHS_NAME, None)
-    others = [] if lengths is None else [LENGTHS_NAME]
-    others += [label_name] if label_name else []
-    columns = from_arrays(form, _with_ones(form, arrays), path.name, others)
-    opened = _Opened.of(path.name, columns, labels, digest([path]))
-    if lengths is not None:
-        opened.rows = rows = _cut(opened.rows, lengths, form, path)
+    found = read_dataset(spec, form, plan.labels, [LENGTHS_NAME])
+    name, columns, notes = Path(path).name, found.columns, found.summary.notes
+    # Calibration data needs no labels, but each row must have one if others do.
+    if found.label_problem and (path == plan.data or found.labels is not None):
+        raise ConfigError([f"{name}: {found.label_problem}"])
+    hashed = digest(found.summary.files)
+    if Path(path).is_dir():
+        # Digests of files do not cover the names of their folders.
+        labels = b"" if found.labels is None else found.labels.tobytes()
+        hashed = hashlib.sha256(f"{hashed}{labels.hex()}".encode()).hexdigest()
+        if found.labels is not None:
+            notes.append("classes are the sub-folders in the order of their names")
+    rows = [columns.row(index) for index in range(columns.num_examples)]
+    opened = _Opened(name, rows, found.labels, hashed, notes, list(columns.non_finite))
+    if LENGTHS_NAME in found.beside:
+        opened.rows = rows = _cut(rows, found.beside[LENGTHS_NAME], form, name)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
         # Padding may contain anything.
-        opened.non_finite = [
-            each
-            for each in opened.non_finite
-            if not is_finite(datatypes[each.input], rows[each.index][each.input]).all()
-        ]
+        arrays = [(each, rows[each.index][each.input]) for each in columns.non_finite]
+        bad = [each for each, row in arrays if not is_finite(datatypes[each.input], row).all()]
+        opened.non_finite = bad
     return opened
-
-
-def _only_input(spec: InputSpec, form: RequestForm) -> str:
-    """Return the input that data without names is for."""
-    required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
-    return one_name(spec, required, [tensor.name for tensor in form.inputs])
-
-
-def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Add the leading 1 that users omit for models with a fixed batch of 1."""
-    shapes = {tensor.name: tensor.shape for tensor in form.inputs if not form.has_batch}
-    return {
-        name: array[:, None]
-        if shapes.get(name, ())[:1] == (1,) and array.shape[1:] == shapes[name][1:]
-        else array
-        for name, array in arrays.items()
-    }
-
-
-def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> str:
-    """Return the array or field that holds the labels; empty without labels."""
-    inputs = {tensor.name for tensor in form.inputs}
-    if plan.labels:
-        if plan.labels in inputs:
-            raise ConfigError([f"labels '{plan.labels}': is an input of the model"])
-        if plan.labels in names:
-            return plan.labels
-        if str(path) == plan.calibration:
-            # Calibration needs no labels.
-            return ""
-        listed = ", ".join(f"'{name}'" for name in sorted(names))
-        raise ConfigError([f"{path.name}: there are no labels '{plan.labels}'; it has {listed}"])
-    return label_name(form, names)
 
 
 def _cut(
-    rows: list[dict[str, Array]], lengths: Array, form: RequestForm, path: Path
+    rows: list[dict[str, Array]], lengths: Array, form: RequestForm, name: str
 ) -> list[dict[str, Array]]:
     """Cut padded rows to their original lengths."""
     specs = {tensor.name: tensor for tensor in form.inputs if tensor.shape.count(-1) == 1}
-    label = f"{path.name}, array '{LENGTHS_NAME}'"
+    label = f"{name}, array '{LENGTHS_NAME}'"
     if not specs:
         raise ConfigError([f"{label}: no input has one variable dimension"])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
@@ -289,15 +178,11 @@ def _cut(
     longest = min(rows[0][name].shape[axis] for name, axis in axes.items() if name in rows[0])
     if int(lengths.min()) < 1 or int(lengths.max()) > longest:
         raise ConfigError([f"{label}: expected lengths from 1 to {longest}"])
-    return [
-        {
-            name: np.ascontiguousarray(array.take(range(int(length)), axes[name]))
-            if name in axes
-            else array
-            for name, array in row.items()
-        }
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    cut = []
+    for row, length in zip(rows, lengths.tolist(), strict=True):
+        shorter = {name: row[name].take(range(length), axes[name]) for name in axes if name in row}
+        cut.append(row | shorter)
+    return cut
 
 
 def _numbered(labels: Array | None, classes: Sequence[str]) -> Array | None:
@@ -315,24 +200,17 @@ def _check_labels(opened: _Opened, plan: Plan) -> None:
     """Check the labels. An evaluator may take any; without one, a label is a number."""
     labels = opened.labels
     if labels is None:
-        if plan.labels:
-            raise ConfigError([f"{opened.name}: labels '{plan.labels}' are no part of it"])
         return
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = opened.labels = labels[:, 0]
     if len(labels) != len(opened.rows):
-        raise ConfigError(
-            [f"{opened.name}: {len(labels):,} labels for {len(opened.rows):,} examples"]
-        )
+        count = f"{len(labels):,} labels for {len(opened.rows):,} examples"
+        raise ConfigError([f"{opened.name}: {count}"])
     if plan.evaluator:
         return
     if labels.ndim != 1 or labels.dtype.kind not in "biuf":
-        raise ConfigError(
-            [
-                f"{opened.name}: labels: expected a class number or a value per example, got "
-                f"{_form(labels)}; an evaluator may take others"
-            ]
-        )
+        got = f"expected a class number or a value per example, got {_form(labels)}"
+        raise ConfigError([f"{opened.name}: labels: {got}; an evaluator may take others"])
     if labels.dtype.kind == "f" and not np.isfinite(labels).all():
         raise ConfigError([f"{opened.name}: labels: some are not finite"])
     if labels.dtype.kind in "bu":
@@ -366,14 +244,7 @@ def _joined(main: _Opened, extra: _Opened) -> Array | None:
 def _text(opened: _Opened, split: Split) -> str:
     count = len(opened.rows)
     kind = "labelled" if opened.labels is not None else "without labels"
-    notes = list(opened.notes)
-    if count < MIN_EXAMPLES:
-        notes.append("too few to show anything about accuracy")
-    else:
-        notes.append(f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out")
+    parts = f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out"
+    last = parts if count >= MIN_EXAMPLES else "too few to show anything about accuracy"
     word = "example" if count == 1 else "examples"
-    return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *notes])
-
-
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *opened.notes, last])

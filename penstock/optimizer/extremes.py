@@ -12,8 +12,7 @@ from penstock.types import Array
 Row = Mapping[str, Array]
 
 SEED = 18
-# Per-feature statistics use at most this many features of a row, evenly spaced, and at most this
-# many values of all rows together.
+# Most features of a row, evenly spaced, and most values of all rows for per-feature statistics.
 MAX_FEATURES = 4096
 MAX_VALUES = 8_000_000
 # Values are clipped here: larger ones reveal no more, and their squares must not overflow.
@@ -21,13 +20,9 @@ LARGEST = 1e150
 
 
 def choose_rows(rows: Sequence[Row], num_rows: int) -> list[int]:
-    """Return the indices of at most `num_rows` rows. Extreme and ordinary ones alternate, the most
-    informative first, so that any prefix has both.
-
-    A row is extreme by its size, its largest absolute value, its norm (largest and smallest of
-    each), or by one feature that is far from its values in other rows. Ordinary rows are drawn at
-    random.
-    """
+    """Return the indices of at most `num_rows` rows: extreme ones and random ones alternate, the
+    most informative first. A row is extreme by its size, its largest absolute value or its norm
+    (largest and smallest), or by one feature that is far from its values in other rows."""
     if not rows:
         return []
     ordinary = np.random.default_rng(SEED).permutation(len(rows)).tolist()
@@ -41,7 +36,8 @@ def _by_extremes(rows: Sequence[Row]) -> list[int]:
     features: list[Array] = []
     measures = np.empty((3, len(rows)))
     for index, row in enumerate(rows):
-        vector = _vector(row)
+        parts = [np.empty(0), *(as_floats(row[name]).ravel() for name in sorted(row))]
+        vector = np.clip(np.nan_to_num(np.concatenate(parts), nan=0.0), -LARGEST, LARGEST)
         features.append(vector[:: -(-len(vector) // max_features) or 1].copy())
         norm = float(np.sqrt(np.square(vector).sum()))
         measures[:, index] = np.abs(vector).max(initial=0.0), norm, len(vector)
@@ -52,13 +48,6 @@ def _by_extremes(rows: Sequence[Row]) -> list[int]:
             rankings += [ascending[::-1], ascending]
     by_place = (int(index) for place in zip(*rankings, strict=True) for index in place)
     return list(dict.fromkeys(by_place))
-
-
-def _vector(row: Row) -> Array:
-    """Return all values of a row as floats: the length of each string, 0 for NaN."""
-    values = np.concatenate([np.empty(0), *(as_floats(row[name]).ravel() for name in sorted(row))])
-    clipped: Array = np.clip(np.nan_to_num(values, nan=0.0), -LARGEST, LARGEST)
-    return clipped
 
 
 def as_floats(values: Array) -> Array:

@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
-from penstock.repository import pt2_file
+from penstock.repository import pt2_file, safetensors_file
 from penstock.types import DATATYPES
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ INTEGER_OPERATORS = frozenset(
 )
 # Names of datatypes in the v2 protocol, by those in safetensors (F32) and OpenVINO (f32).
 KINDS = {"bf": "BF", "f": "FP", "i": "INT", "u": "UINT"}
-MAX_HEADER_BYTES = 100 << 20
 
 
 class Facts(msgspec.Struct):
@@ -76,17 +75,10 @@ def file_facts(build: Build) -> Facts:
     """Read the facts that need no loaded model."""
     path = build.artifact
     facts = Facts(backend=build.config.backend)
-    if path.suffix == ".onnx":
-        _read_onnx(path, facts)
-    elif path.suffix == ".xml":
-        _read_openvino(path, facts)
-    elif path.suffix == ".pt2":
-        _read_pt2(path, facts)
-    else:
-        _read_safetensors(path if path.is_dir() else path.parent, facts)
-    facts.file_bytes = sum(
-        each.stat().st_size for each in build.version_folder.rglob("*") if each.is_file()
-    )
+    readers = {".onnx": _read_onnx, ".xml": _read_openvino, ".pt2": _read_pt2}
+    readers.get(path.suffix, _read_safetensors)(path, facts)
+    files = (each for each in build.version_folder.rglob("*") if each.is_file())
+    facts.file_bytes = sum(each.stat().st_size for each in files)
     return facts
 
 
@@ -114,23 +106,19 @@ def optimised_operators(path: Path, options: Mapping[str, str]) -> dict[str, int
 
 def _read_onnx(path: Path, facts: Facts) -> None:
     graph = onnx_model.read(path, weights=False).graph
-    nodes = list(onnx_model.nodes(graph))
-    facts.operators = dict(Counter(node.op_type for node in nodes))
+    facts.operators = dict(Counter(node.op_type for node in onnx_model.nodes(graph)))
     weights = onnx_model.constants(graph)
-    _count_weights(
-        facts,
-        (
-            (onnx_model.datatype(each), onnx_model.num_values(each), onnx_model.weight_bytes(each))
-            for each in weights.values()
-        ),
+    found = (
+        (onnx_model.datatype(each), onnx_model.num_values(each), onnx_model.weight_bytes(each))
+        for each in weights.values()
     )
+    _count_weights(facts, found)
     # Layers that no output needs are never quantised: preparation for INT8 removes them.
     onnx_model.remove_dead(graph)
     alive = list(onnx_model.nodes(graph))
     facts.quantised = _quantised(alive)
-    facts.quantisable = dict(
-        Counter(node.op_type for node in alive if onnx_model.can_gain(node, weights))
-    )
+    quantisable = (node.op_type for node in alive if onnx_model.can_gain(node, weights))
+    facts.quantisable = dict(Counter(quantisable))
 
 
 def _quantised(nodes: list[NodeProto]) -> dict[str, int]:
@@ -201,28 +189,14 @@ def _read_pt2(path: Path, facts: Facts) -> None:
     _count_weights(facts, found)
 
 
-class _StoredTensor(msgspec.Struct):
-    """An entry in the header of safetensors; `__metadata__` has none of these."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-def _read_safetensors(folder: Path, facts: Facts) -> None:
+def _read_safetensors(artifact: Path, facts: Facts) -> None:
     found = []
+    folder = artifact if artifact.is_dir() else artifact.parent
     for path in sorted(folder.glob("*.safetensors")):
-        for entry in _safetensors_header(path):
-            start, end = entry.data_offsets
-            found.append((datatype_name(entry.dtype), math.prod(entry.shape), end - start))
-    _count_weights(facts, found)
-
-
-def _safetensors_header(path: Path) -> list[_StoredTensor]:
-    """Read the JSON header; the file starts with its length."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= min(MAX_HEADER_BYTES, path.stat().st_size):
+        tensors = safetensors_file.read_header(path)
+        if tensors is None:
             raise ConfigError([f"{path.name}: cannot be read as safetensors: no header"])
-        header = msgspec.json.decode(file.read(size), type=dict[str, _StoredTensor])
-    return [entry for entry in header.values() if entry.dtype]
+        for each in tensors:
+            start, end = each.data_offsets
+            found.append((datatype_name(each.dtype), math.prod(each.shape), end - start))
+    _count_weights(facts, found)

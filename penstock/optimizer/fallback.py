@@ -19,8 +19,7 @@ from penstock.optimizer.results import FallbackLayer
 
 # Blocks and layers that cause less than this share of the worst one's error are ranked last.
 MIN_SHARE = 0.01
-# Minimum cost of a layer as a share of all time: otherwise layers that cost nothing would always
-# rank first, however little they help.
+# Least cost of a layer as a share of all time, or those that cost nothing would rank first.
 MIN_COST_SHARE = 0.01
 # Blocks are analysed layer by layer until they cover this share of the error, or this many layers.
 # If the error is spread everywhere, single layers say little.
@@ -77,8 +76,7 @@ def with_costs(
 
 
 def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
-    """Group layers by name, up to the first number in it (`encoder/layer.3/...`); if names do not
-    help, group neighbours."""
+    """Group layers by name up to its first number (`encoder/layer.3/...`), else neighbours."""
     named: dict[str, list[WeightedLayer]] = {}
     for layer in layers:
         named.setdefault(_block_name(layer.name), []).append(layer)
@@ -86,9 +84,8 @@ def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
         return [Group(name, tuple(members)) for name, members in named.items()]
     size = max(1, round(len(layers) ** 0.5))
     runs = [layers[start : start + size] for start in range(0, len(layers), size)]
-    return [
-        Group(" … ".join(dict.fromkeys((run[0].name, run[-1].name))), tuple(run)) for run in runs
-    ]
+    names = [" … ".join(dict.fromkeys((run[0].name, run[-1].name))) for run in runs]
+    return [Group(name, tuple(run)) for name, run in zip(names, runs, strict=True)]
 
 
 def _block_name(name: str) -> str:
@@ -114,17 +111,15 @@ def output_error(original: Answers, candidate: Answers) -> float:
 
 def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS) -> list[int]:
     """Return rows by how much the two differ, the largest difference first."""
-    errors = [
-        output_error([wanted], [given]) for wanted, given in zip(original, candidate, strict=True)
-    ]
+    pairs = zip(original, candidate, strict=True)
+    errors = [output_error([wanted], [given]) for wanted, given in pairs]
     return sorted(range(len(errors)), key=lambda row: -errors[row])[:limit]
 
 
 def effects(
     groups: Sequence[Group], layers: Sequence[WeightedLayer], evaluate: Evaluate, original: Answers
 ) -> list[Effect]:
-    """Measure each group quantised alone, so that each shows its error even if several are
-    destroyed."""
+    """Measure each group quantised alone: so each shows its error even if several are bad."""
     found = []
     for group in groups:
         members = set(group.names)
@@ -134,8 +129,7 @@ def effects(
 
 
 def rank(found: Sequence[Effect]) -> list[Effect]:
-    """Sort by error avoided for time lost, highest first; groups with next to no error come
-    last."""
+    """Sort by error avoided for time lost, highest first; groups of next to no error last."""
     worst = max((effect.error for effect in found), default=0.0)
     total = sum(effect.group.cost for effect in found) or 1.0
 
@@ -174,8 +168,7 @@ def _finite(error: float) -> float:
 def find_fallback(
     ranked: Sequence[Effect], passes: Passes, max_calls: int = DEFAULT_MAX_CALLS
 ) -> list[Effect] | None:
-    """Return the groups to keep in float; None if no allowed try passes. At most `max_calls`
-    choices are judged."""
+    """Return the groups to keep in float; None if none of `max_calls` choices passes."""
     known: dict[frozenset[str], bool] = {}
 
     def ask(kept: Sequence[Effect]) -> bool:
@@ -206,13 +199,8 @@ def find_fallback(
 def described(kept: Sequence[Effect], ranked: Sequence[Effect]) -> list[FallbackLayer]:
     """Describe the kept layers for the report, each with its share of the total error."""
     total = sum(_finite(effect.error) for effect in ranked) or 1.0
-    return [
-        FallbackLayer(
-            layer.name,
-            layer.operator,
-            _finite(effect.error) / total / len(effect.group.layers),
-            layer.cost,
-        )
-        for effect in kept
-        for layer in effect.group.layers
-    ]
+    found = []
+    for effect in kept:
+        share = _finite(effect.error) / total / len(effect.group.layers)
+        found += [FallbackLayer(x.name, x.operator, share, x.cost) for x in effect.group.layers]
+    return found

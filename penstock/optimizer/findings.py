@@ -67,6 +67,10 @@ class Contender:
         return goals.is_better(other.alone_s, self.alone_s)
 
 
+# A contender and the steps of one way to serve it.
+Shaped = tuple[Contender, ServingSteps]
+
+
 @dataclass(slots=True)
 class Finalist:
     """A contender in one serving configuration, served and measured."""
@@ -109,8 +113,7 @@ class Findings:
         """The best by prediction; of equal ones the simpler, which came earlier."""
         best = self.contenders[0]
         for contender in self.contenders[1:]:
-            if contender.is_ahead(best):
-                best = contender
+            best = contender if contender.is_ahead(best) else best
         return best
 
     def is_met(self) -> bool:
@@ -118,7 +121,6 @@ class Findings:
         return bool(self.finalists) and self.finalists[0].served.is_sure
 
     def is_in_reach(self, plan: Plan) -> bool:
-        """Return whether the best is predicted to come near the SLO."""
         return goals.is_within_reach(self.best.rate, plan.slo, plan.price_per_hour)
 
     def add_served(self, contender: Contender, build: Build, served: ServedMeasurement) -> None:
@@ -141,12 +143,9 @@ class Findings:
 
     # What to serve next.
 
-    def nearest(
-        self, limit: int, *, is_fresh: bool = False
-    ) -> list[tuple[Contender, ServingSteps]]:
+    def nearest(self, limit: int, *, is_fresh: bool = False) -> list[Shaped]:
         """Return what is predicted to come near the best: each contender in its best shape before
-        any in its second; among equals, the simpler first. `is_fresh` skips what was served
-        already."""
+        any in its second; among equals, the simpler first. `is_fresh` skips what was served."""
         best = self.best.rate
         found = [
             (
@@ -167,30 +166,28 @@ class Findings:
         found.sort(key=lambda each: each[:5])
         return [(contender, steps) for *_, contender, steps in found[:limit]]
 
-    def leading(self) -> list[tuple[Contender, ServingSteps]]:
+    def leading(self) -> list[Shaped]:
         """Return the contenders with the highest predicted rates, the best one in a second
         arrangement of instances and threads too."""
-        ranked = sorted(self.contenders, key=lambda one: -one.rate)
+        best, *_ = ranked = sorted(self.contenders, key=lambda one: -one.rate)
         found = [(one, one.shapes[0][0]) for one in ranked[:MAX_FINALISTS] if one.shapes]
-        others = _different(ranked[0].shapes)[1:2]
-        least = NEAR * ranked[0].rate
-        return found + [(ranked[0], steps) for steps, rate in others if rate >= least]
+        others = _different(best.shapes)[1:2]
+        return found + [(best, steps) for steps, rate in others if rate >= NEAR * best.rate]
 
-    def overlooked(self, plan: Plan) -> list[tuple[Contender, ServingSteps]]:
+    def overlooked(self, plan: Plan) -> list[Shaped]:
         """Return the next contenders if all finalists miss the SLO: one with a wrong prediction
         must not hide those behind it."""
         if any(one.served.is_met for one in self.finalists):
             return []
         tried = {one.contender.candidate.key for one in self.served.values()}
         left = [
-            contender
-            for contender in self.contenders
-            if contender.candidate.key not in tried
-            and contender.rate
-            and goals.is_within_reach(contender.rate, plan.slo, plan.price_per_hour)
+            one
+            for one in sorted(self.contenders, key=lambda one: -one.rate)
+            if one.candidate.key not in tried
+            and one.rate
+            and goals.is_within_reach(one.rate, plan.slo, plan.price_per_hour)
         ]
-        left.sort(key=lambda contender: -contender.rate)
-        return [(each, each.shapes[0][0]) for each in left[:NUM_SEMIFINALISTS]]
+        return [(one, one.shapes[0][0]) for one in left[:NUM_SEMIFINALISTS]]
 
 
 def arrangement(steps: Sequence[Step]) -> tuple[int, int]:
@@ -201,8 +198,7 @@ def arrangement(steps: Sequence[Step]) -> tuple[int, int]:
 
 def _different(ranked: Sequence[tuple[ServingSteps, float]]) -> list[tuple[ServingSteps, float]]:
     """Return the best shape of each of the best three arrangements of instances and threads:
-    predictions are more certain about batches than about how instances affect each other and the
-    server."""
+    predictions are more certain about batches than about how instances affect each other."""
     best: dict[tuple[int, int], tuple[ServingSteps, float]] = {}
     for each in ranked:
         best.setdefault(arrangement(each[0]), each)

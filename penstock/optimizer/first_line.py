@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from penstock import units
 from penstock.optimizer import outcomes, wording
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.results import Optimization, ServedMeasurement, TermVerdict, Try, try_of
+from penstock.optimizer.results import Optimization, ServedMeasurement, Try, try_of
 from penstock.system.exit_codes import ExitCode
 
 EXIT_CODES = {
@@ -49,7 +49,7 @@ def headline(optimization: Optimization) -> str:
 
 
 def _kept(optimization: Optimization) -> tuple[str, list[str]]:
-    after = _last(optimization)
+    after = optimization.after or optimization.before
     kept = "" if after is None else _terms(after, "kept")
     word = "SLO kept" if optimization.slo else "No SLO was given"
     if is_original(optimization):
@@ -60,11 +60,11 @@ def _kept(optimization: Optimization) -> tuple[str, list[str]]:
 
 
 def _missed(optimization: Optimization) -> tuple[str, list[str]]:
-    after = _last(optimization)
+    after = optimization.after or optimization.before
     details = [*_gains(optimization), _rejected(optimization), *_untried(optimization)]
     if after is None:
         return "SLO missed", ["nothing could be served", *details]
-    by = [wording.excess(each) for each in _of(after.verdicts, "missed")]
+    by = [wording.excess(each) for each in after.verdicts if each.outcome == "missed"]
     known = [each for each in by if each is not None]
     head = f"SLO missed by {units.share(max(known), 1.0)}" if known else "SLO missed"
     terms = _terms(after, "missed") or _terms(after, "not measured")
@@ -146,7 +146,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_original(optimization: Optimization) -> bool:
-    """Return whether the original was chosen."""
     return optimization.chosen is not None and not optimization.chosen.steps
 
 
@@ -165,31 +164,22 @@ def chosen_try(optimization: Optimization) -> Try | None:
 def decisive_refusal(optimization: Optimization) -> Judgement | None:
     """Return the refusal nearest to passing; those that more examples could lift come first."""
     refused = [each.refusal for each in optimization.tries if each.refusal is not None]
-    return min(refused, key=_distance, default=None)
 
+    def distance(each: Judgement) -> tuple[bool, float]:
+        # NaN means that there is no bound.
+        bound = math.inf if math.isnan(each.loss_bound) else each.loss_bound
+        return each.num_needed is None, bound
 
-def _distance(refused: Judgement) -> tuple[bool, float]:
-    # NaN means that there is no bound.
-    bound = math.inf if math.isnan(refused.loss_bound) else refused.loss_bound
-    return refused.num_needed is None, bound
-
-
-def _last(optimization: Optimization) -> ServedMeasurement | None:
-    return optimization.after or optimization.before
-
-
-def _of(verdicts: Sequence[TermVerdict], outcome: str) -> list[TermVerdict]:
-    return [each for each in verdicts if each.outcome == outcome]
+    return min(refused, key=distance, default=None)
 
 
 def _terms(served: ServedMeasurement, outcome: str) -> str:
     """Return the terms with this outcome, and the load at which they were measured."""
-    terms = [wording.term(each) for each in _of(served.verdicts, outcome)]
+    terms = [wording.term(each) for each in served.verdicts if each.outcome == outcome]
     return f"{', '.join(terms)} at {served.load}" if terms else ""
 
 
 def _measured(served: ServedMeasurement) -> str:
-    """Return all terms of the SLO that were measured."""
     return "; ".join(filter(None, (_terms(served, "kept"), _terms(served, "missed"))))
 
 

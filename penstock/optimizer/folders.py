@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,7 @@ VERSION = "1"
 # Copies or links a file.
 Place = Callable[[Path, Path], object]
 COPIED = {".txt", ".py", ".json", ".pbtxt"}
-# Files written by a commit, not part of a build. A version's own configuration would override that
-# of the build.
+# Files written by a commit. A version's own configuration would override that of the build.
 OF_A_COMMIT = (layout.CONFIG, manifest.NAME, "history.jsonl")
 
 
@@ -93,14 +93,8 @@ def _weight_files(path: Path) -> list[str]:
 def write_config(folder: Path, config: ModelConfig) -> ModelConfig:
     """Write a build's config.pbtxt and return it as parsed. The SLO from the parent's evidence is
     written explicitly: a build has no evidence."""
-    config = replace(
-        config,
-        name=folder.name,
-        version=VERSION,
-        manifest="",
-        is_slo_from_evidence=False,
-        unkept_slo="",
-    )
+    config = replace(config, name=folder.name, version=VERSION, manifest="")
+    config = replace(config, is_slo_from_evidence=False, unkept_slo="")
     (folder / layout.CONFIG).write_text(pbtxt.write(config), encoding="utf-8")
     return read_config(folder)
 
@@ -122,10 +116,8 @@ def link(source: Path, target: Path) -> None:
     """Hard-link a file, or copy it if the file system cannot. A symbolic link could point elsewhere
     from its new place. Labels, code and configurations are copied: a server refuses to load those
     with further hard links, and the original may be served meanwhile."""
-    if source.suffix in COPIED:
-        shutil.copyfile(source, target)
-        return
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
+    if source.suffix not in COPIED:
+        with suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    shutil.copyfile(source, target)

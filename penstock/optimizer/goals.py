@@ -10,8 +10,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.results import ServedMeasurement
 from penstock.slo import Cost, Latency, Slo, Throughput
 
-# Predictions are off by this much and more; candidates this close to the goal are worth a served
-# measurement.
+# Predictions are off by this much and more; candidates this close are worth a measurement.
 HOPE = 0.85
 # Rates that differ by less are equal: batch times do not repeat any better.
 NOISE = 0.05
@@ -36,12 +35,10 @@ def cost_per_million(rate: float, price_per_hour: float) -> float:
 
 
 def is_within_reach(predicted_rate: float, slo: Slo, price_per_hour: float | None) -> bool:
-    """Return whether a served run may show that the SLO is kept."""
     return predicted_rate >= HOPE * required_rate(slo, price_per_hour)
 
 
 def is_better(rate: float, than: float) -> bool:
-    """Return whether a rate is better beyond the noise."""
     return rate > than * (1 + NOISE)
 
 
@@ -73,8 +70,9 @@ def _beats(one: ServedMeasurement, other: ServedMeasurement) -> bool:
         return one.goodput > other.goodput
     if one.is_sure != other.is_sure:
         return one.is_sure
-    if one.max_rate is not None and other.max_rate is not None and _has_rate(one, other):
-        return _is_above(one.max_rate, other.max_rate)
+    rate, against = one.max_rate, other.max_rate
+    if rate and against and not (math.isnan(rate.value) and math.isnan(against.value)):
+        return _is_above(rate, against)
     if one.is_met:
         return _is_below(one.p99, other.p99)
     # Both miss the SLO: compare throughput. The latency of a growing queue only depends on how long
@@ -82,12 +80,6 @@ def _beats(one: ServedMeasurement, other: ServedMeasurement) -> bool:
     if _is_above(one.throughput, other.throughput) or _is_above(other.throughput, one.throughput):
         return _is_above(one.throughput, other.throughput)
     return _is_below(one.p50, other.p50)
-
-
-def _has_rate(*servings: ServedMeasurement) -> bool:
-    """Return whether a rate was found for any of them."""
-    rates = [each.max_rate for each in servings if each.max_rate is not None]
-    return not all(math.isnan(rate.value) for rate in rates)
 
 
 def _is_below(one: Interval, other: Interval) -> bool:

@@ -1,9 +1,8 @@
 """GPU sessions: builds on a GPU, each loaded once for all requests of the evaluator.
 
-On a GPU a process takes longer to start than most requests take: the import of torch, the device
-context, the weights. A server's process has run other batches too, so times measured here are those
-of a server. On CPUs every request has a process of its own (`trials`). The evaluator uses one
-session at a time.
+On a GPU a process takes longer to start than most requests take. A server's process has run other
+batches too, so times measured here are those of a server. On CPUs every request has a process of
+its own (`trials`). The evaluator uses one session at a time.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from typing import TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import influence, served, trials
+from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.endpoints import Servers
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.shapes import arrangements, with_instances
-from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.simulate import Row, TimeTable
 from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.trial_child import TrialDone
-from penstock.optimizer.trials import Row, TrialCrew, TrialLimits, TrialProcess
+from penstock.optimizer.trials import Told, TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
 
@@ -52,7 +52,10 @@ class WarmSpare:
             child = TrialProcess(config)
             child.start()
         child.config = config
-        self._begin(config)
+        self._child, self._is_ready = TrialProcess(config), False
+        self._child.start()
+        with contextlib.suppress(BackendFailed):
+            self._child.prepare()
         return child
 
     def settle(self) -> None:
@@ -69,12 +72,6 @@ class WarmSpare:
         child, self._child = self._child, None
         if child is not None:
             child.close()
-
-    def _begin(self, config: ModelConfig) -> None:
-        self._child, self._is_ready = TrialProcess(config), False
-        self._child.start()
-        with contextlib.suppress(BackendFailed):
-            self._child.prepare()
 
 
 class GpuSession:
@@ -102,10 +99,7 @@ class GpuSession:
         )
 
     def answers(
-        self,
-        rows: Sequence[Row],
-        told: Callable[[int], None] | None = None,
-        rules: TrialLimits = trials.NO_LIMITS,
+        self, rows: Sequence[Row], told: Told | None = None, rules: TrialLimits = trials.NO_LIMITS
     ) -> list[dict[str, Array]]:
         return self._ask(lambda child: trials.answered(child, self.build, rows, told), rules)
 
@@ -133,28 +127,21 @@ class GpuSession:
         if child is not None:
             child.close()
 
-    def _ask(
-        self, question: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS
-    ) -> T:
+    def _ask(self, ask: Callable[[TrialProcess], T], rules: TrialLimits = trials.NO_LIMITS) -> T:
         is_new = self._child is None
         try:
-            child = self._loaded()
-            child.rules = rules
-            return question(child)
+            if self._child is None:
+                self._child = self._spare.take(self._config)
+                self._child.ends_at = self.ends_at
+                self._child.load()
+            self._child.ends_at, self._child.rules = self.ends_at, rules
+            return ask(self._child)
         except BaseException as error:
             # The next request must not receive this answer.
             self.close()
             if is_new or not isinstance(error, BackendFailed) or isinstance(error, TookTooLong):
                 raise
-        return self._ask(question, rules)
-
-    def _loaded(self) -> TrialProcess:
-        if self._child is None:
-            child = self._child = self._spare.take(self._config)
-            child.ends_at = self.ends_at
-            child.load()
-        self._child.ends_at = self.ends_at
-        return self._child
+        return self._ask(ask, rules)
 
 
 class GpuProcesses:
@@ -166,7 +153,7 @@ class GpuProcesses:
         self._deadline = deadline
         self.spare = WarmSpare()
         self._session: GpuSession | None = None
-        self._servers = served.Servers()
+        self._servers = Servers()
 
     def close(self) -> None:
         self.release()
@@ -206,7 +193,7 @@ class GpuProcesses:
         if not gpus or any(gpu.free_bytes < MIN_FREE * gpu.total_bytes for gpu in gpus):
             self._servers.close()
 
-    def kept_servers(self, builds: Sequence[Build]) -> served.Servers | None:
+    def kept_servers(self, builds: Sequence[Build]) -> Servers | None:
         """Return the servers to keep running. On GPUs starting one takes as long as a measurement;
         on CPUs each measurement gets the whole machine and its memory, so None."""
         is_on_gpu = all(build.config.uses_gpu for build in builds)

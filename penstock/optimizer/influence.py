@@ -1,9 +1,8 @@
 """Check whether rows of a batch influence each other's answers: run examples alone and batched.
 
-The check at load (`serving/proof`) uses random rows, and a model may treat those well and still
-change its answers next to an outlier. This one uses the examples, including the extreme ones. An
-answer in a batch must equal the answer alone; padded, the answer without padding; and repeated, the
-first answer. Runs in a trial's child process, called by the evaluator.
+The check at load (`serving/proof`) uses random rows; this one uses examples and extreme ones among
+them. An answer in a batch must equal the answer alone; padded, the answer without padding; and
+repeated, the first answer. Runs in a trial's child process, called by the evaluator.
 """
 
 from __future__ import annotations
@@ -17,38 +16,21 @@ import msgspec
 import numpy as np
 
 from penstock.config import CPU, ModelConfig
-from penstock.optimizer import trials
+from penstock.optimizer import columns, trials
 from penstock.optimizer.candidates import Build
-from penstock.optimizer.columns import (
-    FLOOR,
-    ColumnScales,
-    as_tables,
-    column_scales,
-    scaled_differences,
-)
 from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.simulate import fitted
-from penstock.optimizer.trials import (
-    Row,
-    ServedRows,
-    TrialLimits,
-    TrialProcess,
-    as_served,
-    compute,
-    shape_groups,
-)
+from penstock.optimizer.simulate import Row, fitted
+from penstock.optimizer.trials import ServedRows, TrialProcess
 from penstock.serving.proof import GPU_PADDING_TOLERANCE, PADDING_TOLERANCE, to_float64
 from penstock.types import Array, TensorSpec
 
 MAX_EXAMPLES = 32
 MIN_EXAMPLES = 6
-# Time for one check. Slow models are checked with fewer examples, down to MIN_EXAMPLES; very slow
-# ones in fewer batches, largest first.
+# Time for one check: slow models get fewer examples, very slow ones fewer batches as well.
 CHECK_S = 6.0
 MAX_CHECK_S = 20.0
-# Limits of the survey of the original: all other examples, until time is up. It finds rows that
-# influence others without looking extreme.
+# Limits of the survey, which finds rows of the rest that influence others but are not extreme.
 SURVEY_S = 3.0
 MAX_SURVEYED = 2000
 # How often each example is computed: twice alone, padded, and in batches.
@@ -100,8 +82,7 @@ Answer = Mapping[str, Array]
 def inspect(
     build: Build, rows: Sequence[Row], *, is_lossy: bool, ends_at: float = math.inf
 ) -> Facts:
-    """Run `trials.inspect` and add the check of real rows; in the same process unless the model has
-    postprocessing, which the check leaves out."""
+    """Inspect, and check real rows: in the same process, unless that adds postprocessing."""
     model = replace(build, config=build.config.without_postprocess)
     with TrialProcess(build.config, ends_at=ends_at) as child:
         child.load()
@@ -151,8 +132,8 @@ class _Check:
         config = self._build.config
         whole = _unpadded(self._rows)
         self._reduce(whole)
-        alone = [self._run(whole, [index])[0] for index in self._indices]
-        self._comparison = RowComparison(config, alone, is_rounded=self._is_rounded)
+        self._alone = [self._run(whole, [index])[0] for index in self._indices]
+        self._comparison = RowComparison(config, self._alone, is_rounded=self._is_rounded)
         if problem := self._repeat_problem(whole):
             return RowCheck(repeat_problem=problem)
         if not self._child.may_batch:
@@ -162,8 +143,8 @@ class _Check:
             # A server would pad too, as configured, so rows must not be batched at all.
             return RowCheck(padding_problem, padding_problem)
         if padding_problem:
-            self._child.rules = TrialLimits(self._child.rules.max_rows, may_pad=False)
-        served = as_served(self._child, config, self._rows)
+            self._child.rules = trials.TrialLimits(self._child.rules.max_rows, may_pad=False)
+        served = trials.as_served(self._child, config, self._rows)
         problem = self._batching_problem(served)
         if problem or self._build.candidate.steps:
             return RowCheck(problem, padding_problem)
@@ -185,9 +166,9 @@ class _Check:
     def _survey_batch(self, examples: Sequence[int]) -> RowCheck:
         config = self._build.config
         rows = list(fitted([self._data[index] for index in examples], config))
-        served = as_served(self._child, config, rows)
+        served = trials.as_served(self._child, config, rows)
         alone = [self._run(_unpadded(rows), [index])[0] for index in range(len(rows))]
-        for group in shape_groups(config, served.rows, len(rows)):
+        for group in trials.shape_groups(config, served.rows, len(rows)):
             for index, answer in zip(group, self._run(served, group), strict=True):
                 moved = self._comparison.difference(alone[index], answer)
                 if moved is None:
@@ -205,8 +186,7 @@ class _Check:
         return range(len(self._rows))
 
     def _reduce(self, whole: ServedRows) -> None:
-        """Keep as many examples as there is time for. The first run may compile, so only the second
-        is timed."""
+        """Keep as many examples as there is time for, by the second run: the first may compile."""
         self._run(whole, [0])
         began = time.perf_counter()
         self._run(whole, [0])
@@ -215,12 +195,12 @@ class _Check:
         self._rows, self._examples = self._rows[:limit], self._examples[:limit]
 
     def _run(self, served: ServedRows, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return compute(self._child, self._build, served, indices)
+        return trials.compute(self._child, self._build, served, indices)
 
     def _moved(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
         """Describe how the answer to one row of a batch moved; empty if it did not."""
         answer = self._run(served, batch)[batch.index(index)]
-        moved = self._comparison.moved(index, answer)
+        moved = self._comparison.difference(self._alone[index], answer)
         return "" if moved is None else moved.text(self._examples[index])
 
     def _repeat_problem(self, whole: ServedRows) -> str:
@@ -231,19 +211,17 @@ class _Check:
         return ""
 
     def _padding_problem(self) -> str:
-        served = as_served(self._child, self._build.config, self._rows)
+        served = trials.as_served(self._child, self._build.config, self._rows)
         for index in self._indices:
             if served.lengths[index] and (text := self._moved(served, [index], index)):
                 full = max(max(np.shape(each), default=0) for each in served.rows[index].values())
-                return (
-                    f"padding changes answers: {text} with {served.lengths[index]} elements "
-                    f"filled up to {full}"
-                )
+                sizes = f"{served.lengths[index]} elements filled up to {full}"
+                return f"padding changes answers: {text} with {sizes}"
         return ""
 
     def _batching_problem(self, served: ServedRows) -> str:
         config = self._build.config
-        for group in shape_groups(config, served.rows, len(served.rows)):
+        for group in trials.shape_groups(config, served.rows, len(served.rows)):
             for place, batch in enumerate(batches(group, config.max_batch_size)):
                 if place and time.perf_counter() > self._ends_at:
                     break
@@ -257,23 +235,21 @@ class _Check:
         found = {
             index: moved
             for index, answer in zip(batch, answers, strict=True)
-            if (moved := self._comparison.moved(index, answer)) is not None
+            if (moved := self._comparison.difference(self._alone[index], answer)) is not None
         }
         if not found:
             return ""
         worst = max(found, key=lambda index: found[index].share)
-        return self._next_to(served, batch, worst) or (
-            f"{found[worst].text(self._examples[worst])} in a batch of {len(batch)}"
-        )
+        text = f"{found[worst].text(self._examples[worst])} in a batch of {len(batch)}"
+        return self._next_to(served, batch, worst) or text
 
     def _next_to(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
-        """Describe the single neighbour, in the same order, that moves this row the most; empty if
-        it takes more than one."""
+        """Describe the neighbour that moves this row the most; empty if it takes several."""
         found: list[tuple[float, str]] = []
         for other in (each for each in batch if each != index):
             pair = [each for each in batch if each in (index, other)]
             answer = self._run(served, pair)[pair.index(index)]
-            moved = self._comparison.moved(index, answer)
+            moved = self._comparison.difference(self._alone[index], answer)
             if moved is not None:
                 text = moved.text(self._examples[index])
                 found.append((moved.share, f"{text} next to example {self._examples[other]}"))
@@ -307,36 +283,29 @@ class RowComparison:
         granted = config.tolerance
         if is_rounded:
             granted = max(granted or 0.0, ROUNDED_TOLERANCE)
-        # TF32 kernels for other batch sizes round differently: 0.8 % of a value with ResNet-50
-        # (H200, 2026-11).
+        # TF32 kernels for other batch sizes round by up to 0.8 % (ResNet-50, H200, 2026-11).
         least = max(granted or 0.0, ROUNDED_TOLERANCE if self._is_on_gpu else 0.0)
         self._tolerances = {each: max(known, least) for each, known in by_datatype.items()}
         # If floats are rounded, integers computed from them may differ.
         self._has_exact = granted is None
-        self._alone = alone
         self._scales = {
             spec.name: self._scales_of(spec, [answer[spec.name] for answer in alone])
             for spec in config.outputs
             if alone and spec.datatype in self._tolerances
         }
 
-    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> ColumnScales:
-        """Return the scales of each column's differences."""
-        tables = as_tables([to_float64(spec, array) for array in arrays])
+    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> columns.ColumnScales:
+        tables = columns.as_tables([to_float64(spec, array) for array in arrays])
         table = np.concatenate(tables)
         finite = np.where(np.isfinite(table), np.abs(table), 0.0)
         rounding = NUM_ULPS * EPSILON[spec.datatype] * finite.max(axis=0, initial=0.0)
-        # TF32 rounding is relative to values, not ranges. The scales are widened so that rounding
-        # alone stays within the tolerance.
-        own_floor = 1.0 if self._is_on_gpu else FLOOR
-        return column_scales(table, own_floor).widened(rounding / self._tolerances[spec.datatype])
-
-    def moved(self, index: int, answer: Answer) -> Moved | None:
-        """Return the output that moved the most, if any moved by more than its tolerance."""
-        return self.difference(self._alone[index], answer)
+        # TF32 rounding is relative to values, not ranges; it alone must stay within the tolerance.
+        own_floor = 1.0 if self._is_on_gpu else columns.FLOOR
+        scales = columns.column_scales(table, own_floor)
+        return scales.widened(rounding / self._tolerances[spec.datatype])
 
     def difference(self, before: Answer, answer: Answer) -> Moved | None:
-        """Like `moved`, for a row that the scales were not computed from."""
+        """Return the output that moved the most, if any moved by more than its tolerance."""
         found = [
             Moved(spec.name, share)
             for spec in self._specs
@@ -353,8 +322,8 @@ class RowComparison:
         if before.shape != after.shape:
             return float("inf")
         scales = self._scales[spec.name]
-        one, other = as_tables([to_float64(spec, each) for each in (before, after)])
+        one, other = columns.as_tables([to_float64(spec, each) for each in (before, after)])
         if one.shape[1] != len(scales.spreads):
             # Rows have no columns in common: treat all values as one column.
             one, other = one.reshape(-1, 1), other.reshape(-1, 1)
-        return float(scaled_differences(one, other, scales).max(initial=0.0))
+        return float(columns.scaled_differences(one, other, scales).max(initial=0.0))

@@ -24,8 +24,6 @@ NOT_REPEATED = (
 
 @dataclass(slots=True)
 class Inspector:
-    """The facts of a run's builds."""
-
     run: RunContext
     gpu: GpuProcesses
     builder: Builder
@@ -38,17 +36,12 @@ class Inspector:
         run.tell("read back")
         key = build.candidate.key
         build = self._canonical_build(build)
-        found = run.journal.remember(
-            "facts",
-            build.candidate.key,
-            Facts,
-            run.required(build, lambda: self._inspect(build)),
-            passing=run.passing,
-        )
-        self._facts[key] = self._facts[build.candidate.key] = found
+        inspect = run.required(build, lambda: self._inspect(build))
+        canonical = build.candidate.key
+        found = run.journal.remember("facts", canonical, Facts, inspect, passing=run.passing)
+        self._facts[key] = self._facts[canonical] = found
         lineage = self._lineage(build.candidate)
-        problems = (each.batching_problem for each in lineage)
-        found.batching_problem = next(filter(None, problems), "")
+        found.batching_problem = next(filter(None, (each.batching_problem for each in lineage)), "")
         if build.config.padding is None and build.candidate.steps:
             parents = (each.padding_problem for each in lineage[1:])
             found.padding_problem = found.padding_problem or next(parents, "")
@@ -102,13 +95,11 @@ class Inspector:
                 return trials.inspect(build, run.deadline(build))
             return session.inspect()
         run.tell("rows alone and in batches")
-        is_lossy = any(
-            passes.find(each.pass_name).changes_answers for each in build.candidate.steps
-        )
+        steps = build.candidate.steps
+        is_lossy = any(passes.find(step.pass_name).changes_answers for step in steps)
         if session is None:
-            facts = influence.inspect(
-                build, run.rows, is_lossy=is_lossy, ends_at=run.deadline(build)
-            )
+            ends_at = run.deadline(build)
+            facts = influence.inspect(build, run.rows, is_lossy=is_lossy, ends_at=ends_at)
         else:
             facts = session.inspect()
             model = self.gpu.session(without_postprocess(build))

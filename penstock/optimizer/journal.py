@@ -54,9 +54,8 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ConfigError(
-                [f"{folder}: another run is writing to it; wait for its end"]
-            ) from None
+            problem = f"{folder}: another run is writing to it; wait for its end"
+            raise ConfigError([problem]) from None
         sync_folder(folder)
         if is_fresh:
             self._file.truncate(0)
@@ -102,7 +101,9 @@ class Journal:
             self._earlier.remove((kind, key))
             if record is not None:
                 self.num_remembered += 1
-                self._note_age(record)
+                at = record.get("at")
+                if isinstance(at, int | float):
+                    self.oldest_at = min(at, self.oldest_at or at)
         if record is None:
             record = self._compute(kind, key, compute, passing)
         if "failed" in record:
@@ -120,11 +121,6 @@ class Journal:
         if not isinstance(before_s, float) or not before_s or not self._speed_s:
             return False
         return max(before_s / self._speed_s, self._speed_s / before_s) > MAX_SPEED_RATIO
-
-    def _note_age(self, record: Record) -> None:
-        at = record.get("at")
-        if isinstance(at, int | float):
-            self.oldest_at = min(at, self.oldest_at or at)
 
     def count(self, kind: str, key: str, more: int = 1) -> int:
         """Count a call and return the total over all runs. Call it before something that may kill

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from penstock.errors import PenstockError
 from penstock.optimizer import disturbance, trials
 from penstock.optimizer.candidates import Build
@@ -16,7 +14,8 @@ from penstock.optimizer.gpu_sessions import GpuProcesses, num_workers
 from penstock.optimizer.inspector import Inspector
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.run_context import Row, RunContext
-from penstock.optimizer.served import ServedBench, repriced
+from penstock.optimizer.served import ServedBench
+from penstock.optimizer.served_figures import repriced
 from penstock.optimizer.shapes import num_free_cores
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits
@@ -41,29 +40,25 @@ class Measurements:
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
         run, gpu = self._run, self._gpu
         pair = num_instances, num_threads
-        rules = self._inspector.rules(build)
+        rules, limit_s = self._inspector.rules(build), run.plan.slo.latency_s
+        # A batch beyond the latency limit fits no configuration.
+        longest_s = trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
         def measure() -> TimeTable:
             if not build.config.uses_gpu or num_workers(build.config, pair) > 1:
                 gpu.settle()
                 gpu.make_room(build.config)
-                return trials.times(build, run.rows, *pair, self._longest_s, rules)
+                return trials.times(build, run.rows, *pair, longest_s, rules)
             session = gpu.session(build)
             assert session is not None, "it is on a GPU"
-            return session.times(run.rows, pair, self._longest_s, rules)
+            return session.times(run.rows, pair, longest_s, rules)
 
         run.tell(f"batch times, {num_instances} x {num_threads} threads")
         key = f"{build.candidate.key} {num_instances}x{num_threads}"
         asked = run.required(build, measure)
         found = run.journal.remember("times", key, TimeTable, asked, passing=run.passing)
-        free = num_free_cores(pair, run.machine.num_cores)
-        return msgspec.structs.replace(found, num_free_cores=free)
-
-    @property
-    def _longest_s(self) -> float:
-        """Longest batch worth measuring: one beyond the latency limit fits no configuration."""
-        limit_s = self._run.plan.slo.latency_s
-        return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
+        found.num_free_cores = num_free_cores(pair, run.machine.num_cores)
+        return found
 
     def profile(self, build: Build) -> Profile:
         def measure() -> Profile:
@@ -117,7 +112,6 @@ class Measurements:
         return replace(self._bench([build], self._limits()), rows=rows).answers(build, seconds)
 
     def _limits(self) -> MeasurementLimits:
-        """Return the limits of a served measurement that begins now."""
         budget = self._run.budget
         planned = budget.planned
         return _limits_of(planned.num_rounds, planned.cost_search_s, budget.stage_left_s)

@@ -92,7 +92,7 @@ class ModelRun(ABC, Generic[S, D]):
                 _note_resumed(found, journal)
                 found.work, found.build_folder = str(folder), str(build.folder)
                 found.headline = headline(found)
-                finish(findings, lambda: evidence.try_commit(build, found, key))
+                finish(findings, lambda: evidence.commit(build, found, key))
                 return found
 
     def digest(self, plan: Plan, *digests: str) -> str:
@@ -131,9 +131,8 @@ def _note_resumed(found: Optimization, journal: Journal) -> None:
     if journal.num_remembered and journal.oldest_at is not None:
         total = journal.num_measured + journal.num_remembered
         then = datetime.datetime.fromtimestamp(journal.oldest_at)
-        is_today = then.date() == datetime.date.today()
-        clock = f"{then:%H:%M}" if is_today else f"{then:%Y-%m-%d %H:%M}"
-        counted = f"{journal.num_remembered} of {total} measurements from {clock}"
+        day = "" if then.date() == datetime.date.today() else f"{then:%Y-%m-%d} "
+        counted = f"{journal.num_remembered} of {total} measurements from {day}{then:%H:%M}"
         found.notes.append(f"resumed: {counted}; use --fresh to measure everything again")
     if journal.num_discarded:
         discarded = f"{journal.num_discarded} earlier measurements were discarded"

@@ -13,13 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.optimizer.columns import (
-    FLOOR,
-    are_same,
-    as_tables,
-    column_scales,
-    scaled_differences,
-)
+from penstock.optimizer.columns import FLOOR, are_same, as_tables, column_scales, scaled_differences
 from penstock.types import Array
 
 Answers = Sequence[Mapping[str, Array]]
@@ -33,8 +27,7 @@ NO_SCORES = ("embed", "hidden", "pool", "feature", "state")
 FAR = 1e300
 # Problems of one kind that are listed; the rest are counted.
 MAX_SHOWN = 3
-# Share of examples whose integers and strings may differ after a lossless step: rounding breaks
-# ties.
+# Share of examples whose integers and strings a lossless step may change: rounding breaks ties.
 MAX_UNEQUAL = 0.01
 # Allowed difference of floats that are whole numbers, such as ids: a lossless step must keep them.
 WHOLE = 0.5
@@ -74,10 +67,9 @@ def compare(
     misfits = _misfits(original, candidate, is_exact=tolerance is not None)
     if misfits:
         return _incomparable(len(original), *misfits)
+    floats = [name for name, array in original[0].items() if array.dtype.kind == "f"]
     differences = {
-        name: _difference(name, original, candidate, own_floor, tolerance)
-        for name, array in original[0].items()
-        if array.dtype.kind == "f"
+        name: _difference(name, original, candidate, own_floor, tolerance) for name in floats
     }
     problems = [each.problem for each in differences.values() if each.problem]
     is_finite = not problems
@@ -118,8 +110,7 @@ def score_outputs(answers: Answers) -> list[str]:
 
 
 def agreements(original: Answers, candidate: Answers, names: Sequence[str]) -> Array:
-    """Return, for each example, 1 if the best class of all these outputs is the same in both, else
-    0."""
+    """Return, for each example, 1 if all these outputs have the same best class in both, else 0."""
     same = [
         all(np.argmax(one[name]) == np.argmax(other[name]) for name in names)
         for one, other in zip(original, candidate, strict=True)
@@ -173,37 +164,23 @@ def _form(array: Array) -> str:
 
 def _free_outputs(original: Answers) -> set[str]:
     """Return outputs whose number of rows depends on the data: it varies between examples."""
-    return {
-        name
-        for name, array in original[0].items()
-        if array.ndim and len({len(answer[name]) for answer in original}) > 1
-    }
+    arrays = [name for name, array in original[0].items() if array.ndim]
+    return {name for name in arrays if len({len(answer[name]) for answer in original}) > 1}
 
 
 def _difference(
-    name: str,
-    original: Answers,
-    candidate: Answers,
-    own_floor: float,
-    tolerance: float | None,
+    name: str, original: Answers, candidate: Answers, own_floor: float, tolerance: float | None
 ) -> _Difference:
-    pairs = [
-        (one[name], other[name])
-        for one, other in zip(original, candidate, strict=True)
-        if one[name].shape == other[name].shape
-    ]
+    both = [(a[name], b[name]) for a, b in zip(original, candidate, strict=True)]
+    pairs = [(one, other) for one, other in both if one.shape == other.shape]
     if not pairs:
         return _Difference(0.0, 0.0)
-    before, after = (
-        np.concatenate(as_tables([np.asarray(pair[side])[None] for pair in pairs]))
-        for side in (0, 1)
-    )
+    sides = ([np.asarray(pair[side])[None] for pair in pairs] for side in (0, 1))
+    before, after = (np.concatenate(as_tables(arrays)) for arrays in sides)
     # Values that are not finite in the original, such as a masked -inf, must stay the same.
     is_known = np.isfinite(before)
-    num_bad = int(
-        (is_known & ~np.isfinite(after)).sum() + (~is_known & ~are_same(before, after)).sum()
-    )
-    if num_bad:
+    is_bad = np.where(is_known, ~np.isfinite(after), ~are_same(before, after))
+    if num_bad := int(is_bad.sum()):
         problem = f"output '{name}': {num_bad:,} values are not finite where the original's are"
         return _Difference(FAR, FAR, problem=problem)
     if not before.size:
@@ -216,10 +193,8 @@ def _difference(
     shares = scaled_differences(before, after, scales)
     column = int(np.argmax(shares))
     absolute = float(np.abs(before[is_known] - after[is_known]).max(initial=0.0))
-    relative = float(shares[column])
-    return _Difference(
-        absolute, relative if np.isfinite(relative) else FAR, column, float(scales.spreads[column])
-    )
+    relative = float(shares[column]) if np.isfinite(shares[column]) else FAR
+    return _Difference(absolute, relative, column, float(scales.spreads[column]))
 
 
 def _whole_columns(table: Array, like: Array) -> Array:
@@ -236,10 +211,8 @@ def _unequal(original: Answers, candidate: Answers) -> list[str]:
     """Return outputs whose integers or strings differ in more examples than ties explain."""
     problems = []
     for name in (name for name, array in original[0].items() if array.dtype.kind != "f"):
-        num_other = sum(
-            one[name].tolist() != other[name].tolist()
-            for one, other in zip(original, candidate, strict=True)
-        )
+        pairs = zip(original, candidate, strict=True)
+        num_other = sum(one[name].tolist() != other[name].tolist() for one, other in pairs)
         if num_other > MAX_UNEQUAL * len(original):
             counted = f"{num_other:,} of {len(original):,}"
             problems.append(f"output '{name}': {counted} answers differ, allowed are 1 %")
@@ -277,8 +250,7 @@ def _have_one_scale(rows: Array) -> bool:
 
 
 def cosine(before: Array, after: Array) -> float:
-    """Return the cosine over elements that are finite in `before`; NaN if `after` is not finite
-    there, 0 for other shapes."""
+    """Return the cosine where `before` is finite; NaN if `after` is not, 0 for other shapes."""
     if before.shape != after.shape:
         return 0.0
     is_known = np.isfinite(before)

@@ -1,10 +1,9 @@
 """Shape-specialised constant folding: replace what a graph computes from known dimensions.
 
-Exporters that trace a model leave the arithmetic of its shapes in the graph (Shape, Gather, Div,
-Concat, Pad, ...). ONNX Runtime folds it only if every dimension is known, and the batch dimension
-is not. This walk over the graph tracks integers element by element, so that [batch, 3, 224, 224]
-has three known elements. Sound by construction: a value that depends on an unknown dimension stays
-in the graph. Knows nothing of candidates.
+Exporters leave the arithmetic of shapes in the graph (Shape, Gather, Div, Concat, Pad, ...). ONNX
+Runtime folds it only if every dimension is known, and the batch dimension is not. This walk tracks
+integers element by element: [batch, 3, 224, 224] has three known elements. Sound by construction: a
+value that depends on an unknown dimension stays in the graph. Knows nothing of candidates.
 """
 
 from __future__ import annotations
@@ -15,15 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    helper,
-    numpy_helper,
-)
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from penstock.errors import BackendFailed
 from penstock.optimizer import onnx_model
@@ -31,8 +22,7 @@ from penstock.types import Array
 
 # Larger constants cost more memory than they save time.
 MAX_VALUES = 1 << 16
-# Symbols of an element that is known, and of one about which nothing is known. Above 0: the number
-# of the named dimension that the element equals.
+# Symbols of elements. Above 0: the number of the named dimension that the element equals.
 KNOWN, UNKNOWN = 0, -1
 # Operators that only move elements of their first input (Concat: of all); others must be known.
 MOVING = frozenset(
@@ -71,8 +61,7 @@ def known(elements: Array) -> Partial:
 
 def fold(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) -> ModelProto:
     """Return a copy of the model in which everything that follows from input dimensions is
-    constant. `shapes` are those of inputs, with -1 for unknown dimensions; dimensions fixed in the
-    file stay. The copy declares them."""
+    constant. `shapes` of inputs (-1: unknown) add to those fixed in the file, and are declared."""
     folded = copy.deepcopy(model)
     graph = folded.graph
     if not _can_be_walked(graph):
@@ -160,17 +149,14 @@ class _Walk:
         names = [name for name in node.input if name]
         if any(name not in self._types for name in names):
             return
-        data = {
-            name: numpy_helper.from_array(self._values[name].elements, name)
-            for name in names
-            if name in self._values and self._values[name].is_known
-        }
+        values = {name: self._values[name] for name in names if name in self._values}
+        elements = {name: each.elements for name, each in values.items() if each.is_known}
+        data = {name: numpy_helper.from_array(each, name) for name, each in elements.items()}
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets[0].version, "")
             types = {name: self._types[name] for name in names}
-            inferred = onnx.shape_inference.infer_node_outputs(
-                schema, node, types, data, opset_imports=self._opsets
-            )
+            infer = onnx.shape_inference.infer_node_outputs
+            inferred = infer(schema, node, types, data, opset_imports=self._opsets)
         except Exception:  # Shape inference raises many types for what it does not understand.
             return
         self._types.update(inferred)
@@ -235,24 +221,20 @@ class _Walk:
         if not is_known and node.op_type not in MOVING | ELEMENTWISE:
             return {}
         elements = self._run(node, {name: each.elements for name, each in inputs.items()})
-        if is_known:
+        if is_known or not elements:
             return {name: known(array) for name, array in elements.items()}
         if node.op_type in MOVING:
             symbols = self._moved_symbols(node, inputs)
         else:
             # An element is known if all elements that it is computed from are.
             is_open = sum(each.symbols != KNOWN for each in inputs.values()) > 0
-            symbols = {
-                name: np.broadcast_to(np.where(is_open, UNKNOWN, KNOWN), array.shape)
-                for name, array in elements.items()
-            }
-        return {
-            name: Partial(
-                np.where(symbols[name] == KNOWN, array, array.dtype.type(1)), symbols[name]
-            )
-            for name, array in elements.items()
-            if name in symbols
-        }
+            marks = np.where(is_open, UNKNOWN, KNOWN)
+            symbols = {name: np.broadcast_to(marks, a.shape) for name, a in elements.items()}
+        found = {}
+        for name, marks in symbols.items():
+            ones = elements[name].dtype.type(1)
+            found[name] = Partial(np.where(marks == KNOWN, elements[name], ones), marks)
+        return found
 
     def _moved_symbols(self, node: NodeProto, inputs: Mapping[str, Partial]) -> dict[str, Array]:
         """Return the symbols behind a node that only moves elements: they move with them."""
@@ -261,9 +243,8 @@ class _Walk:
             return {}
         if node.op_type == "Cast":
             return {node.output[0]: inputs[node.input[0]].symbols}
-        moved = {
-            name: each.symbols if name in data else each.elements for name, each in inputs.items()
-        }
+        moved = {name: each.elements for name, each in inputs.items()}
+        moved |= {name: inputs[name].symbols for name in data if name in inputs}
         return self._run(node, moved, is_symbolic=True)
 
     def _is_small(self, node: NodeProto) -> bool:
@@ -280,26 +261,23 @@ class _Walk:
         """Run a node by ONNX Runtime, for the same rounding as when served; empty if that fails.
         `is_symbolic` runs it on INT64 regardless of its types."""
 
-        def output(name: str) -> ValueInfoProto:
-            elem_type = self._types[name].tensor_type.elem_type
-            kind = TensorProto.INT64 if is_symbolic else elem_type
-            return helper.make_tensor_value_info(name, kind, None)
-
-        outputs = [output(name) for name in node.output if name]
+        types = {name: self._types[name].tensor_type.elem_type for name in node.output if name}
+        if is_symbolic:
+            types = dict.fromkeys(types, TensorProto.INT64)
+        outputs = [helper.make_tensor_value_info(*each, None) for each in types.items()]
         graph = helper.make_graph([node], "constant", [], outputs)
         for name, array in inputs.items():
             onnx_model.add_constant(graph, name, array)
         model = helper.make_model(graph, opset_imports=self._opsets, ir_version=8)
         try:
-            return onnx_model.run(onnx_model.session(model, num_threads=1), {})
+            return onnx_model.run(onnx_model.session(model, intra_op_num_threads=1), {})
         except BackendFailed:
             return {}
 
     # Reshape.
 
     def _fix_reshape(self, node: NodeProto) -> None:
-        """Make a shape constant that repeats the batch dimension: 0 if the input has it at the same
-        place, -1 if it is the only unknown one."""
+        """Make a shape constant: 0 for a dimension of the input, -1 for the only unknown one."""
         sizes = self._values.get(node.input[1])
         if sizes is None or sizes.is_known or onnx_model.attribute(node, "allowzero", 0):
             return
@@ -381,8 +359,7 @@ def _pad_sizes(node: NodeProto, constants: Mapping[str, TensorProto]) -> Array |
 def _padding(
     pad: NodeProto, constants: Mapping[str, TensorProto], producers: Mapping[str, NodeProto]
 ) -> _Padding | None:
-    """Return a Pad's padding; None if it is not constant, is negative, or pads batch or
-    channels."""
+    """Return a Pad's padding; None if it is computed, negative, or of batch or channels."""
     sizes = _pad_sizes(pad, constants)
     if sizes is None or sizes[:, :2].any() or (sizes < 0).any():
         return None
@@ -419,12 +396,10 @@ def _join_pool(node: NodeProto, padding: _Padding) -> None:
         return
     own = _own_sizes(node, padding)
     sizes = own + padding.sizes
-    is_lowest = padding.value <= np.finfo(np.float32).min or (
-        padding.value == 0 and padding.is_positive
-    )
+    lowest = 0 if padding.is_positive else np.finfo(np.float32).min
     # No window may lie entirely in the padding.
     has_room = (sizes < np.array(onnx_model.attribute(node, "kernel_shape", ()))).all()
-    if is_lowest and has_room:
+    if padding.value <= lowest and has_room:
         _set_attributes(node, pads=sizes.ravel().tolist())
         node.input[0] = padding.source
     elif not own.any():
@@ -434,8 +409,7 @@ def _join_pool(node: NodeProto, padding: _Padding) -> None:
 
 
 def _is_plain_pool(node: NodeProto) -> bool:
-    """Return whether results do not depend on where the padding is: no ceil_mode, dilations or
-    indices."""
+    """Return whether the place of padding is irrelevant: no ceil_mode, dilations or indices."""
     return (
         len(node.output) == 1
         and not onnx_model.attribute(node, "ceil_mode", 0)

@@ -34,6 +34,7 @@ WEIGHTED = ("Conv", "Gemm", "MatMul")
 MIN_SIDE = 16
 # Datatypes that do not count as weights; 64-bit integers are shapes and indices.
 NOT_WEIGHTS = ("INT64", "BOOL", "STRING", "UINT64")
+NO_ENTRIES: Mapping[str, str] = {}
 
 
 def read(path: Path, *, weights: bool = True) -> ModelProto:
@@ -84,15 +85,13 @@ def constants(graph: GraphProto) -> dict[str, TensorProto]:
     """Return weights by name: initialisers, and values of Constant nodes."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type == "Constant":
-            for each in node.attribute:
-                if each.name == "value":
-                    found[node.output[0]] = each.t
+        for each in node.attribute if node.op_type == "Constant" else ():
+            if each.name == "value":
+                found[node.output[0]] = each.t
     return found
 
 
 def add_constant(graph: GraphProto, name: str, array: Array) -> str:
-    """Add a weight; return its name."""
     import onnx
 
     graph.initializer.append(onnx.numpy_helper.from_array(array, name))
@@ -130,8 +129,7 @@ def attribute(node: NodeProto, name: str, default: T) -> T:
 
 
 def product_sides(node: NodeProto, dims: Sequence[int]) -> tuple[int, int]:
-    """Return K and N of the node's matmul: the length of each dot product, and the number of
-    columns."""
+    """Return K and N of the node's matmul: the length of a dot product, the number of columns."""
     if node.op_type == "Conv":
         return int(np.prod(dims[1:], dtype=np.int64)), dims[0]
     if node.op_type == "Gemm" and attribute(node, "transB", 0):
@@ -140,9 +138,8 @@ def product_sides(node: NodeProto, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def can_gain(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
-    """Return whether INT8 can make this node faster: its weights are constant and large enough.
-    Depthwise convolutions are small but lie between others, where converting datatypes costs
-    more."""
+    """Return whether INT8 can make this node faster: its weights are constant and large enough, or
+    it is a depthwise convolution, around which converting datatypes would cost more."""
     if node.op_type not in WEIGHTED or len(node.input) < 2:
         return False
     weight = weights.get(node.input[1])
@@ -154,22 +151,16 @@ def can_gain(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
 
 
 def session(
-    model: ModelProto | Path,
-    *,
-    num_threads: int = 0,
-    entries: Mapping[str, str] | None = None,
-    **options: object,
+    model: ModelProto | Path, entries: Mapping[str, str] = NO_ENTRIES, **options: object
 ) -> InferenceSession:
     """Load a model in ONNX Runtime; BackendFailed says why not. `options` are attributes of
     SessionOptions, `entries` its configuration entries."""
     import onnxruntime as ort
 
     chosen = ort.SessionOptions()
-    chosen.log_severity_level = 4
-    chosen.intra_op_num_threads = num_threads
-    for name, option in options.items():
+    for name, option in {"log_severity_level": 4, **options}.items():
         setattr(chosen, name, option)
-    for key, text in (entries or {}).items():
+    for key, text in entries.items():
         chosen.add_session_config_entry(key, text)
     source = str(model) if isinstance(model, Path) else model.SerializeToString()
     try:
@@ -195,8 +186,7 @@ def is_close(answer: Array, wanted: Array, tolerance: float) -> bool:
 
 
 def made_up(graph: GraphProto, num_rows: int, size: int, seed: int = 0) -> dict[str, Array]:
-    """Draw random inputs from the signature: `num_rows` for a variable first dimension, `size` for
-    any other."""
+    """Draw random inputs; variable dimensions: `num_rows` for the first, `size` for others."""
     import onnx
 
     random = np.random.default_rng(seed)
@@ -216,20 +206,15 @@ def made_up(graph: GraphProto, num_rows: int, size: int, seed: int = 0) -> dict[
 
 
 def optimised(
-    model: ModelProto | Path, level: str = "basic", entries: Mapping[str, str] | None = None
+    model: ModelProto | Path, level: str = "basic", entries: Mapping[str, str] = NO_ENTRIES
 ) -> ModelProto:
-    """Return the model after ONNX Runtime's graph optimisation. Level "basic" is plain ONNX, for
-    any machine."""
+    """Return the model after ONNX Runtime's optimisation; "basic" gives plain ONNX."""
     from penstock.backends.onnxruntime import GRAPH_LEVELS
 
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         target = Path(folder) / "optimised.onnx"
-        session(
-            model,
-            entries=entries,
-            graph_optimization_level=GRAPH_LEVELS[level],
-            optimized_model_filepath=str(target),
-        )
+        options = {"graph_optimization_level": GRAPH_LEVELS[level]}
+        session(model, entries, optimized_model_filepath=str(target), **options)
         return read(target)
 
 
@@ -250,8 +235,7 @@ def prepared(model: ModelProto) -> ModelProto:
 
 
 def _tell_types(graph: GraphProto) -> None:
-    """Declare types around matmuls, from their weights: ONNX infers none after operators of other
-    domains."""
+    """Declare types around matmuls: ONNX infers none after operators of other domains."""
     import onnx
 
     known = {value.name for value in (*graph.value_info, *graph.input, *graph.output)}
@@ -295,19 +279,14 @@ def float_tensors(graph: GraphProto, op_types: Sequence[str]) -> list[str]:
 
     known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
     weights = constants(graph)
-    names = dict.fromkeys(
-        name
-        for node in graph.node
-        if node.op_type in op_types
-        for name in (*node.input, *node.output)
-        if name and name not in weights
-    )
-    return [
-        name
-        for name in names
-        if name not in known
-        or known[name].type.tensor_type.elem_type in (0, onnx.TensorProto.FLOAT)
-    ]
+    around = [node for node in graph.node if node.op_type in op_types]
+    names = dict.fromkeys(name for node in around for name in (*node.input, *node.output) if name)
+
+    def is_float(name: str) -> bool:
+        elem_type = known[name].type.tensor_type.elem_type if name in known else 0
+        return elem_type in (0, onnx.TensorProto.FLOAT)
+
+    return [name for name in names if name not in weights and is_float(name)]
 
 
 def with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
@@ -316,9 +295,7 @@ def with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
 
     wider = copy.deepcopy(model)
     given = {value.name for value in wider.graph.output}
-    wider.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-        for name in names
-        if name not in given
-    )
+    for name in (name for name in names if name not in given):
+        value = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        wider.graph.output.append(value)
     return wider

@@ -27,7 +27,6 @@ def write_optimization(optimization: Optimization, path: Path) -> None:
 
 
 def to_json(optimization: Optimization) -> str:
-    """Return the optimisation as JSON, with its verdict."""
     plain = run_files.plain(msgspec.to_builtins(optimization, str_keys=True))
     data = {"verdict": first_line.headline(optimization), **plain}
     return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
@@ -56,12 +55,8 @@ def read_optimization(path: Path) -> Optimization:
     if not isinstance(kind, dict) or not kind.keys() >= FIELDS:
         raise ConfigError([f"{path}: JSON, but not of an optimisation; {EXPECTED}"])
     if kind["format"] != FORMAT:
-        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
-        raise ConfigError([f"{path}: {found}"])
-    return _checked(path, text)
-
-
-def _checked(path: Path, text: bytes) -> Optimization:
+        known = f"this version of penstock reads format {FORMAT}"
+        raise ConfigError([f"{path}: format {kind['format']!r}; {known}"])
     try:
         # Not strict: NaN is written as a string.
         found = msgspec.json.decode(text, type=Optimization, strict=False)

@@ -143,15 +143,11 @@ def _is_faster(attempt: Try, found: Optimization) -> bool:
             return False
         if attempt.predicted_rate or model.predicted_rate:
             return goals.is_better(attempt.predicted_rate, model.predicted_rate)
-        return bool(attempt.times and model.times) and goals.is_better(
-            _alone_s(model), _alone_s(attempt)
-        )
+        if not (attempt.times and model.times):
+            return False
+        return goals.is_better(min(map(alone_s, model.times)), min(map(alone_s, attempt.times)))
     rates = [_measured_rate(each) for each in (attempt, own)]
     return rates[0] is not None and goals.is_better(rates[0], rates[1] or 0.0)
-
-
-def _alone_s(attempt: Try) -> float:
-    return min(map(alone_s, attempt.times))
 
 
 def _measured_rate(attempt: Try | None) -> float | None:

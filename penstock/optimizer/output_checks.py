@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -33,8 +34,7 @@ MAX_COLUMN_ERROR = 0.5
 MAX_COLUMN_LOST = 0.05
 # Range of a normal distribution without its tails, in standard deviations.
 DEVIATIONS = 3.3
-# A nearly constant column is compared with this share of its own magnitude, or of the output's
-# median magnitude, whichever is larger.
+# Least scale of a column: shares of its own magnitude, and of the output's median magnitude.
 OWN_FLOOR, OUTPUT_FLOOR = 0.01, 1e-3
 # Fewer values do not show how much a column varies.
 MIN_COLUMN_VALUES = 10
@@ -73,8 +73,7 @@ class OutputCheck(msgspec.Struct):
 def check_outputs(
     original: Answers, candidate: Answers, names: Sequence[str], judged: Set[str] = frozenset()
 ) -> list[OutputCheck]:
-    """Check each of these outputs; `judged`: those that a score reads. Both answers are to the same
-    examples."""
+    """Check these outputs of answers to the same examples; `judged`: those that a score reads."""
     if not original:
         return []
     are_scores = set(score_outputs(original))
@@ -82,7 +81,8 @@ def check_outputs(
     for name in names:
         check = _check(name, original, candidate, name in are_scores)
         check.is_judged = name in judged
-        check.problem = check.problem or _problem(check)
+        if problems := "; ".join(_problems(check)):
+            check.problem = check.problem or f"output '{name}': {problems}"
         found.append(check)
     return found
 
@@ -140,8 +140,7 @@ def _rows(name: str, before: Sequence[Array], after: Sequence[Array]) -> OutputC
 
 
 def _row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
-    """Return the cosine of each example; -1 if the candidate is not finite. A row that is near zero
-    in the original must stay so."""
+    """Return the cosine of each example; -1 if not finite. Rows near zero must stay so."""
     sizes = [float(np.linalg.norm(one[np.isfinite(one)].astype(np.float64))) for one in before]
     usual = float(np.median(sizes))
     found = []
@@ -177,13 +176,11 @@ def matched_cosine(before: Array, after: Array) -> float:
 
 
 def _table(arrays: Sequence[Array]) -> Array:
-    """Return one table of all examples."""
     return np.concatenate(as_tables([each[None] for each in arrays]))
 
 
 def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
-    """Return the column with the largest error relative to its standard deviation, and that
-    error."""
+    """Return the column with the largest error, in its standard deviations, and that error."""
     if len(one) < MIN_COLUMN_VALUES:
         return None, None
     is_known = np.isfinite(one)
@@ -206,25 +203,19 @@ def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
 
 
 def _lost_column(one: Array, other: Array) -> tuple[int | None, float | None]:
-    """Return the column with the largest share of values that are off by more than the usual
-    spread, and that share."""
+    """Return the column with the largest share of values beyond its spread, and that share."""
     if len(one) < MIN_COLUMN_VALUES or not one.shape[1]:
         return None, None
     is_known = np.isfinite(one)
     known = np.where(is_known, one, 0.0)
-    scales = column_scales(np.where(is_known, one, np.nan), own_floor=0.0).scaled(1 / DEVIATIONS)
-    usual = np.median(np.abs(known), axis=0)
-    sizes = scales.widened(OWN_FLOOR * usual).of(known)
+    scales = column_scales(np.where(is_known, one, np.nan), own_floor=0.0)
+    scales = replace(scales, spreads=scales.spreads / DEVIATIONS)
+    sizes = scales.widened(OWN_FLOOR * np.median(np.abs(known), axis=0)).of(known)
     with np.errstate(invalid="ignore"):
         is_lost = is_known & ~(np.abs(other - known) <= sizes)
     shares = is_lost.sum(axis=0) / np.maximum(is_known.sum(axis=0), 1)
     column = int(np.argmax(shares))
     return column, float(shares[column])
-
-
-def _problem(check: OutputCheck) -> str:
-    problems = "; ".join(_problems(check))
-    return f"output '{check.name}': {problems}" if problems else ""
 
 
 def _problems(check: OutputCheck) -> Iterator[str]:
@@ -257,7 +248,5 @@ def _column_problems(check: OutputCheck) -> Iterator[str]:
             yield f"{name} {place} is off by {shown}"
             return
     if check.lost_column_share is not None and check.lost_column_share > MAX_COLUMN_LOST:
-        yield (
-            f"column {check.lost_column} is off by more than its usual spread in "
-            f"{check.lost_column_share:.1%} of its values, at most {MAX_COLUMN_LOST:.0%}"
-        )
+        share = f"{check.lost_column_share:.1%} of its values, at most {MAX_COLUMN_LOST:.0%}"
+        yield f"column {check.lost_column} is off by more than its usual spread in {share}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.optimizer.budget import Budget
-from penstock.slo import Slo
+from penstock.slo import Cost, Slo
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything `penstock optimize` was asked for, from the command line or a plan file."""
 
-    # An .onnx or .pt2 file, a Hugging Face folder, a model's folder of a repository, or
-    # package.module:factory.
+    # An .onnx or .pt2 file, a Hugging Face folder, a model's folder, or package.module:factory.
     model: str
     name: str
     # The repository that the version is committed to.
@@ -49,3 +48,9 @@ class Plan:
     outputs: tuple[str, ...] = ()
     # Discard the measurements of an interrupted run of the same command.
     is_fresh: bool = False
+
+    @property
+    def has_cost_limit(self) -> bool:
+        """Whether judging the SLO needs highest rates."""
+        has_cost = any(isinstance(term, Cost) for term in self.slo.terms)
+        return has_cost and self.price_per_hour is not None

@@ -81,7 +81,6 @@ class Problems:
         return "MODEL" if key == "model" else f"--{key.replace('_', '-')}"
 
     def add(self, key: str, text: str) -> None:
-        """Add a problem with an option's value."""
         listed = self.of_files if self.is_in_file(key) else self.of_command_line
         listed.append(f"{self.label(key)}: {text}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.backends.processing import apply
-from penstock.config import IMAGE, TOKENIZER, ModelConfig, Padding, Postprocess, Preprocess
+from penstock.config import IMAGE, TOKENIZER, ModelConfig, Postprocess, Preprocess
 from penstock.data.example_sets import rename
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.optimizer import sent
@@ -73,7 +73,6 @@ def exported_network(folder: Path) -> Path | None:
 
 
 def copy_files(folder: Path, version: Path) -> None:
-    """Copy the files that the steps read."""
     names = [Path(name) for name in FILES if (folder / name).is_file()]
     names += [path.relative_to(folder) for path in sorted(folder.glob("*_*/config.json"))]
     for name in names:
@@ -106,11 +105,15 @@ def network_rows(config: ModelConfig, found: Pretrained, rows: Sequence[Row]) ->
 
 
 def add_steps(config: ModelConfig, found: Pretrained) -> ModelConfig:
-    """Return the network's configuration with the steps around it."""
     outputs = [each for each in config.outputs if each.name in pretrained_message.ANSWERS]
     given = (outputs or list(config.outputs))[0]
     is_image = found.task == "image classifier"
-    step = Preprocess(IMAGE if is_image else TOKENIZER, config.inputs, _fill(config, found))
+    padding = config.padding
+    if padding is not None:
+        pad = float(pretrained.pad_token(found.config))
+        axes = [replace(a, value=pad) if a.input == TOKENS[0] else a for a in padding.axes]
+        padding = replace(padding, axes=tuple(axes))
+    step = Preprocess(IMAGE if is_image else TOKENIZER, config.inputs, padding)
     return replace(
         config,
         inputs=(user_input(found),),
@@ -119,15 +122,3 @@ def add_steps(config: ModelConfig, found: Pretrained) -> ModelConfig:
         preprocess=step,
         postprocess=Postprocess(found.head, (given,)),
     )
-
-
-def _fill(config: ModelConfig, found: Pretrained) -> Padding | None:
-    """Return the padding with the folder's padding token."""
-    if config.padding is None:
-        return None
-    pad = float(pretrained.pad_token(found.config))
-    axes = tuple(
-        replace(each, value=pad) if each.input == TOKENS[0] else each
-        for each in config.padding.axes
-    )
-    return replace(config.padding, axes=axes)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.optimizer.candidates import STAGES, Stage
-from penstock.optimizer.findings import Contender, Findings, ServingSteps
+from penstock.optimizer.findings import Findings, Shaped
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
 
 # On a GPU, FP16 halves the work and needs only a check. Compiled code is tuned for one precision,
@@ -66,7 +66,6 @@ class ProgressReporter:
         self._to_save = ""
 
     def begin(self, trying: object) -> None:
-        """Set the candidate that the next reports are about."""
         self._trying = str(trying)
 
     def begin_proof(self, candidate: object, to_save: str = "") -> None:
@@ -75,15 +74,12 @@ class ProgressReporter:
         self._budget.stage = "proof"
         self._trying, self._to_save = str(candidate), to_save
 
-    def announce(self, note: str) -> None:
-        """Show a line that stays on screen."""
-        self.tell("start", note)
-
     def refresh(self) -> None:
         """Report again: what Ctrl-C would do may have changed."""
         self.tell(self._doing)
 
     def tell(self, doing: str, note: str = "") -> None:
+        """Report what is being done; the note stays on screen."""
         self._doing = doing
         findings, budget = self._findings, self._budget
         best = findings.best if findings.contenders else None
@@ -122,7 +118,7 @@ def stages_of(is_on_gpu: bool) -> tuple[Stage, ...]:
     return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 
-def to_measure(findings: Findings, budget: TimeBudget) -> list[tuple[Contender, ServingSteps]]:
+def to_measure(findings: Findings, budget: TimeBudget) -> list[Shaped]:
     """Return what to serve after an interruption: the best, if it was not served and may be."""
     if len(findings.contenders) < 2:
         return []

@@ -81,8 +81,7 @@ class Conditions(msgspec.Struct, frozen=True):
     steal: float = 0.0
     # Seconds of the speed probe just before; 0: unknown.
     speed_s: float = 0.0
-    # The generator waited for connections to the server: its lateness says nothing about the
-    # machine.
+    # The generator waited for connections: its lateness says nothing about the machine.
     is_generator_waiting: bool = False
     # Load average of the last minute.
     load_average: float = 0.0
@@ -149,8 +148,6 @@ class ServedMeasurement(msgspec.Struct):
 
 
 class Try(msgspec.Struct):
-    """One candidate and its outcome."""
-
     candidate: Candidate
     stage: Stage
     outcome: Outcome

@@ -58,17 +58,15 @@ def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
     if asked == "agreement" or (examples.labels is None and not asked):
         return _by_agreement(original)
     if examples.labels is None:
-        raise ConfigError(
-            [f"accuracy: '{asked}' needs labels or an evaluator; expected them, or 'agreement'"]
-        )
+        needed = "needs labels or an evaluator; expected them, or 'agreement'"
+        raise ConfigError([f"accuracy: '{asked}' {needed}"])
     metric = asked or ("mae" if examples.labels.dtype.kind == "f" else "top1")
     if metric == "mae":
         return _by_values(examples.labels, original)
     match = re.fullmatch(r"top([1-9][0-9]*)", metric)
     if match is None:
-        raise ConfigError(
-            [f"accuracy: '{metric}' is not known; expected top1, top5, mae, or an evaluator for it"]
-        )
+        expected = "expected top1, top5, mae, or an evaluator for it"
+        raise ConfigError([f"accuracy: '{metric}' is not known; {expected}"])
     return _by_classes(int(match[1]), examples, original)
 
 
@@ -135,7 +133,7 @@ def _by_agreement(original: Answers) -> Scorer:
         return scores
 
     if names:
-        text = f"top-1 agreement with the original in {_listed(names)}"
+        text = f"top-1 agreement with the original in {listed(names)}"
         return Scorer("agreement", True, text, same_class)
     has_floats = any(array.dtype.kind == "f" for each in original[:1] for array in each.values())
     text = "cosine with the original's answers" if has_floats else "the original's answers again"
@@ -174,8 +172,7 @@ def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
 
 
 def _is_among_best(scores: Array, right: Array, count: int) -> Array:
-    """Return 1 if fewer than `count` classes rank before the right one, else 0; ties rank by class
-    number."""
+    """Return 1 where fewer than `count` classes rank before the right one; ties by number."""
     own = scores[np.arange(len(right)), right][:, None]
     is_before = (scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < right[:, None]))
     found: Array = (is_before.sum(axis=1) < count).astype(np.float64)
@@ -184,8 +181,7 @@ def _is_among_best(scores: Array, right: Array, count: int) -> Array:
 
 
 def _classes_output(original: Answers) -> tuple[str, int]:
-    """Return the output that predicts the class, and the number of classes; 0: it is the class
-    number."""
+    """Return the output that predicts the class, and how many there are; 0: it is the number."""
     if names := score_outputs(original):
         name = _chosen(names)
         return name, original[0][name].size
@@ -200,20 +196,17 @@ def _classes_output(original: Answers) -> tuple[str, int]:
 def _chosen(names: list[str]) -> str:
     named = [name for name in names if name.lower() in SCORE_NAMES] if len(names) > 1 else names
     if len(named) != 1:
-        expected = (
-            "expected one of them to be called 'logits', 'scores' or 'probabilities', or an "
-            "evaluator that chooses"
-        )
-        raise ConfigError([f"labels: outputs {_listed(names)} could all be scores; {expected}"])
+        usual = "expected one of them to be called 'logits', 'scores' or 'probabilities'"
+        advice = f"{usual}, or an evaluator that chooses"
+        raise ConfigError([f"labels: outputs {listed(names)} could all be scores; {advice}"])
     return named[0]
 
 
 def _single_outputs(answers: Answers, kinds: str) -> list[str]:
-    return [
-        name
-        for name in (answers[0] if answers else ())
-        if all(answer[name].size == 1 and answer[name].dtype.kind in kinds for answer in answers)
-    ]
+    def is_single(name: str) -> bool:
+        return all(each[name].size == 1 and each[name].dtype.kind in kinds for each in answers)
+
+    return list(filter(is_single, answers[0] if answers else ()))
 
 
 def _predictor(name: str, num_classes: int, original: Answers) -> Predict:
@@ -269,10 +262,9 @@ def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
 
 def _has_same_others(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     """Return whether all outputs other than floats are equal."""
-    return all(
-        np.array_equal(array, other[name]) for name, array in one.items() if array.dtype.kind != "f"
-    )
+    names = [name for name, array in one.items() if array.dtype.kind != "f"]
+    return all(np.array_equal(one[name], other[name]) for name in names)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)

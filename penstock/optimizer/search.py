@@ -1,10 +1,9 @@
 """The search loop: from the original, step by step, to the first candidate that keeps the SLO.
 
-In each stage, passes propose steps. A proposal is built, read back, compared with the original, put
-through the accuracy gate if its answers may differ, and timed. Candidates that are predicted to
-come near the SLO are served and measured; the search ends at the first stage that is enough, unless
-it is exhaustive. The search only asks the evaluator, whose results may come from the journal: the
-same results lead to the same choice.
+In each stage, passes propose steps (`attempts` tries them). Candidates that are predicted to come
+near the SLO are served and measured; the search ends at the first stage that is enough, unless it
+is exhaustive. The evaluator's results may come from the journal: the same results lead to the same
+choice.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from typing import Literal
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.optimizer import goals, wording
-from penstock.optimizer.attempts import Attempts, Predictor, note_times, pass_context
+from penstock.optimizer.attempts import Attempts, note_times, pass_context
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.findings import MAX_FINALISTS, NUM_SEMIFINALISTS, Contender, Findings
 from penstock.optimizer.passes import LayeredPass, Pass
-from penstock.optimizer.progress import ProgressReporter
+from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
 from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
 from penstock.optimizer.time_plan import PROFILE_S, OutOfTime, smallest_budget_s
 
-# Parents below this share of the best are not used in the stage: BF16 may double the rate, INT8
-# more.
+# Parents below this share of the best are not used in the stage: BF16 may double the rate.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
 # Passes whose later steps, on a GPU, are at best as fast as the first: BF16 and TF32 after FP16,
 # FP8 for some matmuls after FP8 for all.
@@ -43,8 +41,6 @@ NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Asks passes for steps."""
-
     findings: Findings
     run: RunContext
 
@@ -62,7 +58,8 @@ class Proposals:
         skips: dict[str, Skip] = {}
         for parent in sorted(self.findings.contenders, key=_from_the_best):
             family = _family(parent.build.config)
-            if family in proposals or _has_step(parent, each):
+            has_step = any(step.pass_name == each.name for step in parent.candidate.steps)
+            if family in proposals or has_step:
                 continue
             if self._is_far_behind(parent, each):
                 skips[FAR_BEHIND] = Skip(each.name, FAR_BEHIND)
@@ -83,15 +80,13 @@ class Proposals:
         is_passed = record.outcome not in ("rejected", "failed", "cut off")
         if each.name in ALTERNATIVES and is_passed:
             return f"{step} has passed, and this would be no faster"
-        if each.name != COMPILER or "mode" not in step.settings:
+        if each.name != COMPILER or "mode" not in step.settings or record.outcome == "kept":
             return ""
-        if not is_passed:
-            how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
-            return f"{step} {how}: the same compiler with more time is not tried"
-        if record.outcome != "kept":
+        if is_passed:
             best = self.findings.best.candidate
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
-        return ""
+        how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
+        return f"{step} {how}: the same compiler with more time is not tried"
 
     def _stands_for_all(self, each: Pass) -> bool:
         """Return whether only the best of a family is asked, even if the pass proposes nothing for
@@ -116,10 +111,6 @@ def _family(config: ModelConfig) -> tuple[str, bool]:
     """Return the family of a build, of which the best stands for all: builds of one backend. On a
     GPU, models compiled at load are a separate family: later steps may decide whether that pays."""
     return config.backend, config.uses_gpu and "penstock.compile" in config.options
-
-
-def _has_step(contender: Contender, each: Pass) -> bool:
-    return any(step.pass_name == each.name for step in contender.candidate.steps)
 
 
 # Headroom: to be enough, the predicted rate must be this many times the required rate. Fully loaded
@@ -150,8 +141,7 @@ class Search:
         # Names of the passes that ran to their end.
         self._asked: set[str] = set()
         self._proposals = Proposals(findings, evaluator.run)
-        self._predictor = Predictor(evaluator, findings, budget)
-        self._attempts = Attempts(evaluator, findings, budget, progress, self._predictor)
+        self._attempts = Attempts(evaluator, findings, budget, progress)
         self._rounds = ServingRounds(evaluator, findings, budget, progress, passes)
 
     def run(self) -> Findings:
@@ -168,9 +158,13 @@ class Search:
             findings.is_out_of_time = True
             self._note_left(NO_TIME, "time")
             self._note_no_step()
-        is_cut = findings.is_interrupted or findings.is_out_of_time
-        if is_cut and len(findings.contenders) > 1:
-            self._finish_early()
+        # Serve the best candidates so far in a short measurement, so that they have real figures;
+        # time is reserved for this.
+        if findings.is_interrupted and len(findings.contenders) > 1:
+            self._rounds.measure(to_measure(findings, self.budget))
+        elif findings.is_out_of_time and len(findings.contenders) > 1:
+            # Those already served are skipped in favour of the next ones.
+            self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
         return findings
 
     def _sequence(self) -> None:
@@ -182,24 +176,18 @@ class Search:
                 continue
             if stage == "quantise":
                 self._profile()
-            self._run_stage(stage)
+            self.budget.stage = stage
+            for each in self._passes:
+                if each.stage == stage:
+                    self._run_pass(each)
             if self._may_be_enough():
                 self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_final=False)
                 if self._is_enough():
                     return
         self._rounds.measure_finalists(MAX_FINALISTS)
-        self._rounds.measure_overlooked()
+        self._rounds.measure(self.findings.overlooked(self._plan))
         self._rounds.note_skipped()
         self._rounds.try_memory()
-
-    def _finish_early(self) -> None:
-        """Serve the best candidates so far in a short measurement, so that they have real figures;
-        time is reserved for this. At the end of the time budget, those already served are skipped
-        in favour of the next ones."""
-        if self.findings.is_interrupted:
-            self._rounds.measure_interrupted()
-        else:
-            self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
     # When to stop.
 
@@ -230,7 +218,7 @@ class Search:
         self.progress.begin(original.candidate)
         began = budget.clock()
         facts = self._evaluator.inspector.facts(original)
-        contender = self._predictor.predict(original, facts, is_lossy=False)
+        contender = self._attempts.predict(original, facts, is_lossy=False)
         timed = budget.clock()
         served = self._evaluator.measurements.serve([original])[0]
         budget.learn_baseline(timed - began, budget.clock() - timed)
@@ -240,22 +228,15 @@ class Search:
         self.progress.refresh()
         reason = "the original, as it would be served"
         record = Try(original.candidate, "baseline", "kept", reason, facts=facts, served=served)
-        note_times(record, contender)
         record.seconds = budget.clock() - timed
+        note_times(record, contender)
         findings.tries.append(record)
-
-    def _run_stage(self, stage: Stage) -> None:
-        self.budget.stage = stage
-        for each in self._passes:
-            if each.stage == stage:
-                self._run_pass(each)
 
     def _profile(self) -> None:
         """Find the bottleneck of the best. If this fails, only the report lacks a figure."""
         budget_s = self._plan.budget_s
-        if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
-            return
-        if not self.budget.has_search_time(PROFILE_S):
+        is_short = self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S
+        if is_short or not self.budget.has_search_time(PROFILE_S):
             return
         best = self.findings.best
         self.progress.begin(best.candidate)

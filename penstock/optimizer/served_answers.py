@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from urllib.parse import urlsplit
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
-from penstock.optimizer.simulate import fitted
+from penstock.optimizer.simulate import Row, fitted
 from penstock.optimizer.trials import stacked
 from penstock.types import Array
 from penstock.wire.v2_client import HEAD_LENGTH, decode_answer, encode_infer
@@ -28,8 +28,6 @@ TIMEOUT_S = 60.0
 # A server in slo mode refuses requests that would be late; the client retries this often.
 NUM_TRIES = 20
 RETRY_S = 0.02
-
-Row = Mapping[str, Array]
 
 
 def ask(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BackendFailed, PenstockError
@@ -10,10 +10,10 @@ from penstock.optimizer import outcomes
 from penstock.optimizer.attempts import pass_context
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.findings import Contender, Finalist, Findings, ServingSteps
+from penstock.optimizer.findings import Contender, Finalist, Findings, Shaped
 from penstock.optimizer.passes import Pass, PassContext
-from penstock.optimizer.progress import ProgressReporter, to_measure
-from penstock.optimizer.results import ServedMeasurement, Try
+from penstock.optimizer.progress import ProgressReporter
+from penstock.optimizer.results import Try
 from penstock.optimizer.time_budget import TimeBudget
 
 # Time to search for the highest rate of one finalist.
@@ -23,8 +23,6 @@ NO_TIME = "out of time before it was tried"
 
 @dataclass(slots=True)
 class ServingRounds:
-    """The served measurements of a search."""
-
     evaluator: Evaluator
     findings: Findings
     budget: TimeBudget
@@ -41,39 +39,25 @@ class ServingRounds:
         findings, plan = self.findings, self.evaluator.run.plan
         has_rates = plan.slo.latency_s is not None and findings.best.rate > 0
         if findings.is_in_reach(plan) or not (has_rates and self.budget.estimates.has_rates):
-            chosen = findings.nearest(limit, is_fresh=is_fresh)
-            self._measure(chosen, is_final=is_final)
+            self.measure(findings.nearest(limit, is_fresh=is_fresh), is_final=is_final)
         else:
-            self._measure(findings.leading(), is_rated=True, is_final=is_final)
+            self.measure(findings.leading(), RATE_S, is_final=is_final)
 
-    def measure_overlooked(self) -> None:
-        self._measure(self.findings.overlooked(self.evaluator.run.plan))
-
-    def measure_interrupted(self) -> None:
-        self._measure(to_measure(self.findings, self.budget))
-
-    def _measure(
-        self,
-        chosen: Sequence[tuple[Contender, ServingSteps]],
-        *,
-        is_rated: bool = False,
-        is_final: bool = True,
+    def measure(
+        self, chosen: Sequence[Shaped], search_s: float = 0.0, *, is_final: bool = True
     ) -> None:
         """Serve contenders in turns, in these serving configurations. The best that already keeps
-        the SLO is measured along with them, if there is time. `is_rated` searches for the highest
-        rate of each, too; `is_final`: no more steps follow."""
-        budget = self.budget
-        kept = [one for one in self.findings.finalists[:1] if one.served.is_met]
-        known = [(one.contender, one.build) for one in kept]
-        search_s = RATE_S if is_rated else 0.0
+        the SLO is measured along with them, if there is time. `search_s`: for the highest rate of
+        each, too; `is_final`: no more steps follow."""
+        budget, finalists = self.budget, self.findings.finalists
+        known = [(one.contender, one.build) for one in finalists[:1] if one.served.is_met]
         stage = budget.stage
         budget.stage = "batching"
         fresh: list[tuple[Contender, Build]] = []
-        # Build only as many as there is time to measure.
         shaped = self._shaped(chosen)
+        # Build only as many as there is time to measure.
         while len(fresh) < budget.num_measurable(len(known), search_s, is_final=is_final):
-            one = next(shaped, None)
-            if one is None:
+            if (one := next(shaped, None)) is None:
                 break
             fresh.append(one)
         # The builds may have used up the time to measure them.
@@ -81,36 +65,31 @@ class ServingRounds:
             if not budget.num_measurable(len(known), search_s, is_final=is_final):
                 known = []
             self.progress.begin(", ".join(str(build.candidate) for _, build in fresh))
-            self._serve(
-                known + fresh, self._serve_rated if is_rated else self.evaluator.measurements.serve
-            )
+            self._serve(known + fresh, search_s)
         budget.stage = stage
 
-    def _serve_rated(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
-        return self.evaluator.measurements.with_rates(builds, RATE_S)
-
-    def _serve(
-        self,
-        runners: Sequence[tuple[Contender, Build]],
-        serve: Callable[[Sequence[Build]], list[ServedMeasurement]],
-    ) -> None:
+    def _serve(self, runners: Sequence[tuple[Contender, Build]], search_s: float = 0.0) -> None:
         """Serve in turns, and add each with its share of the time. If that fails, serve one by one,
-        so that only the failing one is lost."""
-        budget, findings = self.budget, self.findings
+        so that only the failing one is lost. `search_s`: for the highest rate of each; 0: none."""
+        budget, findings, measurements = self.budget, self.findings, self.evaluator.measurements
         began = budget.clock()
+        builds = [build for _, build in runners]
         try:
-            servings = serve([build for _, build in runners])
+            if search_s:
+                servings = measurements.with_rates(builds, search_s)
+            else:
+                servings = measurements.serve(builds)
         except PenstockError as error:
             if len(runners) > 1 and budget.has_time(budget.estimates.serve_s()):
                 for runner in runners:
-                    self._serve([runner], serve)
+                    self._serve([runner], search_s)
                 return
             seconds = (budget.clock() - began) / len(runners)
             outcome, reason = outcomes.outcome_of_error(error)
             reason = f"not served: {reason}"
             findings.tries += [
                 Try(build.candidate, "batching", outcome, reason, seconds=seconds)
-                for _, build in runners
+                for build in builds
                 if build.candidate.key not in findings.served
             ]
             return
@@ -120,9 +99,7 @@ class ServingRounds:
             self.progress.refresh()
             findings.note_served(build, served, seconds)
 
-    def _shaped(
-        self, chosen: Sequence[tuple[Contender, ServingSteps]]
-    ) -> Iterator[tuple[Contender, Build]]:
+    def _shaped(self, chosen: Sequence[Shaped]) -> Iterator[tuple[Contender, Build]]:
         """Yield those not served so far; each is built when it is needed."""
         for contender, steps in chosen:
             candidate = contender.candidate.then(*steps)
@@ -131,9 +108,8 @@ class ServingRounds:
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
-                self.findings.tries.append(
-                    Try(candidate, "batching", *outcomes.outcome_of_error(error))
-                )
+                outcome = outcomes.outcome_of_error(error)
+                self.findings.tries.append(Try(candidate, "batching", *outcome))
 
     def _build_shape(
         self, contender: Contender, candidate: Candidate, steps: Sequence[Step]
@@ -183,6 +159,4 @@ class ServingRounds:
             except PenstockError as error:
                 findings.tries.append(Try(candidate, "memory", *outcomes.outcome_of_error(error)))
                 continue
-            self._serve(
-                [(contender, best.build), (contender, build)], self.evaluator.measurements.serve
-            )
+            self._serve([(contender, best.build), (contender, build)])

@@ -16,15 +16,9 @@ import msgspec
 import numpy as np
 
 from penstock.config import CPU, SLO_OFF, ModelConfig, Padding, ladder
+from penstock.optimizer import simulate
 from penstock.optimizer.candidates import Step
-from penstock.optimizer.simulate import (
-    TimeTable,
-    fitted,
-    max_rate,
-    row_lengths,
-    shares_of,
-    variable_axes,
-)
+from penstock.optimizer.simulate import TimeTable
 from penstock.slo import Slo
 
 if TYPE_CHECKING:
@@ -59,8 +53,7 @@ NO_TERMS = Slo(())
 
 
 def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
-    """Set instances and threads of each; backends without a thread option keep their own. Instances
-    go to the devices of the configuration in turns."""
+    """Set instances, on the configured devices in turns, and threads where there is an option."""
     options = dict(config.options)
     option = THREADS.get(config.backend)
     if option is not None:
@@ -81,9 +74,8 @@ def threads_of(config: ModelConfig, num_cores: int) -> int:
 
 
 def pairs(num_cores: int) -> list[Pair]:
-    """Return instances and threads to measure: those that use all cores (one instance, two, four,
-    ... and one for each core), and one instance with one thread, which leaves the rest to the
-    server and its clients."""
+    """Return instances and threads to measure: those that use all cores (1, 2, 4, ... instances),
+    and one instance with one thread, which leaves the rest to the server and its clients."""
     full = [(count, num_cores // count) for count in ladder(num_cores)]
     return sorted({*full, (1, 1)}, key=lambda pair: (pair[0], -pair[1]))
 
@@ -106,27 +98,20 @@ def derived(times: Mapping[Pair, TimeTable], num_cores: int) -> list[TimeTable]:
         found[1, count] = _between(alone, wide, part, (1, count))
     part = (num_cores - 2) / (num_cores - 1) if num_cores > 1 else 0.0
     found[num_cores - 1, 1] = _between(alone, many, part, (num_cores - 1, 1))
-    return [
-        msgspec.structs.replace(table, num_free_cores=num_free_cores(pair, num_cores))
-        for pair, table in found.items()
-        if pair not in times and min(pair) > 0
-    ]
+    new = [pair for pair in found if pair not in times and min(pair) > 0]
+    free = {pair: num_free_cores(pair, num_cores) for pair in new}
+    return [msgspec.structs.replace(found[pair], num_free_cores=free[pair]) for pair in new]
 
 
 def _between(one: TimeTable, other: TimeTable, part: float, pair: Pair) -> TimeTable:
     """Interpolate batches that both tables have; `part` is 0 at one and 1 at the other."""
-    seconds = {
-        bucket: {
-            rows: each + part * (other.seconds[bucket][rows] - each)
-            for rows, each in by_rows.items()
-            if rows in other.seconds[bucket]
-        }
-        for bucket, by_rows in one.seconds.items()
-        if bucket in other.seconds
-    }
-    return msgspec.structs.replace(
-        one, num_instances=pair[0], num_threads=pair[1], seconds=seconds, tokens={}
-    )
+    seconds: dict[int, dict[int, float]] = {}
+    for bucket in (each for each in one.seconds if each in other.seconds):
+        low, high = one.seconds[bucket], other.seconds[bucket]
+        both = [rows for rows in low if rows in high]
+        seconds[bucket] = {rows: low[rows] + part * (high[rows] - low[rows]) for rows in both}
+    changed = {"num_instances": pair[0], "num_threads": pair[1], "seconds": seconds, "tokens": {}}
+    return msgspec.structs.replace(one, **changed)
 
 
 def arrangements(config: ModelConfig, num_cores: int) -> list[Pair]:
@@ -155,7 +140,7 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
     batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
     padding = config.padding
     if "buckets" in settings:
-        axes = padding.axes if padding is not None else variable_axes(config)
+        axes = padding.axes if padding is not None else simulate.variable_axes(config)
         padding = Padding(axes, tuple(map(int, settings["buckets"].split(","))))
     max_tokens = int(settings["tokens"]) if "tokens" in settings else None
     if max_tokens is not None and padding is not None:
@@ -166,7 +151,6 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
 
 
 def settings_of(config: ModelConfig) -> Settings:
-    """Return the current batching as settings."""
     if not config.batching.is_dynamic:
         return {"mode": "off"}
     mode = "fixed" if config.batching.slo_latency_s is None else "slo"
@@ -258,23 +242,23 @@ class Ranking:
             # The server detects this too, and batches equal lengths only.
             self._config = replace(self._config, padding=None)
         self._slo = context.plan.slo
-        self._lengths = row_lengths(fitted(context.rows, self._config), self._config)
+        rows = simulate.fitted(context.rows, self._config)
+        self._lengths = simulate.row_lengths(rows, self._config)
 
     def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:
         """Return the predicted highest rate; 0 if it is below `above` or none keeps the SLO."""
         config = with_batching(self._config, settings, self._slo)
-        shares = shares_of(self._lengths, config)
-        return max_rate(table, config, self._slo or NO_TERMS, shares, above=above)
+        shares = simulate.shares_of(self._lengths, config)
+        return simulate.max_rate(table, config, self._slo or NO_TERMS, shares, above=above)
 
     def now(self, table: TimeTable) -> float:
         """Return the predicted rate of the current configuration."""
-        shares = shares_of(self._lengths, self._config)
-        return max_rate(table, self._config, self._slo or NO_TERMS, shares)
+        shares = simulate.shares_of(self._lengths, self._config)
+        return simulate.max_rate(table, self._config, self._slo or NO_TERMS, shares)
 
     def batching(self, table: TimeTable) -> list[ServingShape]:
         """Return the shapes near the best, best first. Buckets are chosen first, with the largest
-        batch; then sizes with those buckets, in rows and in tokens; then slo mode with the best
-        sizes."""
+        batch; then sizes, in rows and in tokens; then slo mode with the best sizes."""
         off: Settings = {"mode": "off"}
         if not self.may_batch or table.max_rows == 1:
             return self._near_best(table, [off])
@@ -295,8 +279,7 @@ class Ranking:
         return self._near_best(table, slo, found)
 
     def _by_tokens(self, table: TimeTable, by_rows: list[Settings]) -> list[Settings]:
-        """Add token budgets if batch times depend on tokens; otherwise keep the configured budget,
-        which may have other reasons."""
+        """Add token budgets if batch times depend on tokens, else keep the configured one."""
         padding = self._config.padding
         budgets = token_budgets(table, padding.buckets[-1], self._slo) if padding else []
         if not budgets:
@@ -338,15 +321,14 @@ class Ranking:
 
     def _best_buckets(self, table: TimeTable, most: int) -> Settings:
         options = self.buckets()
+        base = {"mode": "fixed", "max_batch": str(most)}
         if len(options) == 1:
             return options[0]
-        base = {"mode": "fixed", "max_batch": str(most)}
         return max(options, key=lambda each: self.rate(table, {**base, **each}))
 
 
 def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
-    """Return steps of the batching and instances passes for everything with known batch times, with
-    the predicted highest rate of each; best first."""
+    """Return batching and instances steps with their predicted highest rates, best first."""
     ranking = Ranking(context)
     found: list[ServingShape] = []
     tables = [*context.times.values()]

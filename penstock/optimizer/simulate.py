@@ -51,6 +51,7 @@ KNEE = 10.0
 # Precision of the highest rate, and the lowest share of the capacity that is tried.
 PRECISION = 0.02
 MIN_SHARE = 1 / 128
+Row = Mapping[str, Array]
 
 
 class TimeTable(msgspec.Struct):
@@ -86,12 +87,10 @@ class TimeTable(msgspec.Struct):
         return _along(by_length, bucket)
 
     def tokens_s(self, num_tokens: float) -> float:
-        """Return the batch time by tokens."""
         return _along(self.by_tokens, num_tokens)
 
     @property
     def max_rows(self) -> int:
-        """The largest batch that was measured."""
         return max((rows for each in self.seconds.values() for rows in each), default=1)
 
 
@@ -113,9 +112,8 @@ def _request_cpu_s(config: ModelConfig) -> float:
     """Return the CPU time per request outside of the model; models on GPUs lose nothing by it."""
     if config.device != "cpu":
         return 0.0
-    num_bytes = sum(
-        spec.row_bytes(spec.shape) for spec in (*config.inputs, *config.outputs) if spec.is_fixed
-    )
+    specs = (*config.inputs, *config.outputs)
+    num_bytes = sum(spec.row_bytes(spec.shape) for spec in specs if spec.is_fixed)
     return REQUEST_CPU_S + BYTE_CPU_S * num_bytes
 
 
@@ -138,9 +136,7 @@ def _along(points: Mapping[int, float], at: float) -> float:
 # Rows.
 
 
-def fitted(
-    rows: Sequence[Mapping[str, Array]], config: ModelConfig
-) -> Sequence[Mapping[str, Array]]:
+def fitted(rows: Sequence[Row], config: ModelConfig) -> Sequence[Row]:
     """Return rows as this configuration takes them: without the leading 1, if a model for single
     rows has a batch dimension now. Return the same object if they fit as they are."""
     ranks = {spec.name: len(spec.shape) for spec in config.inputs}
@@ -170,13 +166,13 @@ def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:
     return tuple(axes)
 
 
-def length_of(row: Mapping[str, Array], axes: Sequence[PadAxis]) -> int | None:
+def length_of(row: Row, axes: Sequence[PadAxis]) -> int | None:
     """Return the length that all these axes have in a row; None if they differ or are missing."""
     found = {row[each.input].shape[each.axis] for each in axes if each.input in row}
     return int(found.pop()) if len(found) == 1 else None
 
 
-def row_lengths(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> list[int]:
+def row_lengths(rows: Sequence[Row], config: ModelConfig) -> list[int]:
     """Return the length of each row along the variable axis; empty if rows have no such length."""
     axes = config.padding.axes if config.padding is not None else variable_axes(config)
     found = [length_of(row, axes) for row in rows] if axes else []
@@ -206,27 +202,21 @@ def kinds_of(lengths: Collection[int], config: ModelConfig) -> dict[int, Kind]:
     if config.padding is None:
         return {each: Kind(each, max(1, each)) for each in lengths}
     pads = Pads(config)
-    buckets = {each: pads.bucket(each) for each in lengths}
-    return {
-        each: Kind(bucket or each, pads.row_tokens(each, bucket))
-        for each, bucket in buckets.items()
-    }
+    buckets = [(each, pads.bucket(each)) for each in lengths]
+    return {each: Kind(found or each, pads.row_tokens(each, found)) for each, found in buckets}
 
 
 # Prediction.
 
 
 class _Nobody:
-    """A sink that discards answers."""
-
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         pass
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of one simulated load. Latencies in the order in which requests were due; infinite:
-    never answered."""
+    """Result of one simulated load. Latencies in the order of due times; infinite: no answer."""
 
     latencies_s: Array
     num_batches: int = 0
@@ -247,13 +237,12 @@ class Patience:
     def __init__(self, slo: Slo, num_requests: int) -> None:
         self._first = int(num_requests * WARM_UP)
         num = num_requests - self._first
-        limits = [
-            (term.limit_s, num * (1 - float(term.statistic[1:]) / 100))
+        # Each limit, and how many more requests may exceed it.
+        self._left = [
+            [term.limit_s, num * (1 - float(term.statistic[1:]) / 100)]
             for term in slo.terms
             if isinstance(term, Latency) and term.metric == "latency" and term.statistic != "mean"
         ]
-        # Each limit, and how many more requests may exceed it.
-        self._left = [[limit_s, allowed] for limit_s, allowed in limits]
         self.is_over = False
 
     def ended(self, turn: int, latency_s: float) -> None:
@@ -266,8 +255,6 @@ class Patience:
 
 
 class _Clock:
-    """Batch times, by the table."""
-
     def __init__(self, table: TimeTable) -> None:
         self._by_tokens = table.by_tokens
         self.is_by_tokens = bool(self._by_tokens)
@@ -288,8 +275,6 @@ def _num_tokens(batch: Sequence[Request]) -> int:
 
 @dataclass(slots=True)
 class _Executors:
-    """Simulated instances."""
-
     batcher: Batcher | SloBatcher
     clock: _Clock
     num_idle: int
@@ -459,19 +444,18 @@ def percentile(latencies_s: Array, percent: float) -> float:
 
 def _is_kept(slo: Slo, latencies_s: Array) -> bool:
     """Return whether the latency and goodput terms hold; refused requests have infinite latency."""
-    limit_s = slo.latency_s
+    limit_s = math.inf if slo.latency_s is None else slo.latency_s
     for term in slo.terms:
-        if isinstance(term, Latency) and term.metric == "latency":
-            if term.statistic == "mean":
-                value = float(latencies_s.mean())
-            else:
-                value = percentile(latencies_s, float(term.statistic[1:]))
-            if not term.is_kept_by(value):
-                return False
-        elif isinstance(term, Goodput):
-            in_time = latencies_s < (math.inf if limit_s is None else limit_s)
-            if not term.is_kept_by(100 * float(in_time.mean())):
-                return False
+        if isinstance(term, Goodput):
+            value = 100 * float((latencies_s < limit_s).mean())
+        elif not isinstance(term, Latency) or term.metric != "latency":
+            continue
+        elif term.statistic == "mean":
+            value = float(latencies_s.mean())
+        else:
+            value = percentile(latencies_s, float(term.statistic[1:]))
+        if not term.is_kept_by(value):
+            return False
     return True
 
 
@@ -502,7 +486,6 @@ def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]
 
 
 def _longest_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Return the time of the longest possible batch."""
     if clock.is_by_tokens:
         most = _max_rows(config, 0) * max(lengths)
         return clock.tokens_s(_within(config.batching, most))

@@ -128,18 +128,16 @@ def open_subject(plan: Plan, target: Path) -> Subject:
 
 
 def _functions(plan: Plan) -> tuple[UserFunction | None, UserFunction | None]:
-    """Find the preprocessing and postprocessing functions."""
+    given = {"preprocess": plan.preprocess, "postprocess": plan.postprocess}
     problems = [
         f"{what}: needs data: what users {do} is not known from the model alone"
         for what, do in (("preprocess", "send"), ("postprocess", "get"))
-        if getattr(plan, what) and not plan.data
+        if given[what] and not plan.data
     ]
     if problems:
         raise ConfigError(problems)
-    return (
-        user_code.find(plan.preprocess, "preprocess") if plan.preprocess else None,
-        user_code.find(plan.postprocess, "postprocess") if plan.postprocess else None,
-    )
+    before, after = (user_code.find(each, what) if each else None for what, each in given.items())
+    return before, after
 
 
 def _take(plan: Plan, rows: Sequence[Row], version: Path) -> ImportedModel:
@@ -149,7 +147,13 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> ImportedModel:
             return _take_file(source, version)
         case ModelKind.PT2_FILE:
             taken = _take_file(source, version)
-            return replace(taken, config=_as_exported(taken.config))
+            config = taken.config
+            if config.max_batch_size:
+                # The batch size that the program was exported for.
+                limit = pt2_file.read_program(Path(config.artifact)).signature.max_batch
+                limit = min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU)
+                config = replace(config, max_batch_size=limit)
+            return replace(taken, config=config)
         case ModelKind.HUGGING_FACE if exported := exported_network(source.path):
             taken = _take_file(resolve(exported), version)
             copy_files(source.path, version)
@@ -173,14 +177,6 @@ def _take_file(source: ModelSource, version: Path) -> ImportedModel:
         problems = [each.removeprefix(f"{folders.VERSION}/") for each in error.problems]
         raise ConfigError([f"{source.path}: {problem}" for problem in problems]) from None
     return ImportedModel(KINDS[source.kind], config)
-
-
-def _as_exported(config: ModelConfig) -> ModelConfig:
-    """Limit the batch to the size that the program was exported for."""
-    if not config.max_batch_size:
-        return config
-    limit = pt2_file.read_program(Path(config.artifact)).signature.max_batch
-    return replace(config, max_batch_size=min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU))
 
 
 def _take_served(model: ModelSource, version: Path) -> ImportedModel:
@@ -224,11 +220,10 @@ def _served_version(model: ModelSource) -> tuple[Path, ModelConfig]:
 
 def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelConfig:
     """Place the model on the plan's device. By default a PyTorch model is placed on the GPUs, as in
-    `penstock serve`, and a version of a repository stays where it was. ConfigError if the GPU does
-    not exist."""
-    gpus = devices.read_gpus()
+    `penstock serve`, and a version of a repository stays where it was."""
     if device == "auto" and not is_served:
-        device = EACH_GPU if gpus and config.backend in pbtxt.AUTO_BACKENDS else CPU
+        is_auto = config.backend in pbtxt.AUTO_BACKENDS and bool(devices.read_gpus())
+        device = EACH_GPU if is_auto else CPU
     if device not in ("auto", CPU) and config.backend not in pbtxt.GPU_BACKENDS:
         reason = f"backend '{config.backend}' computes on the CPU"
         if config.backend == "onnxruntime":
@@ -237,8 +232,13 @@ def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelCon
     if device != "auto":
         # Keep the number of instances per device.
         config = config.on([device] * max(1, config.num_instances // len(set(config.devices))))
+    return placed(config, device)
+
+
+def placed(config: ModelConfig, device: str) -> ModelConfig:
+    """Return the configuration; ConfigError if its GPU does not exist."""
     try:
-        place(config, gpus)
+        place(config, devices.read_gpus())
     except ConfigError as error:
         raise ConfigError([f"device: {device}: {problem}" for problem in error.problems]) from None
     return config
@@ -256,10 +256,8 @@ def _proposed(config: ModelConfig, rows: Sequence[Row]) -> ModelConfig:
 
 def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     has_mask = any("mask" in spec.name.lower() for spec in config.inputs)
-    are_sequences = all(
-        spec.shape == (-1,) and spec.datatype in ("INT64", "INT32") for spec in config.inputs
-    )
-    if not has_mask or not are_sequences:
+    kinds = {(spec.shape, spec.datatype) for spec in config.inputs}
+    if not has_mask or not kinds <= {((-1,), "INT64"), ((-1,), "INT32")}:
         return None
     axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
     name = config.inputs[0].name
@@ -269,17 +267,12 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     # Up to the bucket that holds the longest row.
     kept = [size for size in buckets if size < limit]
     kept += [size for size in buckets if size >= limit][:1]
-    most = _max_positions(config)
-    return Padding(axes, tuple(size for size in kept if size <= most) or (most,))
-
-
-def _max_positions(config: ModelConfig) -> int:
-    """Return the model's maximum sequence length, from the config.json beside it if there is
-    one."""
+    # The model's maximum sequence length, from the config.json beside it if there is one.
     path = Path(config.artifact).parent / "config.json"
     described = msgspec.json.decode(path.read_bytes()) if path.is_file() else None
     most = described.get("max_position_embeddings") if isinstance(described, dict) else None
-    return most if isinstance(most, int) and most > 0 else UNLIMITED
+    most = most if isinstance(most, int) and most > 0 else UNLIMITED
+    return Padding(axes, tuple(size for size in kept if size <= most) or (most,))
 
 
 def _called(what: str, function: UserFunction, rows: Sequence[Row]) -> list[Row]:
@@ -313,8 +306,7 @@ def _with_preprocessing(
 
 
 def _postprocessed(plan: Plan, build: Build, function: UserFunction) -> ModelConfig:
-    """Add the postprocessing function; the output signature is inferred from its results on the
-    examples."""
+    """Add the postprocessing function; its results on the examples give the output signature."""
     config = build.config
     if (known := config.postprocess) is not None:
         raise ConfigError([f"postprocess: the model has one already, {known.function}"])

@@ -78,7 +78,7 @@ def _search(evaluator: Evaluator, search: Search) -> None:
     planned = time_plan.describe(budget.planned, run.plan, is_on_gpu=is_on_gpu)
     if planned:
         run.notes.append(planned)
-        search.progress.announce(planned)
+        search.progress.tell("start", planned)
     began = time.monotonic()
     evaluator.inspector.check_rows()
     evaluator.data.check()

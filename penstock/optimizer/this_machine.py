@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import timeit
 from contextlib import suppress
 from pathlib import Path
 
@@ -77,13 +78,15 @@ PROBE_BYTES, NUM_PROBES = 1 << 19, 300
 
 
 def read_machine() -> Machine:
-    found = system.environment("")
+    found, cpuinfo = system.environment(""), ""
+    with suppress(OSError):
+        cpuinfo = Path("/proc/cpuinfo").read_text()
     return Machine(
         cpu=found.host_cpu,
         # Cores that this process may use: a container or taskset may limit them.
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=found.memory_bytes,
-        isa=isa_of(_cpuinfo()),
+        isa=isa_of(cpuinfo),
         gpus=tuple(found.gpus),
         versions=found.versions | system.package_versions(PACKAGES),
     )
@@ -93,11 +96,7 @@ def machine_speed_s() -> float:
     """Return the time of a fixed piece of work: the fastest of many short runs. Other programs can
     only slow it down, so this reflects the clock and the host rather than the load."""
     data = bytes(PROBE_BYTES)
-    seconds = []
-    for _ in range(NUM_PROBES):
-        began = time.perf_counter()
-        hashlib.sha256(data).digest()
-        seconds.append(time.perf_counter() - began)
+    seconds = timeit.repeat(lambda: hashlib.sha256(data).digest(), repeat=NUM_PROBES, number=1)
     return round(min(seconds), 9)
 
 
@@ -108,9 +107,3 @@ def isa_of(cpuinfo: str) -> tuple[str, ...]:
         if key.strip() in ("flags", "Features"):
             return tuple(name for name in ISA if name in flags.split())
     return ()
-
-
-def _cpuinfo() -> str:
-    with suppress(OSError):
-        return Path("/proc/cpuinfo").read_text()
-    return ""

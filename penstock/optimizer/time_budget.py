@@ -15,11 +15,16 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.time_plan import OutOfTime, plan_time
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
+# Of a language model: the share of the time budget for the proof, and the least time that is worth
+# starting a candidate or a proof.
+PROOF_SHARE, MIN_TRY_S = 0.4, 20.0
+# Share of the time left for candidates that one rate search may take, and its longest time.
+SEARCH_SHARE, SEARCH_S = 0.4, 90.0
+# Longest time of the process that computes likelihoods.
+JUDGE_S = 1800.0
 
 
 class TimeBudget:
-    """The clock of one run and its limits."""
-
     def __init__(
         self,
         plan: Plan,
@@ -77,16 +82,11 @@ class TimeBudget:
             return None
         findings = self._findings
         if len(findings.tries) <= 1:
-            # A one-round proof of an optimised candidate is worth more than a long proof of the
-            # original.
+            # A one-round proof of a candidate is worth more than a long one of the original.
             return left_s - self.estimates.shortest_kept_s
         # On GPUs the last steps reach far more than the first ones, and servers stay up.
-        is_far = (
-            not self._is_on_gpu
-            and bool(findings.contenders)
-            and not findings.is_in_reach(self._plan)
-        )
-        return left_s - self.estimates.kept_s(is_far=is_far)
+        is_near = not findings.contenders or findings.is_in_reach(self._plan)
+        return left_s - self.estimates.kept_s(is_far=not self._is_on_gpu and not is_near)
 
     @property
     def stage_left_s(self) -> float | None:
@@ -133,3 +133,35 @@ class TimeBudget:
         num = time.num_in_turns(left_s - time.proof_s, num_known, search_s)
         is_worth = left_s - time.shortest_proof_s >= time.in_turns_s(1, search_s)
         return max(num, 1 if is_worth and not num_known else 0)
+
+
+class TextTime(TimeBudget):
+    """The time of a language model's run. Every candidate is served when it is tried."""
+
+    @property
+    def for_candidates_s(self) -> float:
+        """Seconds left for candidates, without the proof's share."""
+        left_s, budget_s = self.left_s, self.planned.budget_s
+        if left_s is None or budget_s is None:
+            return math.inf
+        return left_s - PROOF_SHARE * budget_s
+
+    def has_time_to_try(self) -> bool:
+        return self.for_candidates_s > MIN_TRY_S
+
+    def has_time_to_prove(self, num_builds: int) -> bool:
+        return self.left_s is None or self.left_s >= MIN_TRY_S
+
+    def num_measurable(self, num_known: int, search_s: float, *, is_final: bool) -> float:
+        """Return 0: nothing is served after an interruption."""
+        return 0.0
+
+    @property
+    def search_s(self) -> float:
+        """Seconds for one rate search."""
+        return min(SEARCH_S, max(1.0, SEARCH_SHARE * self.for_candidates_s))
+
+    @property
+    def judge_s(self) -> float:
+        """Seconds for the process that computes likelihoods."""
+        return min(JUDGE_S, max(1.0, self.for_candidates_s))

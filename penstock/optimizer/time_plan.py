@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from penstock.errors import BackendFailed
 from penstock.optimizer import wording
 from penstock.optimizer.plan import Plan
-from penstock.slo import Cost
 
 # One level takes at most this share of the budget: 2 s of 60 s.
 LEVEL_SHARE = 1 / 30
@@ -28,8 +27,7 @@ LEVEL_OVERHEAD_S = 1.0
 # Start of one server until it is measured: 1.5 s with a small ONNX model (2 cores, 2026-11). On a
 # GPU the import of torch and the device context take most of it.
 START_S, START_ON_GPU_S = 3.0, 25.0
-# Before the original is served: open the model, audit the data, batch times. 5 s for a small ONNX
-# model.
+# Before the original is served: open the model, audit the data, batch times. 5 s for small ONNX.
 OPEN_S, OPEN_ON_GPU_S = 8.0, 40.0
 # Commit and report.
 CLOSE_S = 2.0
@@ -110,10 +108,6 @@ class TimePlan:
         return num
 
     @property
-    def baseline_s(self) -> float:
-        return self.open_s + self.serve_s()
-
-    @property
     def close_s(self) -> float:
         """Reserved for what always comes last."""
         return self.judge_s + CLOSE_S
@@ -150,7 +144,8 @@ class TimePlan:
         """Time left for steps; infinite without a budget."""
         if self.budget_s is None:
             return math.inf
-        return max(0.0, self.budget_s - self.baseline_s - self.kept_s())
+        baseline_s = self.open_s + self.serve_s()
+        return max(0.0, self.budget_s - baseline_s - self.kept_s())
 
     def with_start(self, took_s: float) -> TimePlan:
         """Learn the start time, after one server was started and measured once. A measurement from
@@ -165,8 +160,6 @@ class TimePlan:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementLimits:
-    """Bounds of one served measurement."""
-
     num_rounds: int = NUM_ROUNDS
     # Longest search for the highest rate of one build; 0: none.
     search_s: float = SEARCH_S
@@ -177,15 +170,12 @@ class MeasurementLimits:
 def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     """Plan the time. Depends only on its arguments: the same command resumes with the same plan."""
     budget_s = plan.budget_s
-    needs_rates = plan.price_per_hour is not None and any(
-        isinstance(term, Cost) for term in plan.slo.terms
-    )
     whole = TimePlan(
         budget_s=budget_s,
         level_s=plan.duration_s,
         num_rounds=NUM_ROUNDS,
         has_rates=True,
-        cost_search_s=SEARCH_S if needs_rates else 0.0,
+        cost_search_s=SEARCH_S if plan.has_cost_limit else 0.0,
         open_s=OPEN_ON_GPU_S if is_on_gpu else OPEN_S,
         start_s=START_ON_GPU_S if is_on_gpu else START_S,
         keeps_servers=is_on_gpu,
@@ -193,7 +183,7 @@ def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     if budget_s is None:
         return whole
     fitted = replace(whole, level_s=min(plan.duration_s, max(MIN_LEVEL_S, LEVEL_SHARE * budget_s)))
-    if needs_rates:
+    if plan.has_cost_limit:
         search_s = min(SEARCH_S, max(MIN_COST_SEARCH_S, COST_SHARE * budget_s))
         fitted = replace(fitted, cost_search_s=search_s)
     if fitted.proof_s > RATES_SHARE * budget_s:
@@ -208,7 +198,6 @@ def warm_up_s(level_s: float) -> float:
 
 
 def level_cost_s(level_s: float) -> float:
-    """Return the expected duration of one level with its warm-up."""
     return level_s + warm_up_s(level_s) + LEVEL_OVERHEAD_S
 
 
@@ -228,22 +217,15 @@ def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
     if time.num_rounds < NUM_ROUNDS:
         parts.append("one round in the proof")
     if not time.has_rates:
-        needed_s = _budget_for(plan, is_on_gpu, lambda other: other.has_rates)
-        need = f"needs about {_span(needed_s)}"
+        needed_s = SUGGESTED_S
+        while not plan_time(replace(plan, budget_s=needed_s), is_on_gpu=is_on_gpu).has_rates:
+            needed_s += SUGGESTED_S
         if not is_on_gpu:
             parts.append("batch times with one instance only")
-        parts.append(f"no search for the highest rate ({need})")
+        parts.append(f"no search for the highest rate (needs about {_span(needed_s)})")
     return f"budget {_span(time.budget_s)}: {', '.join(parts)}"
 
 
 def _span(seconds: float) -> str:
     """Format seconds: `40 s`, `2 min`, `2 min 30 s`."""
     return wording.span(seconds).removesuffix(" 0 s")
-
-
-def _budget_for(plan: Plan, is_on_gpu: bool, fits: Callable[[TimePlan], bool]) -> float:
-    """Return the smallest budget, in steps of half a minute, whose plan fits."""
-    budget_s = SUGGESTED_S
-    while not fits(plan_time(replace(plan, budget_s=budget_s), is_on_gpu=is_on_gpu)):
-        budget_s += SUGGESTED_S
-    return budget_s

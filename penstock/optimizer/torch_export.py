@@ -23,8 +23,7 @@ FREE_SIZE = 11
 
 
 class Plain(torch.nn.Module):  # type: ignore[misc]
-    """Takes inputs by position and returns outputs as a tuple, both in the order of the
-    configuration."""
+    """Takes inputs by position and returns a tuple, both in the order of the configuration."""
 
     def __init__(self, loaded: LoadedModule, config: ModelConfig) -> None:
         super().__init__()
@@ -44,8 +43,8 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
 
 
 def examples(config: ModelConfig, more: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return one batch, with variable sizes increased by `more`. Masks mask something: otherwise a
-    model may leave the mask out of the trace."""
+    """Return one batch, with variable sizes increased by `more`. Masks mask something, or the model
+    might leave them out of the trace."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for spec in config.inputs:
@@ -98,19 +97,14 @@ def to_onnx(loaded: LoadedModule, config: ModelConfig, path: Path) -> str:
 
 
 def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> None:
-    specs = [*config.inputs, *config.outputs]
-    options: dict[str, object] = {
-        "input_names": [spec.name for spec in config.inputs],
-        "output_names": [spec.name for spec in config.outputs],
-    }
+    options: dict[str, object] = {"input_names": [spec.name for spec in config.inputs]}
+    options["output_names"] = [spec.name for spec in config.outputs]
     if is_dynamo:
         shapes = _dynamic_shapes(config)
         options |= {"dynamic_shapes": shapes, "external_data": False, "verbose": False}
     else:
-        options |= {
-            "dynamic_axes": {spec.name: free_axes(spec, config) for spec in specs},
-            "opset_version": OPSET,
-        }
+        axes = {spec.name: free_axes(spec, config) for spec in (*config.inputs, *config.outputs)}
+        options |= {"dynamic_axes": axes, "opset_version": OPSET}
     with warnings.catch_warnings(), torch.inference_mode(is_dynamo):
         # Tracing warns of values that become constants: answers are compared afterwards.
         warnings.simplefilter("ignore")
@@ -120,17 +114,14 @@ def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> 
 def check_exported(path: Path, config: ModelConfig) -> None:
     """Raise BackendFailed if an input is missing or a variable axis became fixed."""
     found = onnx_file.read_signature(path)
-    for kind, wanted, actual in (
-        ("input", config.inputs, found.inputs),
-        ("output", config.outputs, found.outputs),
-    ):
-        shapes = {spec.name: spec.shape for spec in actual}
-        for spec in wanted:
-            if spec.name not in shapes:
-                raise BackendFailed(f"{kind} '{spec.name}' is not in the exported model")
-            fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]
-            if fixed and kind == "input":
-                raise BackendFailed(f"{kind} '{spec.name}': axis {fixed[0]} became fixed")
+    shapes = {spec.name: spec.shape for spec in (*found.inputs, *found.outputs)}
+    for spec in (*config.inputs, *config.outputs):
+        kind = "input" if spec in config.inputs else "output"
+        if spec.name not in shapes:
+            raise BackendFailed(f"{kind} '{spec.name}' is not in the exported model")
+        fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]
+        if fixed and kind == "input":
+            raise BackendFailed(f"{kind} '{spec.name}': axis {fixed[0]} became fixed")
 
 
 def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
@@ -144,10 +135,8 @@ def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
     for spec, shape in zip(config.outputs, wanted, strict=True):
         array = found[spec.name]
         if array.shape != shape:
-            raise BackendFailed(
-                f"output '{spec.name}' has shape {list(array.shape)} where the module gives "
-                f"{list(shape)}: a size became a constant"
-            )
+            got = f"has shape {list(array.shape)} where the module gives {list(shape)}"
+            raise BackendFailed(f"output '{spec.name}' {got}: a size became a constant")
 
 
 def to_package(loaded: LoadedModule, config: ModelConfig, path: Path) -> None:

@@ -47,14 +47,12 @@ def factory():
 '''
 # Encoders are often saved without the head that their configuration names.
 MASKED = "ForMaskedLM"
-# Weights of the base model that the model with the head does not have: the pooler, and numbers that
-# older versions of transformers wrote.
+# Weights that only the base model has: the pooler, and numbers that older versions wrote.
 POOLER, BESIDE_THE_HEAD = "pooler", ("pooler", "position_ids")
 
 
 def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
-    """Take a model from `package.module:factory`; return the configuration, and a note on copied
-    files."""
+    """Take a model from `package.module:factory`; return its configuration and a note on files."""
     torch = _library("torch")
     found = user_code.find(text, "model")
     try:
@@ -73,8 +71,7 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
 
 
 def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
-    """Take a model from a `save_pretrained` folder; return the configuration, and the
-    architecture's name."""
+    """Take a model from a `save_pretrained` folder; return its configuration and a note."""
     _library("torch")
     name = _architecture(folder)
     library = _library("transformers", "hf")
@@ -87,7 +84,10 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     if name.endswith(MASKED) and _is_headless(loaded, folder):
         loaded = _base_model(library, folder)
         note = f"{loaded.name}: the weights have no head of {name}, so the base model is served"
-    _check_whole(loaded, folder)
+    if missing := sorted(loaded.missing):
+        # They would be random.
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise ConfigError([f"{folder}: {loaded.name} has weights that are not there: {shown}"])
     module = loaded.module.float().eval()
     options = "".join(f", {key}={value}" for key, value in loaded.options.items())
     text = HUGGING_FACE_MODULE.format(name=loaded.name, options=options)
@@ -98,8 +98,7 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
 
 
 def own_files(artifact: Path) -> set[str]:
-    """Return files that a version needs only as long as its model is a PyTorch module: the
-    artifact, and files that may be beside it."""
+    """Return files that only a PyTorch module needs: the artifact, and those beside it."""
     shards = [path.name for path in artifact.parent.glob("*.safetensors")]
     made = {COMPILED, CHOICES, KERNELS}
     return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards, *made}
@@ -115,18 +114,15 @@ def _library(name: str, extra: str = "torch") -> Any:
 
 
 def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
-    """Return rows of `example_inputs`, of the factory or its module: arrays by name, batch
-    first."""
+    """Return rows of the factory's or its module's `example_inputs`: arrays by name."""
     given = getattr(found.call, "example_inputs", None)
     given = given if given is not None else getattr(found.module, "example_inputs", None)
     given = given() if callable(given) else given
     if not isinstance(given, Mapping) or not given:
-        problem = (
-            f"model: {text} does not say what it takes; expected data whose arrays have the names "
-            "of forward's parameters, or example_inputs() beside the factory that gives a batch by "
-            "these names"
-        )
-        raise ConfigError([problem])
+        data = "data whose arrays have the names of forward's parameters"
+        beside = "example_inputs() beside the factory that gives a batch by these names"
+        expected = f"expected {data}, or {beside}"
+        raise ConfigError([f"model: {text} does not say what it takes; {expected}"])
     arrays = {name: np.asarray(value) for name, value in given.items()}
     num_rows = min(len(array) if array.ndim else 0 for array in arrays.values())
     if num_rows == 0:
@@ -135,18 +131,12 @@ def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
 
 
 def _write_factory(found: user_code.UserFunction, version: Path) -> str:
-    """Write a `module.py` that calls the user's function, from a copy beside it if that is a single
-    file."""
-    if found.source is None:
-        note = user_code.take_along(found, version, MODULE)
-        source = found.module.__name__
-    else:
-        note = user_code.take_along(found, version, found.source.name)
-        source = f".{found.source.stem}"
-    if found.source is not None and found.source.name == MODULE:
-        source = ""
-    if source:
-        text = f'from {source} import {found.name} as factory\n\n__all__ = ["factory"]\n'
+    """Write a `module.py` that calls the user's function, which is copied if it is one file."""
+    source = found.source
+    note = user_code.take_along(found, version, source.name if source else MODULE)
+    if source is None or source.name != MODULE:
+        module = f".{source.stem}" if source else found.module.__name__
+        text = f'from {module} import {found.name} as factory\n\n__all__ = ["factory"]\n'
         (version / MODULE).write_text(text)
     elif found.name != "factory":
         with (version / MODULE).open("a") as file:
@@ -188,22 +178,13 @@ class _Loaded:
 
 def _from_pretrained(kind: Any, folder: Path, **options: bool) -> _Loaded:
     try:
-        module, info = kind.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True, use_safetensors=True, **options
-        )
+        given = {"output_loading_info": True, "local_files_only": True, "use_safetensors": True}
+        module, info = kind.from_pretrained(folder, **given, **options)
     except Exception as error:  # transformers raises many types for what it cannot read.
         raise ConfigError([f"{folder}: transformers cannot load it: {error}"]) from error
     missing = {str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])}
     unexpected = {str(key) for key in info["unexpected_keys"]}
     return _Loaded(module, options, frozenset(missing), frozenset(unexpected))
-
-
-def _check_whole(loaded: _Loaded, folder: Path) -> None:
-    """Raise ConfigError if weights are missing: they would be random."""
-    missing = sorted(loaded.missing)
-    if missing:
-        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-        raise ConfigError([f"{folder}: {loaded.name} has weights that are not there: {listed}"])
 
 
 def _is_headless(loaded: _Loaded, folder: Path) -> bool:
@@ -212,13 +193,11 @@ def _is_headless(loaded: _Loaded, folder: Path) -> bool:
     prefix = f"{loaded.module.base_model_prefix}."
     head = {name for name in loaded.module.state_dict() if not name.startswith(prefix)}
     others = [name for name in loaded.unexpected if not any(w in name for w in BESIDE_THE_HEAD)]
-    return (
-        bool(loaded.missing) and loaded.missing <= head and not others and not head & _names(folder)
-    )
+    has_encoder = loaded.missing <= head and not others
+    return bool(loaded.missing) and has_encoder and not head & _names(folder)
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of the weights in the files."""
     from safetensors import safe_open
 
     found: set[str] = set()
@@ -261,8 +240,7 @@ def _config(
     """Return the configuration with the module's outputs; batched if their first axes are rows."""
     _check_names(module, specs)
     try:
-        outputs = _outputs(module, specs, read, has_batch=True)
-        max_batch = MAX_BATCH
+        outputs, max_batch = _outputs(module, specs, read, has_batch=True), MAX_BATCH
     except _NoBatch as reason:
         try:
             outputs, max_batch = _outputs(module, specs, read, has_batch=False), 0
@@ -296,40 +274,37 @@ def _check_names(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
 def _outputs(
     module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, has_batch: bool
 ) -> tuple[TensorSpec, ...]:
-    """Return the output specs: sizes that stay the same when variable input sizes change are
-    fixed."""
-    seen = [
-        _answer(module, specs, read, (2 + turn, size), has_batch)
-        for turn, size in enumerate(LENGTHS)
-    ]
+    """Return the output specs; sizes that do not change with variable input sizes are fixed."""
+    from penstock.backends.pytorch import TORCH_TYPES
+
+    names = {kind: datatype for datatype, kind in TORCH_TYPES.items()}
+    leading = [[2], [3]] if has_batch else [[], []]
+    seen = [_answer(module, specs, read, *sizes) for sizes in zip(leading, LENGTHS, strict=True)]
     outputs: list[TensorSpec] = []
     for name, first in seen[0].items():
-        shapes = [tuple(answer[name].shape) for answer in seen]
-        if has_batch and [shape[:1] for shape in shapes] != [(2,), (3,)]:
+        if first.dtype not in names:
+            problem = f"output '{name}' is {first.dtype}, which the protocol has not"
+            raise ConfigError([f"model: {problem}"])
+        shapes = [list(answer[name].shape) for answer in seen]
+        if has_batch and [shape[:1] for shape in shapes] != leading:
             raise _NoBatch(f"output '{name}' has no row for each row of the input")
         pairs = list(zip(*(shape[1:] if has_batch else shape for shape in shapes), strict=True))
         shape = tuple(one if one == other else -1 for one, other in pairs)
-        outputs.append(TensorSpec(name, _datatype(name, first), shape))
+        outputs.append(TensorSpec(name, names[first.dtype], shape))
     return tuple(outputs)
 
 
 def _answer(
-    module: torch.nn.Module,
-    specs: Sequence[TensorSpec],
-    read: Read,
-    sizes: tuple[int, int],
-    has_batch: bool,
+    module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, leading: list[int], size: int
 ) -> dict[str, torch.Tensor]:
     import torch
 
     from penstock.backends.pytorch import TORCH_TYPES
 
-    num_rows, length = sizes
     tensors = {}
     for spec in specs:
-        shape = [length if size < 0 else size for size in spec.shape]
-        full = [num_rows, *shape] if has_batch else shape
-        tensors[spec.name] = torch.ones(full, dtype=TORCH_TYPES[spec.datatype])
+        shape = [*leading, *(size if each < 0 else each for each in spec.shape)]
+        tensors[spec.name] = torch.ones(shape, dtype=TORCH_TYPES[spec.datatype])
     try:
         with torch.inference_mode():
             return read(module(**tensors))
@@ -337,15 +312,6 @@ def _answer(
         raise
     except Exception as error:  # A module may raise anything on inputs that do not suit it.
         raise _NoBatch(describe_error(error)) from error
-
-
-def _datatype(name: str, tensor: torch.Tensor) -> str:
-    from penstock.backends.pytorch import TORCH_TYPES
-
-    for datatype, kind in TORCH_TYPES.items():
-        if kind == tensor.dtype:
-            return datatype
-    raise ConfigError([f"model: output '{name}' is {tensor.dtype}, which the protocol has not"])
 
 
 def _tensors_by_name(answer: object) -> dict[str, torch.Tensor]:

@@ -29,8 +29,9 @@ from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
 from penstock.processes import framing
 from penstock.processes.start import begin_life
+from penstock.serving.executor import checked
 from penstock.serving.proof import prove
-from penstock.serving.worker import checked, warm_up_all
+from penstock.serving.warmups import warm_up_all
 from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire.frames import Proof, RequestPart
 
@@ -149,8 +150,6 @@ Answer = TrialDone | TrialLoaded | Inspected | Computed | TrialMeasured | Kept |
 
 
 class Trial:
-    """One loaded model."""
-
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._before_bytes = psutil.Process().memory_info().rss
@@ -172,17 +171,22 @@ class Trial:
         return found
 
     def compute(self, question: Compute) -> list[list[Values]]:
-        batch = _batch_of(question)
-        answer = self._run(batch)
-        specs = self._config.outputs
+        answer = self._run(_batch_of(question))
         if isinstance(answer, PerRequest):
-            return [self._one(specs, each) for each in answer.answers]
-        found = {spec.name: checked(self._config, spec, answer, batch.num_rows) for spec in specs}
+            return [row for each in answer.answers for row in self._rows(each, 1)]
+        return self._rows(answer, question.num_rows)
+
+    def _rows(self, answer: Outputs | Exception, num_rows: int) -> list[list[Values]]:
+        """Return the outputs of each row, without the batch dimension if the model has one."""
+        if isinstance(answer, Exception):
+            raise answer
+        specs = self._config.outputs
+        found = {spec.name: checked(self._config, spec, answer, num_rows) for spec in specs}
         if self._config.max_batch_size == 0:
             return [_values(specs, found)]
         return [
             _values(specs, {name: array[row, ...] for name, array in found.items()})
-            for row in range(batch.num_rows)
+            for row in range(num_rows)
         ]
 
     def hold(self, question: Hold) -> None:
@@ -201,11 +205,13 @@ class Trial:
         asked = question.num_slots or self._config.num_instances
         num_slots = asked if self._runner.runs_ahead else 1
         begun = deque(self._runner.start(self._batch) for _ in range(num_slots - 1))
-        while now - began < question.duration_s or len(seconds) < _min_runs(seconds):
+        min_runs = MIN_RUNS
+        while now - began < question.duration_s or len(seconds) < min_runs:
             begun.append(self._runner.start(self._batch))
             _only(begun.popleft())
             before, now = now, time.perf_counter()
             seconds.append(num_slots * (now - before))
+            min_runs = MIN_LONG_RUNS if seconds[0] > LONG_RUN_S else MIN_RUNS
         while begun:
             _only(begun.popleft())
         return TrialMeasured(seconds, self._memory_bytes)
@@ -228,14 +234,6 @@ class Trial:
             path.unlink(missing_ok=True)
             path.write_bytes(content)
         return sum(map(len, files.values()))
-
-    def _one(self, specs: Sequence[TensorSpec], answer: Outputs | Exception) -> list[Values]:
-        if isinstance(answer, Exception):
-            raise answer
-        found = {spec.name: checked(self._config, spec, answer, 1) for spec in specs}
-        if self._config.max_batch_size > 0:
-            found = {name: array[0, ...] for name, array in found.items()}
-        return _values(specs, found)
 
     def _run(self, batch: Batch) -> Outputs | PerRequest:
         return _only(self._runner.start(batch))
@@ -273,10 +271,6 @@ def _batched(config: ModelConfig) -> ModelConfig:
     if config.max_batch_size < 2:
         return config
     return replace(config, batching=replace(config.batching, is_dynamic=True))
-
-
-def _min_runs(seconds: Sequence[float]) -> int:
-    return MIN_LONG_RUNS if seconds and seconds[0] > LONG_RUN_S else MIN_RUNS
 
 
 def _values(specs: Sequence[TensorSpec], found: Mapping[str, Array]) -> list[Values]:

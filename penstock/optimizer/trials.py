@@ -23,7 +23,7 @@ from penstock.optimizer import trial_child as messages
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
-from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
+from penstock.optimizer.simulate import Row, TimeTable, fitted, length_of, row_lengths
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.processes import framing
 from penstock.processes.tool import ToolProcess
@@ -31,8 +31,6 @@ from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
 from penstock.types import Array
 from penstock.wire.frames import Proof
-
-Row = Mapping[str, Array]
 
 # Compilers take minutes; a model that is silent for this long hangs.
 LOAD_TIMEOUT_S = 900.0
@@ -54,6 +52,8 @@ MAX_BATCH_S = 1.0
 # Lengths at which batches are timed; the second on a CPU with a small time budget.
 MAX_LENGTHS, FEW_LENGTHS = 6, 3
 A = TypeVar("A", bound=messages.Answer)
+# Receives the number of rows done.
+Told = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,6 @@ def inspect(build: Build, ends_at: float = math.inf) -> Facts:
 
 
 def inspected(child: TrialProcess, build: Build) -> Facts:
-    """Inspect by a child that has loaded the build."""
     child.send(messages.Inspect(build.candidate, str(build.folder)))
     return child.expect(messages.Inspected).facts
 
@@ -106,7 +105,7 @@ def keep_compiled(
         return child.expect(messages.Kept).num_bytes
 
 
-def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+def compile_ahead(config: ModelConfig, path: Path, timeout_s: float) -> None:
     """Compile the module to an AOTInductor package in a separate process, which frees the memory of
     compiler and GPU when it ends. TookTooLong after the timeout."""
     with TrialProcess(config, timeout_s) as child:
@@ -115,15 +114,11 @@ def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEO
 
 
 def answers(
-    build: Build,
-    rows: Sequence[Row],
-    told: Callable[[int], None] | None = None,
-    rules: TrialLimits = NO_LIMITS,
+    build: Build, rows: Sequence[Row], told: Told | None = None, rules: TrialLimits = NO_LIMITS
 ) -> list[dict[str, Array]]:
     """Return one answer per row, computed as when served: batched if the model may be, padded to
     buckets and cropped if it is padded. So effects of a row's neighbours (per-batch ranges,
-    padding) show. Rows with a leading 1 for the batch have it in their answers too. `told` receives
-    the number done."""
+    padding) show. Rows with a leading 1 for the batch have it in their answers too."""
     with TrialProcess(build.config, ends_at=rules.ends_at) as child:
         child.rules = rules
         child.load()
@@ -131,10 +126,7 @@ def answers(
 
 
 def answered(
-    child: TrialProcess,
-    build: Build,
-    rows: Sequence[Row],
-    told: Callable[[int], None] | None = None,
+    child: TrialProcess, build: Build, rows: Sequence[Row], told: Told | None = None
 ) -> list[dict[str, Array]]:
     """Compute answers by a loaded child; empty ones for rows that there is no time for."""
     config = build.config
@@ -187,8 +179,7 @@ def compute(
     child.send(messages.Compute(values, len(indices), [served.lengths[index] for index in indices]))
     computed = child.expect(messages.Computed).rows
     if len(computed) != len(indices):
-        text = f"{len(computed)} answers to {len(indices)} rows"
-        raise BackendFailed(f"{build.candidate}: {text}")
+        raise BackendFailed(f"{build.candidate}: {len(computed)} answers to {len(indices)} rows")
     return [
         _cut_back(outputs, served.crops, served.lengths[index])
         for index, outputs in zip(indices, computed, strict=True)
@@ -203,9 +194,8 @@ def times(
     longest_s: float = MAX_BATCH_S,
     rules: TrialLimits = NO_LIMITS,
 ) -> TimeTable:
-    """Measure T(b) at 1, 8 and the largest batch size (by length, if that varies), with all
-    instances computing at once. Batches that would take longer than `longest_s` are left out: no
-    SLO has room for them."""
+    """Measure T(b) at 1, 8 and the largest batch size, by length if that varies, with all instances
+    computing at once. Batches longer than `longest_s`, for which no SLO has room, are left out."""
     config = with_instances(build.config, num_instances, num_threads)
     with contextlib.ExitStack() as stack:
         # Each on its own device.
@@ -361,9 +351,7 @@ class TrialCrew:
         if not self.is_on_gpu:
             seconds = undisturbed(seconds)
         load_s = max(child.load_s for child in self.children)
-        return TimeTable(
-            *pair, seconds, tokens=self.tokens, memory_bytes=self.memory_bytes, load_s=load_s
-        )
+        return TimeTable(*pair, seconds, self.memory_bytes, load_s, self.tokens)
 
     def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
         """Return seconds by number of rows: the mean over children of their medians. Rows are
@@ -378,8 +366,9 @@ class TrialCrew:
             try:
                 found[rung] = self._time(rows, lengths, rung)
                 if self.config.is_packed and all(lengths):
-                    by_rows = self.tokens.setdefault(length, {})
-                    by_rows[rung] = self._mean_tokens(lengths, rung)
+                    taken = (_taken(n, rung, len(rows)) for n in range(len(self.children)))
+                    tokens = [sum(lengths[each] for each in chosen) for chosen in taken]
+                    self.tokens.setdefault(length, {})[rung] = statistics.fmean(tokens)
             except (BackendFailed, ConfigError):
                 if rung <= max(1, self.config.max_batch_size):
                     raise
@@ -407,18 +396,9 @@ class TrialCrew:
             return [1]
         configured = self.config.max_batch_size
         most = max(configured, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
-        if self.is_hurt:
-            most = configured
-        limit = self.children[0].rules.max_rows
-        if limit is not None:
-            most = min(most, limit)
-        more = [each for each in MORE_ON_GPU if self.is_on_gpu]
+        most = min(configured if self.is_hurt else most, self.children[0].rules.max_rows or most)
+        more = MORE_ON_GPU if self.is_on_gpu else ()
         return sorted({1, *(min(each, most) for each in (RUNG, configured, most, *more))})
-
-    def _mean_tokens(self, lengths: Sequence[int], rung: int) -> float:
-        """Return the mean number of tokens over the children."""
-        taken = (_taken(index, rung, len(lengths)) for index in range(len(self.children)))
-        return statistics.fmean(sum(lengths[each] for each in chosen) for chosen in taken)
 
     def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
         for index, child in enumerate(self.children):
@@ -537,12 +517,9 @@ def _filled(
 ) -> tuple[list[Row], list[int]]:
     """Pad rows to these lengths; also return their lengths before, 0 for those not padded."""
     assert config.padding is not None
-    sent: list[Row] = []
-    lengths: list[int] = []
-    for row, bucket in zip(rows, buckets, strict=True):
-        sent.append(padded(config, row, bucket) if bucket else row)
-        lengths.append((length_of(row, config.padding.axes) or 0) if bucket else 0)
-    return sent, lengths
+    axes, pairs = config.padding.axes, list(zip(rows, buckets, strict=True))
+    sent = [padded(config, row, bucket) if bucket else row for row, bucket in pairs]
+    return sent, [(length_of(row, axes) or 0) if bucket else 0 for row, bucket in pairs]
 
 
 def _cut_back(

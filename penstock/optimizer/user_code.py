@@ -36,7 +36,10 @@ class UserFunction:
         if file is None or "." in self.module.__name__ or Path(file).name == "__init__.py":
             return None
         path = Path(file).resolve()
-        return None if path.suffix != ".py" or _is_installed(path) else path
+        installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+        roots = [Path(root).resolve() for root in (*site.getsitepackages(), *installed)]
+        is_installed = any(path.is_relative_to(root) for root in roots)
+        return None if path.suffix != ".py" or is_installed else path
 
     @property
     def files(self) -> list[Path]:
@@ -66,25 +69,16 @@ def find(text: str, what: str) -> UserFunction:
 
 def take_along(function: UserFunction, folder: Path, file: str) -> str:
     """Write `file` to the version folder so that it provides the function; return a note on how."""
-    source = function.source
-    _copy_files(function, folder)
-    if source is None:
-        name = function.module.__name__
-        (folder / file).write_text(f"from {name} import {function.name} as {function.name}\n")
-        return f"'{name}' is imported where the model is served and must be installed there"
-    shutil.copyfile(source, folder / file)
-    return f"{source.name} is taken along"
-
-
-def _copy_files(function: UserFunction, folder: Path) -> None:
     problems = [f"{path}: no such file" for path in function.files if not path.is_file()]
     if problems:
         where = f"{function.module.__name__}.{FILES}"
         raise ConfigError([f"{where}: {problem}" for problem in problems])
     for path in function.files:
         shutil.copyfile(path, folder / path.name)
-
-
-def _is_installed(path: Path) -> bool:
-    roots = {*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
-    return any(path.is_relative_to(Path(root).resolve()) for root in roots)
+    source = function.source
+    if source is None:
+        name = function.module.__name__
+        (folder / file).write_text(f"from {name} import {function.name} as {function.name}\n")
+        return f"'{name}' is imported where the model is served and must be installed there"
+    shutil.copyfile(source, folder / file)
+    return f"{source.name} is taken along"

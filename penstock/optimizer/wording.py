@@ -50,7 +50,7 @@ def is_relative(budget: str) -> bool:
     return budget.endswith(" relative")
 
 
-def loss(metric: str, amount: float, budget: str = "") -> str:
+def loss(metric: str, amount: float, budget: str) -> str:
     """Format `0.6 points` for a share of examples, `0.6 % relative`, else the number itself."""
     if not is_known(amount):
         return units.UNKNOWN
@@ -70,7 +70,8 @@ def is_known(amount: float) -> bool:
 def accuracy(found: Judgement, budget: str = "") -> str:
     """Format `top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)`."""
     both = f"{score(found.metric, found.original)} → {score(found.metric, found.candidate)}"
-    return f"{found.metric} {both} ({bound(found, budget)}, {limit(found, budget)})"
+    limit = loss(found.metric, found.limit, budget)
+    return f"{found.metric} {both} ({bound(found, budget)}, limit {limit})"
 
 
 def bound(found: Judgement, budget: str = "") -> str:
@@ -80,10 +81,6 @@ def bound(found: Judgement, budget: str = "") -> str:
     if found.loss_bound <= 0:
         return "no loss"
     return f"loss at most {loss(found.metric, found.loss_bound, budget)}"
-
-
-def limit(found: Judgement, budget: str = "") -> str:
-    return f"limit {loss(found.metric, found.limit, budget)}"
 
 
 def last_step(candidate: Candidate) -> str:

@@ -71,7 +71,6 @@ def work_folder(plan: Plan) -> Path:
 
 
 def report_path(plan: Plan) -> Path:
-    """Return the default path of the report."""
     return work_folder(plan) / "report.html"
 
 

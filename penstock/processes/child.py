@@ -105,8 +105,7 @@ class ChildProcess:
 
 
 def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
-    """Limit the private memory of each process (None: no limit). Allocations over the limit fail,
-    in Python with MemoryError."""
+    """Limit each process's private memory (None: no limit). Allocations over it fail."""
     if memory_bytes is None:
         return start_life
 

@@ -18,15 +18,12 @@ from typing import Self
 from penstock.processes.endings import describe_status
 
 RUN = "penstock.processes.run_tool"
-
-
 # How much of the end of its output is quoted, in whole lines. Compilers print hundreds of warnings.
 TAIL_BYTES, TAIL_LINES = 2000, 8
 
 
 class ToolProcess:
-    """`python -m MODULE ARGUMENTS`, killed when the block ends, however it ends. Its output is
-    kept for error messages."""
+    """`python -m MODULE ARGUMENTS`, killed when the block ends. Keeps its output for errors."""
 
     def __init__(
         self,
@@ -77,8 +74,7 @@ class ToolProcess:
             raise TimeoutError from None
 
     def tail(self, who: str = "it") -> str:
-        """Return the end of its output as a clause to append to an error's text; empty without
-        output."""
+        """Return the end of its output as a clause for an error's text; empty without output."""
         begin = max(0, os.fstat(self._output.fileno()).st_size - TAIL_BYTES)
         lines = self._read(begin).splitlines()
         whole = lines[1:] if begin and len(lines) > 1 else lines
@@ -95,8 +91,7 @@ class ToolProcess:
         return f"{describe_status(self._process.wait())}{self.tail()}"
 
     def stop(self, timeout_s: float) -> None:
-        """Ask it to stop, by SIGTERM; kill it, with all it forked, after `timeout_s` or when it has
-        ended."""
+        """Send SIGTERM; kill it, with all it forked, after `timeout_s` or when it has ended."""
         try:
             if self.is_running:
                 self._process.send_signal(signal.SIGTERM)

@@ -220,8 +220,8 @@ def _load(graph: GraphProto, num_threads: int) -> InferenceSession:
     from onnx import helper
 
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    level = GRAPH_LEVELS["disabled"]
-    return onnx_model.session(model, num_threads=num_threads, graph_optimization_level=level)
+    options = {"graph_optimization_level": GRAPH_LEVELS["disabled"]}
+    return onnx_model.session(model, intra_op_num_threads=num_threads, **options)
 
 
 def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:

@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
+from penstock.errors import PenstockError
 from penstock.protocols.http_errors import logged_status
 from penstock.types import Request, Timings
+
+if TYPE_CHECKING:
+    from penstock.llm.generation import Generation
 
 log = logging.getLogger("penstock.requests")
 
@@ -28,6 +33,26 @@ def refused(
 ) -> None:
     """Log a message that did not become a request; `what` names its model or path."""
     record(protocol, what, {"total": time.monotonic() - received}, error, path)
+
+
+def generated(
+    what: Mapping[str, object],
+    generations: Sequence[Generation],
+    received: float,
+    error: PenstockError | None,
+    path: bytes,
+) -> None:
+    """Log a request for text that a language model answered or refused."""
+    totals = [each.totals for each in generations]
+    num_tokens = {
+        "prompt_tokens": sum(each.num_prompt for each in totals),
+        "generation_tokens": sum(each.num_generated for each in totals),
+    }
+    spans = {"total": time.monotonic() - received}
+    firsts = [each.first_at for each in generations if each.first_at is not None]
+    if firsts:
+        spans["first_token"] = min(firsts) - received
+    record("http", {**what, **num_tokens}, spans, error, path)
 
 
 def about(config: ModelConfig) -> dict[str, object]:
@@ -57,19 +82,14 @@ def write(logger: logging.Logger, protocol: str, fields: dict[str, object]) -> N
 
 def _spans(timings: Timings) -> dict[str, float]:
     """Return the timings; stages that were not reached are left out."""
-    ended = timings.completed or time.monotonic()
-    spans = {"total": ended - timings.received}
-    if timings.queued:
-        spans["decode"] = timings.queued - timings.received
-    if timings.dispatched:
-        queue_s = timings.dispatched - timings.queued
-        spans["queue_batch"] = queue_s - timings.instance_wait_s
-        spans["queue_instance"] = timings.instance_wait_s
-    if timings.compute_infer_s:
-        spans["compute_input"] = timings.compute_input_s
-        spans["compute_infer"] = timings.compute_infer_s
-        spans["compute_output"] = timings.compute_output_s
-    return spans
+    reached = {
+        "decode": timings.queued,
+        "queue": timings.dispatched,
+        "compute": timings.compute_infer_s,
+    }
+    total_s = (timings.completed or time.monotonic()) - timings.received
+    phases = timings.phases().items()
+    return {"total": total_s, **{name: s for name, s in phases if reached.get(name.split("_")[0])}}
 
 
 def _quoted(value: object) -> str:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from penstock.errors import BackendFailed, Cancelled, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http_errors import Refusal, logged_status
+from penstock.protocols.route import Match
 
 log = logging.getLogger("penstock.audit")
 log.setLevel(logging.INFO)
@@ -42,6 +43,16 @@ def record(call: AdminCall, error: Refusal | None = None) -> None:
         "reason": str(error or "")[:MAX_TEXT],
     }
     access_log.write(log, call.protocol, fields)
+
+
+def record_refusal(match: Match, caller: str, error: Refusal) -> None:
+    """Log an HTTP message that never reached its handler, if it is an administrative call."""
+    if match.route.scope == "admin":
+        record(http_call(match, caller), error)
+
+
+def http_call(match: Match, caller: str) -> AdminCall:
+    return AdminCall("http", caller, match.route.handler, match.model_name)
 
 
 async def record_answer(call: AdminCall, answer: Awaitable[Result]) -> Result:

@@ -38,9 +38,8 @@ from penstock.types import (
     num_elements,
     to_array,
 )
-from penstock.wire import openai_v1
-from penstock.wire.documented import EmbeddingsList
-from penstock.wire.openai_v1 import EmbeddingsBody, OpenAiModel, describe_model
+from penstock.wire.documented import EmbeddingsList, OpenAiModel, describe_model
+from penstock.wire.openai_prompts import EmbeddingsBody, read_embeddings
 
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
@@ -67,7 +66,7 @@ class EmbeddingsHttp:
         return list(found.values())
 
     def handle(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_embeddings(exchange.body)
+        asked = read_embeddings(exchange.body)
         model = self._catalog.find(asked.model)
         with counted(model, exchange.received):
             texts = [each for each in asked.input if isinstance(each, str)]
@@ -107,7 +106,7 @@ def embedder_of(config: ModelConfig) -> Embedder:
             f"model. Ask /v2/models/{config.name}/infer for labels and scores",
             "model",
         )
-    texts = [each for each in config.inputs if _is_text(each)]
+    texts = [each for each in config.inputs if each.is_text]
     others = [each for each in config.inputs if each not in texts and not each.is_optional]
     vectors = [each for each in config.outputs if _is_vector(each)]
     if len(texts) != 1 or others or len(vectors) != 1:
@@ -136,10 +135,6 @@ def _written_at(artifact: str) -> int:
         return int(os.stat(artifact).st_mtime)
     except OSError:
         return 0
-
-
-def _is_text(spec: TensorSpec) -> bool:
-    return spec.datatype == "BYTES" and all(each in (1, -1) for each in spec.shape)
 
 
 def _is_vector(spec: TensorSpec) -> bool:

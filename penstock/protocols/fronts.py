@@ -33,7 +33,7 @@ from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
-from penstock.serving.metrics import FrontUse
+from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
@@ -568,13 +568,8 @@ class Front:
                     self._first_listening.set_result(None)
                 if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.line.send(frames.Drain())
-                log.info(
-                    "%s listens on port %d (pid %d)",
-                    self._spec.name,
-                    frame.port,
-                    self.pid,
-                    extra={"front_pid": self.pid},
-                )
+                text, extra = "%s listens on port %d (pid %d)", {"front_pid": self.pid}
+                log.info(text, self._spec.name, frame.port, self.pid, extra=extra)
             case frames.StartFailed():
                 self._problems = frame.problems
 

@@ -13,15 +13,8 @@ from penstock.errors import NotReady, Unsupported
 from penstock.llm.language_model import LanguageModel
 from penstock.protocols.http import Exchange
 from penstock.protocols.route_table import find
-from penstock.protocols.text_answers import (
-    Answer,
-    GenerateCall,
-    OneEventAnswer,
-    StreamedAnswer,
-    WholeAnswer,
-    counted,
-    guarded,
-)
+from penstock.protocols.text_answers import Answer, GenerateCall, StreamedAnswer, counted, guarded
+from penstock.protocols.whole_answers import OneEventAnswer, WholeAnswer
 from penstock.serving.catalog import Catalog
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm
@@ -37,30 +30,27 @@ class GenerateHttp:
 
     def handle(self, exchange: Exchange) -> None:
         with guarded(exchange, self._is_logged):
-            self._handle(exchange)
-
-    def _handle(self, exchange: Exchange) -> None:
-        match = find(exchange.head.path)
-        assert match is not None
-        is_stream = match.route.handler == "generate_stream"
-        model = self._find(match.model_name, match.model_version)
-        with counted(model, exchange.received):
-            if self._is_draining():
-                raise NotReady("the server is shutting down")
-            asked = generate_v2.read(exchange.body, is_stream)
-        answer: type[Answer] = OneEventAnswer if is_stream else WholeAnswer
-        call = GenerateCall(
-            exchange=exchange,
-            model=model,
-            field="text_input",
-            form=GenerateForm(model.config.name, model.config.version, asked),
-            params=asked.params,
-            answer=StreamedAnswer if asked.is_streamed else answer,
-            id=asked.id,
-            is_logged=self._is_logged,
-            echoed=[asked.text] if asked.is_echoed else (),
-        )
-        call.tokenize([asked.text])
+            match = find(exchange.head.path)
+            assert match is not None
+            is_stream = match.route.handler == "generate_stream"
+            model = self._find(match.model_name, match.model_version)
+            with counted(model, exchange.received):
+                if self._is_draining():
+                    raise NotReady("the server is shutting down")
+                asked = generate_v2.read(exchange.body, is_stream)
+            answer: type[Answer] = OneEventAnswer if is_stream else WholeAnswer
+            call = GenerateCall(
+                exchange=exchange,
+                model=model,
+                field="text_input",
+                form=GenerateForm(model.config.name, model.config.version, asked),
+                params=asked.params,
+                answer=StreamedAnswer if asked.is_streamed else answer,
+                id=asked.id,
+                is_logged=self._is_logged,
+                echoed=[asked.text] if asked.is_echoed else (),
+            )
+            call.tokenize([asked.text])
 
     def _find(self, name: str, version: str) -> LanguageModel:
         model = self._catalog.find(name, version)

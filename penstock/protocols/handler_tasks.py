@@ -1,6 +1,6 @@
-"""Runs coroutine handlers for the HTTP server: each request is its own task.
+"""Routes other than inference and text: coroutine handlers, each request in its own task.
 
-Owns the tasks; knows neither paths nor models. Used for everything except inference.
+Owns the tasks, the handlers of the management API, and the metrics port.
 """
 
 from __future__ import annotations
@@ -9,13 +9,22 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.errors import PenstockError
+import msgspec
+
+from penstock.errors import InvalidRequest, PenstockError
+from penstock.protocols import audit_log
+from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange
-from penstock.protocols.http_errors import reply_error
-from penstock.protocols.route_table import Match
-from penstock.types import Buffer
+from penstock.protocols.http_errors import WrongHead, reply_error
+from penstock.protocols.route import Match
+from penstock.protocols.route_table import MISSING, unsupported
+from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.types import Buffer, Parameter
+from penstock.wire import json_errors
+from penstock.wire.documented import IndexBody, LoadBody
 
 JSON = "application/json"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +85,72 @@ class _Cancelling:
 
     def abandon(self) -> None:
         self.task.cancel()
+
+
+def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
+    """Wrap a handler so that each call is written to the audit log."""
+
+    async def run(call: RouteCall) -> Reply:
+        return await audit_log.record_answer(audit_log.http_call(call.match, caller), handler(call))
+
+    return run
+
+
+def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
+    """Return the handlers by their names in the route table."""
+
+    async def answer(call: RouteCall) -> Reply:
+        match = call.match
+        asked = ManagementCall(
+            match.route.handler, match.model_name, match.model_version, _parameters(call)
+        )
+        return Reply(await management.answer(asked))
+
+    async def metrics(call: RouteCall) -> Reply:
+        return Reply(await management.metrics(), content_type=METRICS)
+
+    async def refuse(call: RouteCall) -> Reply:
+        raise unsupported(call.match.route.handler)
+
+    return {
+        **dict.fromkeys(management.actions, answer),
+        **dict.fromkeys(MISSING, refuse),
+        "metrics": metrics,
+    }
+
+
+def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
+    """Decode the JSON object of a request; an empty body counts as an empty object."""
+    schema = call.match.route.body
+    if schema is None:
+        return {}
+    try:
+        body = msgspec.json.decode(call.body or b"{}", type=schema)
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(call.body, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+    match body:
+        case IndexBody():
+            return {"ready": body.ready}
+        case LoadBody():
+            return dict.fromkeys(body.parameters or (), True)
+    return {}
+
+
+class MetricsHttp:
+    """The handler of the metrics listener: scrapes and health, behind the same gate. Scrapers then
+    need no access to the inference port, which serves these paths too."""
+
+    def __init__(self, gate: Gate, management: ManagementApi) -> None:
+        self._gate = gate
+        self._handlers = make_handlers(management)
+        self._tasks = HandlerTasks()
+        self.close = self._tasks.close
+
+    def handle(self, exchange: Exchange) -> None:
+        try:
+            match = self._gate.admit(exchange.head, is_metrics_port=True)
+        except (PenstockError, WrongHead) as error:
+            reply_error(exchange, error)
+        else:
+            self._tasks.start(exchange, self._handlers[match.route.handler], match)

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server: limits, time-outs, keep-alive, cancellation, drain.
+"""One HTTP/1.1 connection: limits, time-outs, keep-alive, cancellation.
 
 It hands each message that `http_reader` has read to a handler as an `Exchange`; the handler answers
 it, at once or later, on the same event loop. It knows nothing of models. Each connection runs one
@@ -8,32 +8,22 @@ exchange at a time; pipelined messages are queued.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import socket
-import ssl
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from penstock.config import HttpLimits
-from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection, Screen
-from penstock.serving.lifecycle import Lifecycle
+from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection
 from penstock.types import Buffer
-from penstock.wire.v2 import encode_error
+from penstock.wire.statuses import encode_error
+
+if TYPE_CHECKING:
+    from penstock.protocols.http_server import HttpServer
 
 log = logging.getLogger("penstock.http")
 
-SWEEP_S = 1.0
-# Connections swept in one loop iteration: sweeping 10,000 at once would block the loop for 10 ms,
-# and closing a thousand of them for 50 ms.
-SWEEP_SLICE = 32
-# Connections that may wait to be accepted.
-BACKLOG = 4096
 MAX_PIPELINED = 16
 # Unsent bytes of a stream; a client that reads too slowly is disconnected.
 MAX_UNSENT_BYTES = 8 << 20
@@ -61,11 +51,8 @@ class Peer(Protocol):
         """Bytes that the client has not read yet."""
 
     def will_keep_alive(self, head: MessageHead) -> bool: ...
-
     def write(self, data: bytes) -> None: ...
-
     def finish(self, data: bytes, keep_alive: bool) -> None: ...
-
     def abort(self) -> None: ...
 
 
@@ -257,8 +244,6 @@ class Connection(asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
 
-    # Exchanges.
-
     def will_keep_alive(self, head: MessageHead) -> bool:
         return head.keep_alive and not self._lifecycle.is_draining
 
@@ -310,7 +295,6 @@ class Connection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
-        limits = self._limits
         if self._is_write_blocked(now):
             self.abort()
         elif self._is_closing:
@@ -319,16 +303,10 @@ class Connection(asyncio.Protocol):
         elif self._running is not None:
             return
         elif self._reader.at_boundary:
-            if now - self.since > limits.keep_alive_s:
+            if now - self.since > self._limits.keep_alive_s:
                 self.close()
-        elif not self._reader.has_head:
-            if now - self.since > limits.header_timeout_s:
-                self._reject(Rejection(408, "the request head took too long"))
-        else:
-            allowed_s = limits.body_timeout_s + self._reader.num_body_bytes / limits.min_body_rate
-            is_silent = now - self.received > limits.body_timeout_s
-            if is_silent or now - self.since > allowed_s:
-                self._reject(Rejection(408, "the request body took too long"))
+        elif (late := self._reader.find_late(now - self.since, now - self.received)) is not None:
+            self._reject(late)
 
     def _is_write_blocked(self, now: float) -> bool:
         """Whether the client has read nothing for too long."""
@@ -392,133 +370,10 @@ class Connection(asyncio.Protocol):
         self.close()
 
 
-class HttpServer:
-    """Listens, owns the connections, and drains them."""
-
-    def __init__(
-        self,
-        handler: Handler,
-        limits: HttpLimits,
-        screen: Screen = lambda head: True,
-        lifecycle: Lifecycle | None = None,
-    ) -> None:
-        """`screen` decides whether a long body is read; if not, the handler gets the head alone.
-        While draining, each connection closes after its next answer; idle ones stay open until
-        then."""
-        self.handler = handler
-        self.screen = screen
-        self.limits = limits
-        self.lifecycle = lifecycle or Lifecycle()
-        self.known_heads: dict[bytes, MessageHead] = {}
-        self._connections: set[Connection] = set()
-        self._loop = asyncio.get_running_loop()
-        # Not the loop's clock: uvloop's has millisecond resolution.
-        self.now: Callable[[], float] = time.monotonic
-        self._listeners: list[asyncio.Server] = []
-        # For new connections.
-        self.tls: ssl.SSLContext | None = None
-        self._sweeper: asyncio.Task[None] | None = None
-
-    async def start(
-        self, host: str, port: int, shares_port: bool = False, tls: ssl.SSLContext | None = None
-    ) -> int:
-        """Listen and return the port, which differs from the given one if that was 0. With
-        `shares_port` others may listen there too, and the kernel distributes connections."""
-        self.tls = tls
-        listener = await self._listen(host=host, port=port, reuse_port=shares_port or None)
-        self._listeners = [listener]
-        self._sweeper = self._loop.create_task(self._sweep())
-        bound: int = listener.sockets[0].getsockname()[1]
-        return bound
-
-    async def replace_tls(self, tls: ssl.SSLContext) -> None:
-        """Use this context for new connections. Connections waiting to be accepted stay in the
-        kernel's queue, which belongs to the sockets, not to the listeners. Needs uvloop: asyncio's
-        own loop drops connections that it has accepted but not started."""
-        self.tls = tls
-        old = self._listeners
-        sockets = [
-            socket.socket(fileno=os.dup(each.fileno()))
-            for listener in old
-            for each in listener.sockets
-        ]
-        for listener in old:
-            listener.close()
-        self._listeners = [await self._listen(sock=each) for each in sockets]
-
-    async def _listen(self, **where: Any) -> asyncio.Server:
-        timeout_s = self.limits.header_timeout_s if self.tls else None
-        return await self._loop.create_server(
-            lambda: Connection(self),
-            backlog=BACKLOG,
-            ssl=self.tls,
-            ssl_handshake_timeout=timeout_s,
-            **where,
-        )
-
-    def forget_heads(self) -> None:
-        """Clear the cached heads, because handlers' notes on them may be outdated."""
-        self.known_heads.clear()
-
-    @property
-    def listeners(self) -> list[socket.socket]:
-        return [each for listener in self._listeners for each in listener.sockets]
-
-    async def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
-        for listener in self._listeners:
-            listener.close()
-        for connection in list(self._connections):
-            connection.close()
-        for _ in range(100):
-            if not self._connections:
-                break
-            await asyncio.sleep(0.01)
-        for connection in list(self._connections):
-            connection.abort()
-        for listener in self._listeners:
-            await listener.wait_closed()
-
-    @property
-    def num_running(self) -> int:
-        return sum(connection.is_running for connection in self._connections)
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
-    def add(self, connection: Connection) -> bool:
-        if len(self._connections) >= self.limits.max_connections:
-            return False
-        self._connections.add(connection)
-        return True
-
-    def remove(self, connection: Connection) -> None:
-        self._connections.discard(connection)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            connections = list(self._connections)
-            for begin in range(0, len(connections), SWEEP_SLICE):
-                now = self.now()
-                for connection in connections[begin : begin + SWEEP_SLICE]:
-                    connection.sweep(now)
-                await asyncio.sleep(0)
-
-
 def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def _refusal(status: int, text: str) -> bytes:
-    body = encode_error(text)
-    return b"%b%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
-        _STATUS_LINES[status],
-        JSON,
-        len(body),
-        body,
-    )
+    body, head = encode_error(text), _STATUS_LINES[status] + JSON + b"Connection: close\r\n"
+    return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)

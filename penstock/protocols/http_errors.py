@@ -9,8 +9,13 @@ from math import ceil
 
 from penstock.errors import NotReady, Overloaded, PenstockError
 from penstock.protocols.http import JSON, Exchange
-from penstock.wire import openai_v1, v2
-from penstock.wire.statuses import NEEDS_KEY, status_of
+from penstock.wire.statuses import (
+    NEEDS_KEY,
+    encode_error,
+    encode_openai_error,
+    openai_error,
+    status_of,
+)
 
 # vLLM's paths without a version.
 OTHERS = (b"/tokenize", b"/detokenize", b"/tokenizer_info")
@@ -57,11 +62,11 @@ def reply_error(exchange: Exchange, error: Refusal) -> None:
 
 def _encode(error: Refusal, path: bytes) -> bytes:
     if not is_openai(path):
-        return v2.encode_error(str(error))
+        return encode_error(str(error))
     if isinstance(error, WrongHead):
         kind = "not_found_error" if error.status == 404 else "invalid_request_error"
-        return openai_v1.error(str(error), kind)
-    return openai_v1.encode_error(error)
+        return openai_error(str(error), kind)
+    return encode_openai_error(error)
 
 
 def _headers(error: PenstockError) -> bytes:

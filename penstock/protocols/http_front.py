@@ -15,16 +15,18 @@ import sys
 import uvloop
 
 from penstock.config import HttpLimits
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
-from penstock.protocols.http import Exchange, HttpServer
+from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import Refusal, reply_error
-from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.infer_http import InferCall, InferSink
+from penstock.protocols.line import MAX_SENT_BYTES, cannot_listen
 from penstock.protocols.remote import Remote, begin, gate_of
-from penstock.protocols.route_table import Match
+from penstock.protocols.route import Match
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import InferCall, InferSink, V2Http
+from penstock.protocols.v2_http import V2Http
 from penstock.types import Request
 from penstock.wire import frames
 from penstock.wire.v2 import Codec
@@ -167,9 +169,7 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
         context = None if files is None else files.load()
         port = await http.start(settings.host, settings.port, shares_port=True, tls=context)
     except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        reason = listen_problem(error)
-        raise ConfigError([f"cannot listen on {where} for HTTP: {reason}"]) from None
+        raise cannot_listen(settings.host, settings.port, "HTTP", error) from None
     watching = None if files is None else asyncio.create_task(watch(files, [http]))
     await remote.serve_until_stopped(port)
     if watching is not None:

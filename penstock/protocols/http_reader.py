@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote_to_bytes
 import httptools
 
 from penstock.config import HttpLimits
-from penstock.protocols.gate import CREDENTIALS
 from penstock.types import Buffer
 
 log = logging.getLogger("penstock.http")
@@ -28,13 +27,10 @@ MAX_KNOWN_HEAD_BYTES = 1024
 # Smaller bodies are read before the handler looks at the head.
 SCREEN_BYTES = 1 << 20
 _ONCE = frozenset(
-    (
-        b"host",
-        b"content-length",
-        b"transfer-encoding",
-        b"inference-header-content-length",
-    )
+    (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length")
 )
+# Headers that may hold an API key.
+CREDENTIALS = (b"authorization", b"x-api-key")
 # Characters that need no escape in a segment of a path (RFC 3986, pchar).
 _PATH_CHARACTERS = "!$&'()*+,;=:@"
 # ASCII and Unicode control characters in a normalized path.
@@ -49,15 +45,8 @@ class MessageHead:
     the same segments have one spelling."""
 
     __slots__ = (
-        "content_length",
-        "headers",
-        "is_http_1_0",
-        "keep_alive",
-        "method",
-        "note",
-        "path",
-        "query",
-    )
+        "content_length", "headers", "is_http_1_0", "keep_alive", "method", "note", "path", "query",
+    )  # fmt: skip
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
         self.method = method
@@ -109,9 +98,15 @@ class MessageReader:
         # Between two messages.
         self.at_boundary = True
 
-    @property
-    def num_body_bytes(self) -> int:
-        return len(self._body)
+    def find_late(self, since_s: float, silent_s: float) -> Rejection | None:
+        """Refuse a message that began `since_s` ago, if it takes too long."""
+        limits = self._limits
+        if not self.has_head:
+            is_late, part = since_s > limits.header_timeout_s, "head"
+        else:
+            allowed_s = limits.body_timeout_s + len(self._body) / limits.min_body_rate
+            is_late, part = silent_s > limits.body_timeout_s or since_s > allowed_s, "body"
+        return Rejection(408, f"the request {part} took too long") if is_late else None
 
     def feed(self, data: bytes) -> Message | Rejection | None:
         """Parse; complete messages go to `receive`. Return a refusal if no bytes after

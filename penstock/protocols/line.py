@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from penstock.errors import TooLarge
+from penstock.errors import ConfigError, TooLarge
 from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
 from penstock.types import Tensor
@@ -42,6 +42,12 @@ def why_not_listen(host: str, port: int) -> str:
     except OSError as error:
         return listen_problem(error)
     return ""
+
+
+def cannot_listen(host: str, port: int, what: str, reason: str | OSError) -> ConfigError:
+    if isinstance(reason, OSError):
+        reason = listen_problem(reason)
+    return ConfigError([f"cannot listen on {host}:{port} for {what}: {reason}"])
 
 
 def reserve(host: str, port: int) -> socket.socket:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 from msgspec.json import encode
@@ -18,24 +17,15 @@ from penstock.errors import InvalidRequest, NotFound, NotReady
 from penstock.llm.language_model import LanguageModel
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.http import Exchange
-from penstock.protocols.text_answers import (
-    GenerateCall,
-    StreamedAnswer,
-    TextCall,
-    WholeAnswer,
-    guarded,
-)
+from penstock.protocols.text_answers import GenerateCall, StreamedAnswer, guarded
+from penstock.protocols.tokenize_http import TokenizeHttp
+from penstock.protocols.whole_answers import WholeAnswer
 from penstock.serving.catalog import Catalog
 from penstock.wire import documented as doc
-from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import (
-    ChatForm,
-    ChatRequest,
-    CompletionForm,
-    CompletionRequest,
-    OpenAiModel,
-    describe_model,
-)
+from penstock.wire.documented import OpenAiModel, describe_model
+from penstock.wire.openai_forms import ChatForm, CompletionForm
+from penstock.wire.openai_prompts import CompletionRequest, read_completion
+from penstock.wire.openai_v1 import ChatRequest, read_chat
 
 MODELS = b"/v1/models"
 # Paths that the access log covers.
@@ -55,14 +45,15 @@ class OpenAiHttp:
         self._catalog = catalog
         self._is_draining = is_draining
         self._embeddings = EmbeddingsHttp(catalog, logs_requests)
+        tokens = TokenizeHttp(self._find)
         self._handlers: dict[bytes, Callable[[Exchange], None]] = {
             MODELS: self._list_models,
-            b"/tokenizer_info": self._describe_tokenizer,
+            b"/tokenizer_info": tokens.describe,
             b"/v1/completions": self._completions,
             b"/v1/chat/completions": self._chats,
             b"/v1/embeddings": self._embeddings.handle,
-            b"/tokenize": self._tokenize,
-            b"/detokenize": self._detokenize,
+            b"/tokenize": tokens.tokenize,
+            b"/detokenize": tokens.detokenize,
         }
 
     def handle(self, exchange: Exchange) -> None:
@@ -83,10 +74,6 @@ class OpenAiHttp:
             self._find(name)
             raise NotReady(f"model '{name}' is loading")
         exchange.reply_json(encode(found[0]))
-
-    def _describe_tokenizer(self, exchange: Exchange) -> None:
-        known = self._find(None).vocabulary
-        exchange.reply_json(openai_v1.tokenizer_info(known.names, known.template))
 
     def _find(self, name: str | None) -> LanguageModel:
         """Return the named model; without a name, as lm-eval asks for tokens, the only one."""
@@ -112,14 +99,14 @@ class OpenAiHttp:
         return [*self._ready_text_models(), *self._embeddings.ready_models()]
 
     def _completions(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_completion(exchange.body)
+        asked = read_completion(exchange.body)
         form = CompletionForm(_new_id("cmpl"), int(time.time()), asked.model, asked.has_usage)
         echoed = asked.prompts if asked.is_echoed else ()
         call = self._generate_call(exchange, asked, form, "prompt", echoed)
         call.tokenize(asked.prompts, is_whole=asked.has_special_tokens)
 
     def _chats(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_chat(exchange.body)
+        asked = read_chat(exchange.body)
         form = ChatForm(_new_id("chatcmpl"), int(time.time()), asked.model, asked.has_usage)
         call = self._generate_call(exchange, asked, form, "messages")
         call.tokenize_chat(asked.messages, asked.template_options)
@@ -143,42 +130,6 @@ class OpenAiHttp:
             is_logged=self._is_logged,
             echoed=echoed,
         )
-
-    def _tokenize(self, exchange: Exchange) -> None:
-        asked = openai_v1.read_tokenize(exchange.body)
-        call = TokenizeCall(
-            exchange=exchange,
-            model=self._find(asked.model),
-            field="messages" if asked.prompt is None else "prompt",
-            is_counted=False,
-            has_texts=bool(asked.return_token_strs),
-        )
-        if asked.prompt is None:
-            call.tokenize_chat(asked.messages or (), openai_v1.template_options(asked))
-        else:
-            call.tokenize([asked.prompt], is_whole=asked.add_special_tokens)
-
-    def _detokenize(self, exchange: Exchange) -> None:
-        name, tokens = openai_v1.read_detokenize(exchange.body)
-        model = self._find(name)
-        openai_v1.check_tokens("tokens", tokens, model.num_tokens)
-        text = model.vocabulary.decode(tokens, keeps_special=True)
-        exchange.reply_json(encode(doc.DetokenizeAnswer(text)))
-
-
-@dataclass(slots=True, kw_only=True)
-class TokenizeCall(TextCall):
-    """A request for the tokens of one text or chat."""
-
-    # Whether the text of each token is returned too.
-    has_texts: bool
-
-    def take(self, tokens: Sequence[list[int]]) -> None:
-        (found,) = tokens
-        known = self.model.vocabulary
-        texts = [known.token(each) for each in found] if self.has_texts else None
-        answer = doc.TokenizeAnswer(len(found), self.model.max_length, found, texts)
-        self.exchange.reply_json(encode(answer))
 
 
 def _new_id(prefix: str) -> str:

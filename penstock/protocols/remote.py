@@ -171,6 +171,11 @@ class Remote:
 
     def _send(self, request: Request, model: RemoteModel, parcel: frames.Parcel) -> None:
         call = request.turn
+        classes = {
+            output.name: int(output.parameters["classification"])
+            for output in request.outputs
+            if "classification" in output.parameters
+        }
         frame = frames.Infer(
             call,
             model.name,
@@ -182,7 +187,7 @@ class Remote:
             dict(request.parameters or {}),
             request.priority,
             request.timeout_s,
-            _classes(request),
+            classes,
             model.wants_timings,
             request.caller,
         )
@@ -231,7 +236,9 @@ class Remote:
             return
         if not request.is_done:
             if frame.timings:
-                _set_timings(request, frame.timings)
+                timings, told = request.timings, frame.timings
+                timings.queued, timings.dispatched, timings.instance_wait_s = told[:3]
+                timings.compute_s, timings.completed = (told[3], told[4], told[5]), told[6]
             outputs = unpack(frame.parcel, self._answers)
             response = Response(
                 frame.model_name, frame.model_version, outputs, frame.parameters or None
@@ -274,22 +281,6 @@ class Remote:
     def _release(self, parcel: frames.Parcel) -> None:
         if parcel.offset is not None:
             self._line.send(frames.Release((parcel.offset,)))
-
-
-def _classes(request: Request) -> dict[str, int]:
-    return {
-        output.name: int(output.parameters["classification"])
-        for output in request.outputs
-        if "classification" in output.parameters
-    }
-
-
-def _set_timings(request: Request, told: tuple[float, ...]) -> None:
-    timings = request.timings
-    timings.queued, timings.dispatched, timings.instance_wait_s, *compute_s, completed = told
-    input_s, infer_s, output_s = compute_s
-    timings.compute_s = (input_s, infer_s, output_s)
-    timings.completed = completed
 
 
 def _error(kind: str, text: str, retry_after_s: float = 1.0) -> PenstockError:

@@ -8,25 +8,16 @@ made from it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
-from urllib.parse import unquote
-
-import msgspec
+from dataclasses import replace
 
 from penstock.errors import Unsupported
+from penstock.protocols.route import Body, Methods, Route, RouteTable, Scope
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
-from penstock.wire import openai_v1 as openai
-from penstock.wire import server_state as state
+from penstock.wire import openai_prompts as openai
 from penstock.wire.json_errors import JsonObject
-from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody
-
-Scope = Literal["open", "infer", "metrics", "admin"]
-Methods = tuple[str, ...]
-Body = type[msgspec.Struct] | None
+from penstock.wire.openai_v1 import ChatBody
 
 GET = ("GET", "HEAD")
 POST = ("POST",)
@@ -42,72 +33,6 @@ MISSING = {
     "system_shared_memory": "system shared memory regions are",
     "cuda_shared_memory": "CUDA shared memory regions are",
 }
-_PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One row. `{name}` in a path is one non-empty segment, `{name:path}` at its end one or more.
-    `rpcs` are the equivalent gRPC methods, which need the same scope."""
-
-    methods: Methods
-    path: str
-    scope: Scope
-    handler: str
-    # Purpose in a few words.
-    summary: str = ""
-    # The JSON of requests and of answers; None: no body, or not JSON.
-    body: Body = None
-    answer: object = None
-    # The content type of an answer that is not JSON.
-    media: str = ""
-    rpcs: tuple[str, ...] = ()
-    is_on_metrics_port: bool = False
-    _segments: tuple[bytes | None, ...] = field(init=False, repr=False)
-    _names: tuple[str, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        parts = self.path.split("/")[1:]
-        matches = [_PARAMETER.fullmatch(part) for part in parts]
-        segments = tuple(
-            None if match else part.encode() for part, match in zip(parts, matches, strict=True)
-        )
-        object.__setattr__(self, "_segments", segments)
-        object.__setattr__(self, "_names", tuple(match[1] for match in matches if match))
-
-    @property
-    def num_segments(self) -> int:
-        return len(self._segments)
-
-    @property
-    def takes_rest(self) -> bool:
-        return self.path.endswith(":path}")
-
-    def match(self, given: list[bytes]) -> Match | None:
-        """Match segments of a path, still percent-encoded; there must be as many as in this row."""
-        values = []
-        for expected, segment in zip(self._segments, given, strict=True):
-            if expected is None and segment:
-                values.append(unquote(segment.decode("latin-1")))
-            elif expected != segment:
-                return None
-        return Match(self, dict(zip(self._names, values, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A row, and the decoded values of its path parameters."""
-
-    route: Route
-    names: Mapping[str, str]
-
-    @property
-    def model_name(self) -> str:
-        return self.names.get("name", "")
-
-    @property
-    def model_version(self) -> str:
-        return self.names.get("version", "")
 
 
 def _get(path: str, scope: Scope, handler: str, summary: str, answer: object, *rpcs: str) -> Route:
@@ -131,7 +56,7 @@ def _paths(*rpcs: str) -> tuple[str, ...]:
 
 
 # The server's own pages. They are static and open; data comes from the state route.
-_START = _get("/", "open", "start_page", "Start page; links, for clients but browsers", state.Links)
+_START = _get("/", "open", "start_page", "Start page; links, for clients but browsers", doc.Links)
 _PAGES = [
     replace(_START, media="text/html"),
     _asset("/docs", "Description of the API, to read", "text/html"),
@@ -140,7 +65,7 @@ _PAGES = [
     _asset("/dashboard/docs.js", "Script of /docs", "text/javascript"),
     _asset("/dashboard/style.css", "Style of the pages", "text/css"),
     _get("/dashboard/state", "infer", "state", "Models, their state and example calls",
-         state.ServerState),
+         doc.ServerState),
 ]  # fmt: skip
 _HEALTH = [
     _get("/v2/health/live", "open", "live", "Whether the server runs", doc.LiveAnswer,
@@ -185,10 +110,10 @@ _REPOSITORY = [
         answer=answer,
     )
     for path, handler, summary, body, answer, rpc in (
-        ("index", "index", "Models of the repository and their state", IndexBody,
+        ("index", "index", "Models of the repository and their state", doc.IndexBody,
          list[doc.IndexRow], "Index"),
-        ("models/{name}/load", "load", "Load or reload a model", LoadBody, None, "ModelLoad"),
-        ("models/{name}/unload", "unload", "Unload a model", UnloadBody, None, "ModelUnload"),
+        ("models/{name}/load", "load", "Load or reload a model", doc.LoadBody, None, "ModelLoad"),
+        ("models/{name}/unload", "unload", "Unload a model", doc.UnloadBody, None, "ModelUnload"),
     )
 ]  # fmt: skip
 
@@ -209,18 +134,17 @@ def _shared_memory(kind: str) -> list[Route]:
 
 _OPENAI = [
     _post("/v1/completions", "openai", "Complete a prompt", openai.CompletionBody, doc.TextAnswer),
-    _post("/v1/chat/completions", "openai", "Answer a chat", openai.ChatBody, doc.TextAnswer),
+    _post("/v1/chat/completions", "openai", "Answer a chat", ChatBody, doc.TextAnswer),
     _post("/v1/embeddings", "openai", "Embed texts", openai.EmbeddingsBody, doc.EmbeddingsList),
     _get("/v1/models", "infer", "openai", "Models for text and embeddings", doc.OpenAiModels),
     # Model names may contain slashes.
     _get("/v1/models/{name:path}", "infer", "openai", "One model for text or embeddings",
-         openai.OpenAiModel),
+         doc.OpenAiModel),
     _post("/tokenize", "openai", "Tokens of a text or chat", openai.TokenizeBody,
           doc.TokenizeAnswer),
     _post("/detokenize", "openai", "Text of tokens", openai.DetokenizeBody, doc.DetokenizeAnswer),
     _get("/tokenizer_info", "infer", "openai", "Special tokens and chat template", JsonObject),
 ]  # fmt: skip
-# The first matching row wins: literal segments go before parameters.
 ROUTES: tuple[Route, ...] = (
     *_PAGES,
     *_SERVER,
@@ -231,30 +155,9 @@ ROUTES: tuple[Route, ...] = (
     *_shared_memory("cuda"),
     *_OPENAI,
 )
+find = RouteTable(ROUTES).find
 RPC_ROUTES: Mapping[str, Route] = {rpc: route for route in ROUTES for rpc in route.rpcs}
-
-
-_BY_NUM_SEGMENTS: dict[int, list[Route]] = {}
-for _route in ROUTES:
-    if not _route.takes_rest:
-        _BY_NUM_SEGMENTS.setdefault(_route.num_segments, []).append(_route)
-_TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
 
 
 def unsupported(handler: str) -> Unsupported:
     return Unsupported(f"{MISSING[handler]} not supported by this server")
-
-
-def find(path: bytes) -> Match | None:
-    """Return the row for a path in the form of `http_reader.MessageHead.path`, or None."""
-    given = path.split(b"/")[1:]
-    for route in _BY_NUM_SEGMENTS.get(len(given), ()):
-        if (match := route.match(given)) is not None:
-            return match
-    for route in _TAKING_REST:
-        start = route.num_segments - 1
-        if len(given) > start:
-            rest = b"/".join(given[start:])
-            if (match := route.match([*given[:start], rest])) is not None:
-                return match
-    return None

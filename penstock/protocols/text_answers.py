@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -29,8 +25,9 @@ from penstock.errors import (
 )
 from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
-from penstock.llm.messages import Logprobs, TokenEvent
+from penstock.llm.messages import TokenEvent
 from penstock.protocols import access_log
+from penstock.protocols.choice_logprobs import ChoiceLogprobs
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
@@ -38,14 +35,12 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
 from penstock.wire.generate_v2 import GenerateForm
+from penstock.wire.openai_forms import AnswerChoice, CompletionForm, TokenUsage
+from penstock.wire.openai_logprobs import TokenLogprob
 from penstock.wire.openai_messages import Message
-from penstock.wire.openai_v1 import AnswerChoice, CompletionForm, TokenLogprob, TokenUsage
-
-if TYPE_CHECKING:
-    from penstock.llm.token_bytes import Detokenizer
 
 log = logging.getLogger("penstock.http")
-_EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
 
 @contextmanager
@@ -121,22 +116,22 @@ class TextCall:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Count refusals, and name the request field in errors about its text."""
-        is_counted = self.is_counted
-        with counted(self.model, self.exchange.received) if is_counted else nullcontext():
-            try:
-                yield
-            except InvalidRequest as error:
-                raise with_field(error, self.field) from None
+        try:
+            yield
+        except PenstockError as error:
+            add_field(error, self.field)
+            if self.is_counted:
+                self.model.refused(error, self.exchange.received)
+            raise
 
 
-def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
-    """Return the error with `field`, unless it names one already."""
-    if not error.field:
+def add_field(error: PenstockError, field: str) -> None:
+    """Let an error about a request name `field`, unless it names one already."""
+    if isinstance(error, InvalidRequest) and not error.field:
         error.field = field
         if isinstance(error, TooLarge):
             # Only a text that cannot fit the context is too large here.
             error.code = CONTEXT_LENGTH_EXCEEDED
-    return error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,9 +195,6 @@ def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
-# Answers.
-
-
 @dataclass(slots=True)
 class PromptSink:
     """The sink of one prompt; its choices are numbered after those of earlier prompts."""
@@ -229,9 +221,8 @@ class PartialChoice:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
-    # Measures the text offsets of its tokens, in characters; None if logprobs were not requested.
-    stream: Detokenizer | None = None
-    num_chars: int = 0
+    # None if logprobs were not requested.
+    named: ChoiceLogprobs | None = None
 
 
 class Answer:
@@ -261,26 +252,14 @@ class Answer:
         text = "" if self.call.is_prompt_only else event.text
         if not choice.has_begun:
             text = echo + text
-        logprobs = self._logprobs(choice, number, event) if self._has_logprobs else None
+        logprobs = None
+        if self._has_logprobs:
+            if choice.named is None:
+                generation, has_prompt = self.generations[number], self.call.has_prompt_logprobs
+                choice.named = ChoiceLogprobs(self._model.vocabulary, generation, has_prompt)
+            logprobs = choice.named.take(None if self.call.is_prompt_only else event)
         self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
-
-    def _logprobs(
-        self, choice: PartialChoice, number: int, event: TokenEvent
-    ) -> list[TokenLogprob]:
-        """Return the logprobs of a token; before the first, those of the prompt if wanted."""
-        found: list[TokenLogprob] = []
-        vocabulary, generation = self._model.vocabulary, self.generations[number]
-        if choice.stream is None:
-            tokens = generation.request.tokens
-            before = () if self.call.has_prompt_logprobs else tokens
-            choice.stream = vocabulary.stream(before)
-            if self.call.has_prompt_logprobs:
-                for token, logprobs in zip_longest(tokens, generation.prompt_logprobs):
-                    found.append(self._named(token, logprobs, choice))
-        if event.logprobs is not None and not self.call.is_prompt_only:
-            found.append(self._named(event.token, event.logprobs, choice))
-        return found
 
     def finished(self, totals: Totals) -> None:
         known = self.usage
@@ -297,8 +276,7 @@ class Answer:
 
     def failed(self, error: PenstockError) -> None:
         if not self.is_over:
-            if isinstance(error, InvalidRequest):
-                error = with_field(error, self.call.field)
+            add_field(error, self.call.field)
             self._give_up()
             self.fail(error)
             self._note(error)
@@ -312,30 +290,9 @@ class Answer:
         """Write a line to the access log. A failed stream gets its error's status there, though its
         client saw 200."""
         if self.call.is_logged:
-            totals = [each.totals for each in self.generations]
-            what = {
-                **access_log.about(self._model.config),
-                "request_id": self.call.id,
-                "prompt_tokens": sum(each.num_prompt for each in totals),
-                "generation_tokens": sum(each.num_generated for each in totals),
-            }
             path, received = self.exchange.head.path, self.exchange.received
-            spans = {"total": time.monotonic() - received}
-            firsts = [each.first_at for each in self.generations if each.first_at is not None]
-            if firsts:
-                spans["first_token"] = min(firsts) - received
-            access_log.record("http", what, spans, error, path)
-
-    def _named(self, token: int, logprobs: Logprobs | None, choice: PartialChoice) -> TokenLogprob:
-        """Return a token with its logprob; NaN for the first token of a prompt, which has none."""
-        piece, place = self._model.vocabulary.piece, choice.num_chars
-        assert choice.stream is not None
-        choice.num_chars += len(choice.stream.add(token))
-        if logprobs is None:
-            return TokenLogprob(piece(token), math.nan, offset=place)
-        pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
-        top = [(piece(other), logprob) for other, logprob in pairs]
-        return TokenLogprob(piece(token), logprobs.logprob, top, place)
+            what = {**access_log.about(self._model.config), "request_id": self.call.id}
+            access_log.generated(what, self.generations, received, error, path)
 
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         raise NotImplementedError
@@ -347,36 +304,10 @@ class Answer:
         reply_error(self.exchange, error)
 
 
-class WholeAnswer(Answer):
-    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
-        choice.text += new.text
-        choice.reason = new.reason
-        choice.logprobs += new.logprobs or ()
-
-    def end(self) -> None:
-        choices = [
-            AnswerChoice(
-                place, each.text, each.reason, each.logprobs if self._has_logprobs else None
-            )
-            for place, each in sorted(self.choices.items())
-        ]
-        self.reply(self.form.whole(choices, self.usage))
-
-    def reply(self, body: bytes) -> None:
-        self.exchange.reply_json(body)
-
-
-class OneEventAnswer(WholeAnswer):
-    """A whole answer in one event, for clients that read event streams."""
-
-    def reply(self, body: bytes) -> None:
-        self.exchange.reply(200, _EVENTS, (b"data: " + body + b"\n\n",))
-
-
 class StreamedAnswer(Answer):
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         if not self.exchange.is_streaming:
-            self.exchange.start_stream(200, _EVENTS)
+            self.exchange.start_stream(200, EVENTS)
         data = b"" if choice.has_begun else self.form.begin(new.index)
         # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
         if new.text or new.reason or new.logprobs:

@@ -1,7 +1,8 @@
 """TLS for HTTP, gRPC and metrics: contexts from the operator's files, reloaded when they change.
 
 An unusable change is logged, and the previous certificate stays. Connections keep the certificate
-that they started with. Knows no protocol beyond the names in its contexts.
+that they started with. Also reads the validity of a certificate from its PEM text: the ssl module
+shows the dates of a peer's certificate but not of one that a server loads.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import logging
 import re
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.config import TlsConfig
 from penstock.errors import ConfigError
-from penstock.protocols.certificate import Validity, read_validity
-from penstock.protocols.gate import file_stamp
-from penstock.protocols.http import HttpServer
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.key_file import file_stamp
 
 log = logging.getLogger("penstock.tls")
 
+BEGIN, END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+# DER tags.
+SEQUENCE, VERSION, UTC_TIME, GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 KEY_END = "PRIVATE KEY-----"
 # The source location with which the ssl module ends its errors.
 _PLACE = re.compile(r" \(_?ssl\.c:\d+\)")
@@ -29,16 +33,15 @@ _PLACE = re.compile(r" \(_?ssl\.c:\d+\)")
 WATCH_S = 1.0
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class TlsFiles:
     """Certificate chain, private key and optional CA of client certificates. `warns`: log a
     certificate that is not valid at load time; only one process of a server does."""
 
     def __init__(
-        self, config: TlsConfig, warns: bool = True, now: Callable[[], datetime] = _utc_now
+        self,
+        config: TlsConfig,
+        warns: bool = True,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.config = config
         self._warns = warns
@@ -63,8 +66,9 @@ class TlsFiles:
             return None
         try:
             context, validity = self._read()
-            problem, was_valid = validity.problem(self._now()), self._is_valid
-            if problem and was_valid:
+            now, current = self._now(), self._validity
+            problem = validity.problem(now)
+            if problem and current is not None and not current.problem(now):
                 raise ConfigError([f"--tls-cert {self.config.cert}: the new certificate {problem}"])
         except ConfigError as error:
             log.error("the TLS certificate stays as it is: %s", error)
@@ -75,10 +79,6 @@ class TlsFiles:
         if problem:
             log.warning("--tls-cert %s: the certificate is %s", self.config.cert, problem)
         return context
-
-    @property
-    def _is_valid(self) -> bool:
-        return self._validity is not None and not self._validity.problem(self._now())
 
     def _read(self) -> tuple[ssl.SSLContext, Validity]:
         self._stamps = self._read_stamps()
@@ -162,3 +162,62 @@ def _reason(error: Exception) -> str:
     """Return the error's reason, without the location in the library's source."""
     reason = getattr(error, "reason", None) or _PLACE.sub("", str(error))
     return str(reason).replace("_", " ").lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    begins: datetime
+    ends: datetime
+
+    def problem(self, now: datetime) -> str:
+        """Return why the certificate is not valid now; empty if it is."""
+        if now > self.ends:
+            return f"expired on {self.ends:%Y-%m-%d %H:%M} UTC"
+        if now < self.begins:
+            return f"not valid before {self.begins:%Y-%m-%d %H:%M} UTC"
+        return ""
+
+
+def read_validity(text: str) -> Validity:
+    """Return the validity of the first certificate of a PEM file, which is the server's own, from
+    its DER fields (RFC 5280, section 4.1). ValueError if it is missing or cannot be read."""
+    begin = text.find(BEGIN)
+    end = text.find(END, begin)
+    if begin < 0 or end < 0:
+        raise ValueError("no PEM certificate")
+    try:
+        data = ssl.PEM_cert_to_DER_cert(text[begin : end + len(END)])
+        _, certificate, _ = _split(data, SEQUENCE)
+        _, fields, _ = _split(certificate, SEQUENCE)
+        if fields[0] == VERSION:
+            fields = _split(fields)[2]
+        for _ in ("serial number", "signature", "issuer"):
+            fields = _split(fields)[2]
+        _, period, _ = _split(fields, SEQUENCE)
+        first_tag, first, rest = _split(period)
+        last_tag, last, _ = _split(rest)
+        return Validity(_time(first_tag, first), _time(last_tag, last))
+    except (ValueError, IndexError):
+        raise ValueError("not a certificate") from None
+
+
+def _split(data: bytes, expected: int | None = None) -> tuple[int, bytes, bytes]:
+    """Return the tag and content of the first value, and the data after it."""
+    tag, length, start = data[0], data[1], 2
+    if expected not in (None, tag):
+        raise ValueError(f"tag {tag:#x}; expected {expected:#x}")
+    if length & 0x80:
+        start += length & 0x7F
+        length = int.from_bytes(data[2:start])
+    if start + length > len(data):
+        raise ValueError("truncated")
+    return tag, data[start : start + length], data[start + length :]
+
+
+def _time(tag: int, content: bytes) -> datetime:
+    text = content.decode("ascii")
+    if tag == UTC_TIME:
+        text = ("19" if text[:2] >= "50" else "20") + text
+    elif tag != GENERALIZED_TIME:
+        raise ValueError(f"tag {tag:#x} is not a time")
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -32,8 +32,9 @@ from penstock.errors import (
 )
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
-from penstock.protocols.gate import Gate, Keys, headers_of
-from penstock.protocols.line import why_not_listen
+from penstock.protocols.gate import Gate, Keys
+from penstock.protocols.http_reader import CREDENTIALS
+from penstock.protocols.line import cannot_listen, why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import MISSING, RPC_ROUTES, unsupported
 from penstock.protocols.tls import TlsFiles
@@ -66,6 +67,7 @@ FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
 # gRPC's contexts have no types.
 Context: TypeAlias = Any
+Metadata = Iterable[tuple[str, str | bytes]]
 Answer = Callable[..., Awaitable[Proto]]
 
 
@@ -86,6 +88,28 @@ class InferWaiter:
             self.message.set_result(encode_answer(request, answer))
 
 
+def check_rpc(gate: Gate, method: str, metadata: Metadata) -> bool:
+    """Like `Gate.check_scope`, for a gRPC call; InvalidRequest if a key is given twice. Return
+    False if there is no such method."""
+    route = RPC_ROUTES.get(method)
+    if route is None:
+        return False
+    headers = headers_of(metadata)
+    gate.check_keys(headers, "metadata")
+    gate.check_scope(route.scope, headers)
+    return True
+
+
+def headers_of(metadata: Metadata) -> dict[bytes, bytes]:
+    """Return the metadata of a gRPC call as headers, with repeated keys joined."""
+    headers: dict[bytes, bytes] = {}
+    for name, given in metadata:
+        header, value = name.encode(), given if isinstance(given, bytes) else given.encode()
+        is_repeated = header in headers and header in CREDENTIALS
+        headers[header] = headers[header] + b"\n" + value if is_repeated else value
+    return headers
+
+
 class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All methods of the port, by path, behind the gate: none can bypass it."""
 
@@ -95,7 +119,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, call: Context) -> grpc.RpcMethodHandler | None:
         try:
-            is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
+            is_known = check_rpc(self._gate, call.method, call.invocation_metadata)
         except (NotAllowed, InvalidRequest) as error:
             if RPC_ROUTES[call.method].scope == "admin":
                 caller = self._gate.caller_name(headers_of(call.invocation_metadata))
@@ -243,7 +267,7 @@ class Service:
             if service in ("", SERVICE.full_name):
                 await self._remote.ask("ready")
             else:
-                self._gate.check_rpc(MODEL_READY, context.invocation_metadata())
+                check_rpc(self._gate, MODEL_READY, context.invocation_metadata())
                 await self._remote.ask("model_ready", service)
         except NotFound:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -408,7 +432,7 @@ def _listen(server: grpc.aio.Server, settings: frames.OpenFront) -> int:
             return int(server.add_insecure_port(address))
     except (RuntimeError, ConfigError) as error:
         reason = str(error)
-    raise ConfigError([f"cannot listen on {address} for gRPC: {reason}"])
+    raise cannot_listen(host, settings.port, "gRPC", reason)
 
 
 if __name__ == "__main__":

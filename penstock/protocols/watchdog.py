@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.system.exit_codes import ExitCode
-from penstock.wire.v2 import encode_error
+from penstock.wire.statuses import encode_error
 
 log = logging.getLogger("penstock.watchdog")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, first_line
 from penstock.repository.links import is_shared
-from penstock.types import DATATYPES, Signature, TensorSpec
+from penstock.repository.signature import Signature
+from penstock.types import DATATYPES, TensorSpec
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto

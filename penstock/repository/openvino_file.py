@@ -9,7 +9,8 @@ from xml.etree.ElementTree import Element, ParseError, TreeBuilder
 from xml.parsers import expat
 
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, Signature, TensorSpec
+from penstock.repository.signature import Signature
+from penstock.types import DATATYPES, TensorSpec
 
 # v2 datatypes by the precision of a port, such as U8, I64 and FP32.
 PRECISIONS = {name.replace("INT", "I").replace("UI", "U"): name for name in DATATYPES}

@@ -42,8 +42,9 @@ from penstock.repository import (
 )
 from penstock.repository.parameters import MAX_WAIT, SLO, ParameterReader, check_names
 from penstock.repository.pbtxt_fields import Proto
+from penstock.repository.signature import Signature
 from penstock.system import devices
-from penstock.types import Signature, TensorSpec, TimeoutAction
+from penstock.types import TensorSpec, TimeoutAction
 
 # Files that each backend loads; of several, the first that exists.
 FILES = {

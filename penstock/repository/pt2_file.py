@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.types import Signature, TensorSpec
+from penstock.repository.signature import Signature
+from penstock.types import TensorSpec
 
 SCHEMA = 8
 # Datatypes by torch's scalar type numbers.

@@ -21,8 +21,8 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.processes.endings import describe_status
+from penstock.repository.signature import Signature
 from penstock.system import environment
-from penstock.types import Signature
 
 READER = "penstock.backends.python_reader"
 # Importing torch and loading weights takes seconds; code that takes longer should not do it when it

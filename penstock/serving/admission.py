@@ -13,7 +13,7 @@ import os
 from penstock.errors import PenstockError
 from penstock.serving.context import ModelContext
 from penstock.serving.plan import Ticket
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, is_overload
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
@@ -63,6 +63,7 @@ class Admission:
     ) -> None:
         self._policy = context.config.batching
         self._planner = context.planner
+        self._known_fits = context.planner.known
         self._memory = memory
         self._queue = queue
         self._guard = guard
@@ -73,12 +74,13 @@ class Admission:
         self._saturation = context.saturation
         self._clock = context.clock
         self._processor_wait = ProcessorWait()
+        self.close = self._processor_wait.close
         self._looked_at = -math.inf
         self._waited_s = 0.0
 
     def admit(self, request: Request) -> None:
         """Queue the request, or raise why it is refused."""
-        fit = self._planner.fit(request)
+        fit = self._known_fits.get(request.form) or self._planner.fit(request)
         request.ticket = Ticket(fit)
         plan = fit.plan
         request.num_rows = plan.num_rows
@@ -113,9 +115,6 @@ class Admission:
     def note_full(self, request: Request, num_held: int) -> None:
         """Tell the queue shares that the queue was full with this many requests."""
         self._shares.refused(num_held, self._clock(), request.priority)
-
-    def close(self) -> None:
-        self._processor_wait.close()
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()

@@ -3,8 +3,8 @@ Pure: time is an argument.
 
 A mean for each rung (size) of the batch ladder, with linear interpolation between them. Estimates
 for rungs that never ran are on the slow side. Detects when the whole table has drifted. `Spread`
-says how much longer than predicted the slowest batches take, `HangLimits` when a worker counts as
-hung.
+says how much longer than predicted the slowest batches take, `WaitLimit` how long requests may
+queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-from penstock.config import ladder
+from penstock.config import BatchPolicy, QueuePolicy, ladder
 
 # Weight of a new observation; the first few weigh more.
 SMOOTHING = 0.1
@@ -31,8 +31,14 @@ MAX_INFLATION = 2.5
 DRIFT_WINDOW = 20
 DRIFT = 0.10
 STALE_AFTER_S = 30.0
-HANG_FACTOR = 20
-NUM_REMEMBERED = 128
+# The default limit: the larger of this time and this number of the largest batches.
+MIN_WAIT_S = 1.0
+MAX_BATCHES = 10
+# Batches are timed at most this often: in fixed mode nothing else needs T(b).
+LEARN_EVERY_S = 0.001
+# Time without an instance is added to the limit and taken back at this rate afterwards: at up to
+# 80 % load the backlog of a restart is worked off in time, and no request of it is refused.
+RECOVERY = 0.25
 
 
 class BatchTimes:
@@ -48,10 +54,6 @@ class BatchTimes:
         self._ratios: list[float] = []
         self._before: list[float] = []
         self._window_began = -math.inf
-
-    def __repr__(self) -> str:
-        times = zip(self._sizes, self._means, strict=True)
-        return f"<BatchTimes {' '.join(f'{size}:{mean * 1e3:.2f}ms' for size, mean in times)}>"
 
     @property
     def is_known(self) -> bool:
@@ -84,8 +86,7 @@ class BatchTimes:
         return 1
 
     def stale_rung(self, max_size: int, now: float, min_size: int = 1) -> int | None:
-        """Return the rung from `min_size` to `max_size` that ran least recently; None if that was
-        within STALE_AFTER_S."""
+        """Return the least recent rung of these sizes; None if it ran within STALE_AFTER_S."""
         rungs = [i for i, size in enumerate(self._sizes) if min_size <= size <= max_size]
         if not rungs:
             return None
@@ -117,8 +118,7 @@ class BatchTimes:
     def observe(self, size: int, duration_s: float, now: float) -> bool:
         """Learn from a batch. True if the table had drifted and was scaled."""
         size = min(size, self._max_size)
-        is_known = self.is_known
-        if is_known:
+        if self.is_known:
             self._note_ratio(size, duration_s, now)
         high = bisect_left(self._sizes, size)
         if self._sizes[high] == size:
@@ -140,8 +140,7 @@ class BatchTimes:
         self._means[index] += max(SMOOTHING, 1 / (count + 1)) * (believed_s - mean)
 
     def _learn_between(self, high: int, size: int, duration_s: float, now: float) -> None:
-        """Move both neighbouring rungs, each by its share; the nearer one, if it never ran, takes
-        the new value at once."""
+        """Move both neighbouring rungs by their share; the nearer one, if new, all the way."""
         low = high - 1
         sizes, means = self._sizes, self._means
         share = (size - sizes[low]) / (sizes[high] - sizes[low])
@@ -198,8 +197,7 @@ class BatchTimes:
         self._ratios.append(duration_s / expected_s if expected_s > 0 else 1.0)
 
     def _has_drifted(self) -> bool:
-        """Check for drift. If so, scale the rungs that did not run in the window; those that ran
-        have followed already."""
+        """Check for drift, and then scale the rungs that did not run in the window."""
         if len(self._ratios) < DRIFT_WINDOW:
             return False
         factor = median(self._ratios)
@@ -238,30 +236,79 @@ class Spread:
         return min(MAX_INFLATION, max(1.0, slow))
 
 
-class HangLimits:
-    """How long a batch may take: HANG_FACTOR times the 99th percentile of earlier ones of about the
-    same size, at least `min_s`."""
+class WaitLimit:
+    """How long requests may wait for an instance (`penstock.max_wait_ms`), for all queues of a
+    model: the limit, the predicted length of the queue in seconds, and the extra time that requests
+    get because no instance was running."""
 
-    def __init__(self, min_s: float) -> None:
-        self._min_s = min_s
-        self._recent: dict[int, deque[float]] = {}
+    def __init__(self, policy: BatchPolicy, batch_size: int) -> None:
+        """`batch_size` is the size of a batch when many requests wait, in rows or tokens."""
+        self._max_wait_s = policy.max_wait_s
+        # The configured batching delay does not count as overload.
+        self._delay_s = policy.max_queue_delay_s if policy.is_dynamic else 0.0
+        self._batch_size = batch_size
+        self._largest = policy.max_tokens or policy.max_batch_size
+        self._times = BatchTimes(self._largest)
+        self._num_executors = 1
+        self._learn_at = -math.inf
+        # The extra time when the number of executors last became zero or more than zero.
+        self._extra_s = 0.0
+        self._since = 0.0
+        self._is_available = True
+        # When a batch last ended.
+        self.ended_at = -math.inf
+
+    def applies(self, queue: QueuePolicy) -> bool:
+        """Whether requests of this queue have a limit. The default does not apply to queues with
+        their own time-out or size limit."""
+        if self._max_wait_s is not None:
+            return self._max_wait_s > 0
+        return queue.default_timeout_s == 0 and queue.max_queue_size == 0
 
     def seed(self, timings: Mapping[int, float]) -> None:
-        """Note the durations of warm-up batches, by rows."""
-        for num_rows, duration_s in timings.items():
-            self.note(num_rows, duration_s)
+        """Seed T(b) with times from warm-up, in seconds by size."""
+        self._times.seed_between(timings)
 
-    def note(self, num_rows: int, duration_s: float) -> None:
-        # Sizes with the same number of bits count together.
-        recent = self._recent.get(num_rows.bit_length())
-        if recent is None:
-            recent = self._recent[num_rows.bit_length()] = deque(maxlen=NUM_REMEMBERED)
-        recent.append(duration_s)
+    def observe(self, size: int, started: float, now: float) -> None:
+        """Note that a batch of this size was answered."""
+        self.ended_at = now
+        if now >= self._learn_at:
+            self._learn_at = now + LEARN_EVERY_S
+            self._times.observe(size, now - started, now)
 
-    def limit_s(self, num_rows: int) -> float:
-        recent = sorted(self._recent.get(num_rows.bit_length(), ()))
-        p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
-        return max(self._min_s, HANG_FACTOR * p99)
+    def count_executors(self, num_ready: int, now: float) -> None:
+        """Set how many batches can run at once from now on."""
+        is_available = num_ready > 0
+        if is_available is not self._is_available:
+            self._extra_s, self._since = self.extra_s(now), now
+            self._is_available = is_available
+        self._num_executors = max(1, num_ready)
+
+    def extra_s(self, now: float) -> float:
+        """Return the extra time that requests get because no instance was running."""
+        elapsed_s = now - self._since
+        if not self._is_available:
+            return self._extra_s + elapsed_s
+        return max(0.0, self._extra_s - RECOVERY * elapsed_s)
+
+    def allowed_s(self, now: float) -> float:
+        """Return how long requests may wait. Infinite without an instance, and with the default
+        limit before the first batch was timed."""
+        if not self._is_available:
+            return math.inf
+        limit_s = self._max_wait_s
+        if limit_s is None:
+            if not self._times.is_known:
+                return math.inf
+            limit_s = max(MIN_WAIT_S, MAX_BATCHES * self._times.mean_s(self._largest))
+        return limit_s + self._delay_s + self.extra_s(now)
+
+    def predicted_s(self, size_ahead: int, num_ahead: int) -> float:
+        """Return how long a new request waits for those ahead, of `size_ahead` together."""
+        if not num_ahead:
+            return 0.0
+        size = max(self._batch_size, size_ahead / num_ahead)
+        return size_ahead / size * self._times.mean_s(size) / self._num_executors
 
 
 def _on_lines(sizes: list[int], means: list[float], size: float) -> float:

@@ -1,8 +1,10 @@
-"""The batches of a model: those that run, the last that ran, and each shape's count. Pure."""
+"""The batches of a model: those that run, how long they may take, the last that ran, and each
+shape's count. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 NUM_RECENT = 64
 # Shapes that are counted individually; later ones are counted together.
 MAX_SHAPES = 1024
+HANG_FACTOR = 20
+NUM_REMEMBERED = 128
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -87,3 +91,29 @@ class History:
         seen.num_batches += 1
         seen.num_requests += record.num_requests
         seen.num_rows += record.num_rows
+
+
+class HangLimits:
+    """How long a batch may take: HANG_FACTOR times the 99th percentile of earlier ones of about the
+    same size, at least `min_s`."""
+
+    def __init__(self, min_s: float) -> None:
+        self._min_s = min_s
+        self._recent: dict[int, deque[float]] = {}
+
+    def seed(self, timings: Mapping[int, float]) -> None:
+        """Note the durations of warm-up batches, by rows."""
+        for num_rows, duration_s in timings.items():
+            self.note(num_rows, duration_s)
+
+    def note(self, num_rows: int, duration_s: float) -> None:
+        # Sizes with the same number of bits count together.
+        recent = self._recent.get(num_rows.bit_length())
+        if recent is None:
+            recent = self._recent[num_rows.bit_length()] = deque(maxlen=NUM_REMEMBERED)
+        recent.append(duration_s)
+
+    def limit_s(self, num_rows: int) -> float:
+        recent = sorted(self._recent.get(num_rows.bit_length(), ()))
+        p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
+        return max(self._min_s, HANG_FACTOR * p99)

@@ -1,30 +1,29 @@
-"""The loaded models by name and version; loads, replaces and unloads them.
+"""Loads, replaces and unloads the models of a server, and lists them.
 
-Runs on the core's event loop. Requests without a version go to the highest loaded one. A reload
-starts the new versions beside the old ones, switches atomically and drains the old ones; if the
-new ones cannot be loaded, nothing changes.
+Runs on the core's event loop. A reload starts the new versions beside the old ones, switches
+atomically and drains the old ones; if the new ones cannot be loaded, nothing changes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
+from penstock.errors import ConfigError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
-from penstock.repository.layout import RepositoryScan, listed
+from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
-from penstock.serving.fleet import Arrangement, Fleet
+from penstock.serving.fleet import Fleet, GpuReservations
 from penstock.serving.memory_plan import Share
-from penstock.serving.metrics import Pending
+from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
+from penstock.serving.scrape import Pending
 from penstock.serving.served import ModelProcess, Served
 from penstock.serving.supervisor import load_timeout_text
 
@@ -32,14 +31,6 @@ log = logging.getLogger("penstock.catalog")
 
 # Limit on concurrent loads: they are mostly imports and disk reads, and slow each other down.
 MAX_LOADING = 4
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailure:
-    """A requested model that could not be loaded, and why."""
-
-    name: str
-    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,50 +46,8 @@ class IndexEntry:
 Make = Callable[[ModelConfig, Quotas], Served]
 
 
-class GpuReservations:
-    """GPU memory reserved for each load in progress, which it may not have allocated yet."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._promised: list[list[Share]] = []
-        self._arranging = asyncio.Lock()
-        # Set when reserved memory was allocated or given up.
-        self._settled = asyncio.Event()
-
-    async def arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
-        """Assign devices and reserve GPU memory; CPU-only models never wait. Memory of loads in
-        progress may count twice, as reserved and as already allocated. So if memory is short, try
-        again whenever one of them is done."""
-        if not any(config.uses_gpu for config in configs):
-            return Arrangement(list(configs))
-        async with self._arranging:
-            while True:
-                self._settled.clear()
-                promised = [share for each in self._promised for share in each]
-                arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
-                if not (arranged.is_short and promised):
-                    self._promised.append(arranged.shares)
-                    return arranged
-                await self._settled.wait()
-
-    def settle(self, shares: list[Share], name: str, version: str = "") -> None:
-        """Drop the reservation of a model or version that has allocated its memory or failed: from
-        now on the driver's figures are right."""
-        shares[:] = [
-            share
-            for share in shares
-            if share.model != name or (version and share.version != version)
-        ]
-        self._settled.set()
-
-    def release(self, shares: list[Share]) -> None:
-        """Drop what is left of the reservations of a load that has ended."""
-        self._promised = [each for each in self._promised if each is not shares]
-        self._settled.set()
-
-
-class Catalog:
-    """The loaded models. `makers` create versions of the backends that do not use `Model`."""
+class Catalog(ModelTable):
+    """`makers` create versions of the backends that do not use `Model`."""
 
     def __init__(
         self,
@@ -106,48 +55,15 @@ class Catalog:
         fleet: Fleet | None = None,
         makers: Mapping[str, Make] | None = None,
     ) -> None:
+        super().__init__()
         self._start_life = start_life
-        # Quotas of API keys, shared by all models.
-        self.quotas = Quotas()
         self._makers = makers or {}
-        self._is_closed = False
         self._reservations = GpuReservations(fleet or Fleet())
-        self._models: dict[str, dict[str, Served]] = {}
-        self._latest: dict[str, Served] = {}
-        self._failures: dict[str, LoadFailure] = {}
-        # Models that are loading: requests for them get NotReady, which clients retry.
-        self._awaited: set[str] = set()
         # When the latest load of each model began, in ns, by the clock that stamps files.
         self.load_began_ns: dict[str, int] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(MAX_LOADING)
-
-    def __iter__(self) -> Iterator[Served]:
-        for versions in self._models.values():
-            yield from versions.values()
-
-    @property
-    def failures(self) -> list[LoadFailure]:
-        """Requested models that are not loaded."""
-        return [f for name, f in self._failures.items() if name not in self._models]
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every requested model can answer."""
-        return not self.failures and all(model.is_ready for model in self)
-
-    def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
-        """Count a request of this key on arrival, whatever its outcome. QuotaExceeded if the key
-        sends too many; the model, if it exists, counts the refusal."""
-        if not self.quotas.is_active:
-            return
-        try:
-            self.quotas.check_rate(caller, received)
-        except QuotaExceeded as error:
-            with contextlib.suppress(NotFound, NotReady):
-                self.find(name, version).refused(error, received)
-            raise
 
     def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
@@ -186,42 +102,6 @@ class Catalog:
             self.load_began_ns.pop(name, None)
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
-
-    def find(self, name: str, version: str = "") -> Served:
-        """Return a loaded version. NotReady if the model is loading or, with the reasons, if that
-        failed; NotFound if it was never requested."""
-        model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
-        if model is not None:
-            return model
-        if name not in self._models:
-            raise self._absence(name)
-        raise NotFound(
-            f"Request for unknown model: '{name}' version {version} is not found; "
-            f"loaded: {', '.join(self.versions(name))}"
-        )
-
-    def _absence(self, name: str) -> NotReady | NotFound:
-        """Return why a model is not loaded."""
-        if self._is_closed:
-            return NotReady("the server is shutting down")
-        if (failure := self._failures.get(name)) is not None:
-            return NotReady(f"model '{name}' could not be loaded: {'; '.join(failure.problems)}")
-        if name in self._awaited:
-            return NotReady(f"model '{name}' is loading")
-        loaded = listed(sorted(self._models))
-        return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
-
-    def find_all(self, name: str, version: str = "") -> list[Served]:
-        """Return the named version, all loaded versions of the model, or those of all models."""
-        if not name:
-            return list(self)
-        if version:
-            return [self.find(name, version)]
-        self.find(name)
-        return list(self._models[name].values())
-
-    def versions(self, name: str) -> list[str]:
-        return sorted(self._models.get(name, {}), key=int)
 
     def index(self, names: Sequence[str]) -> list[IndexEntry]:
         """Return loaded models, failed ones, and the rest of `names`, those in the repository."""
@@ -339,10 +219,6 @@ class Catalog:
         task = asyncio.get_running_loop().create_task(leave())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
-
-    def failure(self, name: str) -> LoadFailure | None:
-        """Return why the last load of this model failed; None if it did not."""
-        return self._failures.get(name)
 
 
 def _pending(model: Served, processes: Sequence[ModelProcess] = ()) -> Pending:

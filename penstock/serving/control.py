@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from penstock.errors import InvalidRequest, NotAllowed, PenstockError, StorageFull, Unsupported
 from penstock.repository import layout, model_source, staging
 from penstock.repository.python_file import local_imports
-from penstock.serving.catalog import Catalog, IndexEntry
+from penstock.serving.catalog import Catalog
 
 log = logging.getLogger("penstock.reload")
 INTERVAL_S = 0.5
@@ -41,7 +42,8 @@ class Control:
             raise InvalidRequest("'ready' must be true or false")
         names = await asyncio.to_thread(lambda: model_source.resolve(self._path).names())
         entries = self._catalog.index(names)
-        return [_row(entry) for entry in entries if entry.state == "READY" or not only_ready]
+        shown = [asdict(each) for each in entries if each.state == "READY" or not only_ready]
+        return [{key: value for key, value in row.items() if value} for row in shown]
 
     async def load(self, name: str, parameters: Collection[str] = ()) -> None:
         """Load or replace a model. If this call is cancelled, nothing changes."""
@@ -134,14 +136,6 @@ class Reloader:
             is_logged = self._catalog.failure(name) is not None
             reason = "" if is_logged else f": {error}"
             log.warning("%s keeps the code it had%s", name, reason, extra={"model": name})
-
-
-def _row(entry: IndexEntry) -> dict[str, str]:
-    row = {"name": entry.name}
-    for key in ("version", "state", "reason"):
-        if value := getattr(entry, key):
-            row[key] = value
-    return row
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -12,11 +12,10 @@ import itertools
 import logging
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
-from penstock.serving.batch_times import HangLimits
-from penstock.serving.batches import RunningBatch
+from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.instance import Instance
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
@@ -46,6 +45,7 @@ class Dispatcher:
     ) -> None:
         self._name = context.config.name
         self._supervisor = supervisor
+        self._instances = supervisor.instances
         self._queue = queue
         self._memory = memory
         self._replies = replies
@@ -54,7 +54,7 @@ class Dispatcher:
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
         self.hang_limits = HangLimits(context.config.hang_s)
-        self._most_slots = max(each.num_slots for each in supervisor.instances)
+        self._most_slots = max(each.num_slots for each in self._instances)
         self._batch_ids = itertools.count(1)
         self._num_slabs_mapped = 0
         self._is_pump_due = False
@@ -66,9 +66,7 @@ class Dispatcher:
     @property
     def num_running(self) -> int:
         return sum(
-            len(batch.requests)
-            for instance in self._supervisor.instances
-            for batch in instance.batches
+            len(batch.requests) for instance in self._instances for batch in instance.batches
         )
 
     def tick(self) -> None:
@@ -96,8 +94,6 @@ class Dispatcher:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
-
-    # Sending.
 
     def wake(self) -> None:
         """Dispatch, now or at the end of this loop iteration."""
@@ -131,7 +127,7 @@ class Dispatcher:
         now. Return whether it was the queue."""
         for num_others in range(self._most_slots):
             # Instances with no batch come first, then those with one, and so on.
-            for instance in self._supervisor.instances:
+            for instance in self._instances:
                 while len(instance.batches) <= num_others and self._takes_batch(instance):
                     requests = self._queue.next(now)
                     if requests is None:
@@ -141,8 +137,7 @@ class Dispatcher:
         return False
 
     def _takes_batch(self, instance: Instance) -> bool:
-        """Whether the instance may take another batch. A rerun gets the worker for itself, so that
-        a crash can be attributed."""
+        """Whether the instance may take another batch. A rerun is alone, to attribute a crash."""
         if not instance.is_idle:
             return False
         others = instance.batches
@@ -155,15 +150,14 @@ class Dispatcher:
     def _try_suspects(self, now: float) -> None:
         """Run suspects on instances without batches."""
         while self._queue.suspects and self._may_try_suspect():
-            instances = self._supervisor.instances
-            idle = [each for each in instances if each.is_idle and not each.batches]
+            idle = [each for each in self._instances if each.is_idle and not each.batches]
             request = self._queue.next_suspect(now) if idle else None
             if request is None or not self._dispatch(idle[0], [request], now):
                 return
 
     def _may_try_suspect(self) -> bool:
         """Whether a suspect may run now: one at a time, and only while a worker can be spared."""
-        for each in self._supervisor.instances:
+        for each in self._instances:
             if each.is_ready and any(batch.closed_by == "rerun" for batch in each.batches):
                 return False
         waited_s = self._clock() - self._queue.tried_suspect_at
@@ -211,12 +205,12 @@ class Dispatcher:
             batch.num_tokens += request.num_tokens
         batch.instance, batch.closed_by = instance.index, self._queue.batcher.closed_by
         instance.batches.append(batch)
-        self._saturation.note(not self._supervisor.has_idle, now)
+        self._saturation.note(not any(each.is_idle for each in self._instances), now)
         self._last_num_requests = len(batch.requests)
         while self._num_slabs_mapped < len(self._memory.slabs):
             self._supervisor.add_slab(self._memory.slabs[self._num_slabs_mapped])
             self._num_slabs_mapped += 1
-        self._supervisor.send_bytes(instance, data)
+        instance.send(data)
         return True
 
     def _halve(self, batch: RunningBatch) -> list[Request]:
@@ -234,21 +228,33 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    # Answers.
+    def receive(self, instance: Instance, data: memoryview) -> bool:
+        """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
+        pending then; the next loop iteration reads what is."""
+        frame = frames.decode_from_worker(data)
+        if not isinstance(frame, frames.Done | frames.BatchFailed):
+            self._supervisor.handle(instance, frame)
+            return False
+        self._answered(instance, frame)
+        if instance.is_leaving:
+            self._supervisor.let_go(instance)
+        return True
 
-    def answered(self, instance: Instance, frame: frames.FromWorker) -> None:
+    def _answered(self, instance: Instance, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
         # before the worker has its output spill back.
         self._is_answering = True
         try:
-            batch = _take(instance, frame)
-            self._guard.quarantine.answered()
+            batch = next((each for each in instance.batches if each.id == frame.batch), None)
+            if self._guard.quarantine.awaits_answer:
+                self._guard.quarantine.answered()
             if batch is not None:
+                instance.batches.remove(batch)
                 now = instance.answered_at = self._clock()
                 self._saturation.note(False, now)
                 if isinstance(frame, frames.Done):
                     self._deliver(instance, batch, frame, now)
-                elif isinstance(frame, frames.BatchFailed):
+                else:
                     self._fail(batch, frame.error, now)
         finally:
             self._is_answering = False
@@ -272,12 +278,11 @@ class Dispatcher:
         self._memory.release_batch(batch)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
-            self._supervisor.send(instance, frames.Release(offsets))
+            instance.send(frames.encode(frames.Release(offsets)))
         self._replies.count(batch, answered, now)
 
     def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
-        """Handle an exception of the model. In a batch the culprit is unknown, so each request runs
-        again alone."""
+        """Handle an exception of the model. To find the culprit, each request runs again alone."""
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
         if len(batch.requests) > 1:
@@ -295,14 +300,12 @@ class Dispatcher:
             self._queue.rerun(request)
             self._memory.requeued(request)
 
-    # Deaths.
-
     def died(self, instance: Instance, reason: str) -> bool:
         """Rerun each request of the instance's batches alone; one whose worker died before and that
         ran alone now fails. Return whether a request is to blame, rather than the model."""
         batches, instance.batches = instance.batches, []
         now = self._clock()
-        self._saturation.note(not self._supervisor.has_idle, now)
+        self._saturation.note(not any(each.is_idle for each in self._instances), now)
         is_excused = bool(batches) and self._judge(batches, instance.was_killed_outside)
         for batch in batches:
             self._lose(batch, reason, now)
@@ -337,13 +340,3 @@ class Dispatcher:
         for request in batch.requests:
             request.num_deaths += 1
         self._rerun(batch)
-
-
-def _take(instance: Instance, frame: frames.FromWorker) -> RunningBatch | None:
-    """Remove the batch that the frame answers from the instance, and return it."""
-    if isinstance(frame, frames.Done | frames.BatchFailed):
-        for index, batch in enumerate(instance.batches):
-            if batch.id == frame.batch:
-                del instance.batches[index]
-                return batch
-    return None

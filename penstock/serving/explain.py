@@ -16,7 +16,6 @@ from penstock.serving.plan import Geometry
 from penstock.serving.slo_batcher import SloBatcher
 
 if TYPE_CHECKING:
-    from penstock.serving.metrics import ModelMetrics
     from penstock.serving.model import Model
 
 MAX_SHAPES_SHOWN = 20
@@ -157,17 +156,17 @@ def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
     return found
 
 
-def _padding(metrics: ModelMetrics) -> list[str]:
-    if not metrics.padded_bytes:
-        return []
-    share = 100 * metrics.padding_bytes / metrics.padded_bytes
-    return [f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"]
-
-
 def explain(model: Model, now: float) -> Explanation:
     config, history, policy = model.config, model.history, model.batcher.policy
     mode, reason = mode_of(config, policy)
     paces = _paces(model)
+    target = paces[0].target_size if paces else None
+    metrics, notes = model.metrics, list(model.readiness.notes)
+    if metrics.padded_bytes:
+        share = 100 * metrics.padding_bytes / metrics.padded_bytes
+        notes.append(
+            f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
+        )
     instances = [
         InstanceState(i.index, i.state, i.pid, i.device, i.process.gpu_memory_bytes, i.num_slots)
         for i in model.instances
@@ -187,16 +186,11 @@ def explain(model: Model, now: float) -> Explanation:
         ],
         num_shapes=len(history.shapes),
         shapes=_shapes(model),
-        batch_sizes=dict(sorted(model.metrics.batch_sizes.items())),
-        verdicts=why_small(
-            policy,
-            list(history.recent),
-            len(history.shapes),
-            paces[0].target_size if paces else None,
-        ),
+        batch_sizes=dict(sorted(metrics.batch_sizes.items())),
+        verdicts=why_small(policy, list(history.recent), len(history.shapes), target),
         paces=paces,
-        refused={name: count for name, count in model.metrics.num_refused.items() if count},
-        notes=[*model.readiness.notes, *_padding(model.metrics)],
+        refused={name: count for name, count in metrics.num_refused.items() if count},
+        notes=notes,
     )
 
 
@@ -288,22 +282,17 @@ def _by_load(recent: Sequence[BatchRecord]) -> list[tuple[float, str]]:
     at_once = [r for r in took_all if r.instance_wait_s < AT_ONCE_S]
     after_wait = [r for r in took_all if r.instance_wait_s >= AT_ONCE_S]
     found: list[tuple[float, str]] = []
-    share = len(at_once) / len(recent)
-    if share >= NOTEWORTHY:
-        text = (
-            f"Instances were idle when requests came: {share:.0%} of the batches left at once, "
-            f"with {_rows(_mean_rows(at_once))}; more load would batch by itself."
-        )
+    if (share := len(at_once) / len(recent)) >= NOTEWORTHY:
+        text = f"Instances were idle when requests came: {share:.0%} of the batches left at once, "
+        text += f"with {_rows(_mean_rows(at_once))}; more load would batch by itself."
         found.append((share, text))
-    share = len(after_wait) / len(recent)
-    if share >= NOTEWORTHY:
+    if (share := len(after_wait) / len(recent)) >= NOTEWORTHY:
         num_requests = sum(record.num_requests for record in after_wait) / len(after_wait)
-        text = (
-            f"Everything that waited went along in {share:.0%} of the batches: about "
+        text = f"Everything that waited went along in {share:.0%} of the batches: about "
+        text += (
             f"{num_requests:.1f} requests come while a batch runs; more of them in flight would "
-            "make larger batches."
         )
-        found.append((share, text))
+        found.append((share, text + "make larger batches."))
     return found
 
 

@@ -8,45 +8,31 @@ its weights at their loaded precision plus a fixed amount for the rest.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
-from penstock.serving.memory_plan import (
-    CONTEXT_BYTES,
-    WORKSPACE_BYTES,
-    GpuPlan,
-    Need,
-    Share,
-    make_plan,
-    shortages,
-)
+from penstock.repository import safetensors_file
+from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan, shortages
 from penstock.serving.placement import place
 from penstock.system import devices
 from penstock.system.devices import Gpu
 
+# GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
+# with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than
+# one that fails to load.
+CONTEXT_BYTES = 512 << 20
+WORKSPACE_BYTES = 256 << 20
 # Bytes of a float by `penstock.dtype`, and the safetensors datatypes that the setting converts.
 FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 FLOATS = ("F64", "F32", "F16", "BF16")
-MAX_HEADER_BYTES = 100 << 20
-
-
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-# Made when this is imported: msgspec crashes when several threads are the first to use a type.
-_headers = msgspec.json.Decoder(_Tensor)
 
 
 @dataclass(slots=True)
@@ -80,7 +66,8 @@ class Fleet:
         for config in configs:
             by_name.setdefault(config.name, []).append(config)
         found = Arrangement()
-        gpus = self._gpus() if any(c.uses_gpu for each in by_name.values() for c in each) else ()
+        uses_gpu = any(config.uses_gpu for versions in by_name.values() for config in versions)
+        gpus = (self._read or devices.read_gpus)() if uses_gpu else ()
         wanted = list(loading)
         for name, versions in by_name.items():
             try:
@@ -90,8 +77,10 @@ class Fleet:
                 continue
             shares = [share for config in placed for share in shares_of(config)]
             wanted += shares
-            short = self._shortages([*loading, *found.shares, *shares], gpus, shares)
-            if short:
+            there = {share.device for share in shares}
+            asked = [gpu for gpu in gpus if gpu.device in there]
+            promised = [*loading, *found.shares, *shares]
+            if short := shortages(make_plan(promised, asked, self._reserve)):
                 found.problems[name] = short
                 found.is_short = True
                 continue
@@ -100,17 +89,47 @@ class Fleet:
         found.plan = tuple(each for each in make_plan(wanted, gpus, self._reserve) if each.shares)
         return found
 
-    def _gpus(self) -> Sequence[Gpu]:
-        return (self._read or devices.read_gpus)()
 
-    def _shortages(
-        self, shares: Sequence[Share], gpus: Sequence[Gpu], asking: Sequence[Share]
-    ) -> list[str]:
-        """Return the shortages on the GPUs that `asking` wants."""
-        wanted = {share.device for share in asking}
-        return shortages(
-            make_plan(shares, [gpu for gpu in gpus if gpu.device in wanted], self._reserve)
-        )
+class GpuReservations:
+    """GPU memory reserved for each load in progress, which it may not have allocated yet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._promised: list[list[Share]] = []
+        self._arranging = asyncio.Lock()
+        # Set when reserved memory was allocated or given up.
+        self._settled = asyncio.Event()
+
+    async def arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
+        """Assign devices and reserve GPU memory; CPU-only models never wait. Memory of loads in
+        progress may count twice, as reserved and as already allocated. So if memory is short, try
+        again whenever one of them is done."""
+        if not any(config.uses_gpu for config in configs):
+            return Arrangement(list(configs))
+        async with self._arranging:
+            while True:
+                self._settled.clear()
+                promised = [share for each in self._promised for share in each]
+                arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
+                if not (arranged.is_short and promised):
+                    self._promised.append(arranged.shares)
+                    return arranged
+                await self._settled.wait()
+
+    def settle(self, shares: list[Share], name: str, version: str = "") -> None:
+        """Drop the reservation of a model or version that has allocated its memory or failed: from
+        now on the driver's figures are right."""
+        shares[:] = [
+            share
+            for share in shares
+            if share.model != name or (version and share.version != version)
+        ]
+        self._settled.set()
+
+    def release(self, shares: list[Share]) -> None:
+        """Drop what is left of the reservations of a load that has ended."""
+        self._promised = [each for each in self._promised if each is not shares]
+        self._settled.set()
 
 
 def shares_of(config: ModelConfig) -> list[Share]:
@@ -148,7 +167,7 @@ def weight_bytes(config: ModelConfig) -> int:
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
     An invalid file counts with its file size: loading it reports the error."""
-    tensors = _tensors(file) if float_bytes is not None else None
+    tensors = safetensors_file.read_header(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
     return sum(
@@ -157,20 +176,6 @@ def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
         else each.data_offsets[1] - each.data_offsets[0]
         for each in tensors
     )
-
-
-def _tensors(file: Path) -> list[_Tensor] | None:
-    """Return the tensors in the file's header; None if the header is invalid."""
-    try:
-        with open(file, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > MAX_HEADER_BYTES:
-                return None
-            header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        return [_headers.decode(raw) for raw in header.values()]
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def _size(file: Path) -> int:

@@ -13,7 +13,7 @@ from penstock.serving.slab import Segment
 from penstock.wire import frames
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Instance:
     """A slot for one worker, on a device. `batches` are in flight, in the order they were sent (the
     dispatcher sets them); at most `num_slots`, one for each model instance that the worker runs.
@@ -46,6 +46,11 @@ class Instance:
     # Why the current worker could not load.
     load_error: str = ""
 
+    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send now, or when the socket has room. Frames to a dead worker are dropped."""
+        if self.child is not None:
+            self.child.send(data, fds)
+
     @property
     def pid(self) -> int:
         return self.child.life.pid if self.child is not None else 0
@@ -70,6 +75,3 @@ class Instance:
         if self.is_idle:
             return "idle"
         return "busy" if self.is_ready else "not ready"
-
-    def __repr__(self) -> str:
-        return f"<Instance {self.index} pid={self.pid} {self.state}>"

@@ -19,19 +19,9 @@ from penstock.types import Request
 # or would have made a request late, the size was explored for its time, it must run alone (a rerun,
 # or a model that does not batch), or there was no memory for more.
 Closed = Literal[
-    "queue empty",
-    "other shape",
-    "full",
-    "token budget",
-    "preferred size",
-    "delay expired",
-    "SLO target",
-    "SLO deadline",
-    "trial",
-    "rerun",
-    "unbatched",
-    "no room",
-]
+    "queue empty", "other shape", "full", "token budget", "preferred size", "delay expired",
+    "SLO target", "SLO deadline", "trial", "rerun", "unbatched", "no room",
+]  # fmt: skip
 
 
 class Lane:
@@ -120,9 +110,6 @@ class Lanes:
         self._alone: deque[Request] = deque()
         self.num_queued = 0
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} waiting={self.num_waiting} shapes={len(self._lanes)}>"
-
     @property
     def num_waiting(self) -> int:
         """All requests that have no answer and do not run."""
@@ -152,8 +139,6 @@ class Lanes:
 
     def _ahead(self, level: int) -> tuple[int, int]:
         """Return the number of requests at this level and above, and their rows or tokens."""
-        if self._num_levels == 1:
-            return self._counts[0], self._sizes[0]
         return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
 
     def _append(self, request: Request, geometry: object) -> None:

@@ -176,8 +176,7 @@ def place_here(config: ModelConfig) -> ModelConfig:
 
 
 def choose(found: RepositoryScan, where: object, version: str = "") -> ModelConfig:
-    """Return the one model that was found, placed on its devices; ConfigError if there are several
-    or none of this version."""
+    """Return the one model found, placed; ConfigError if there are several or none of `version`."""
     problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
     if problems:
         raise ConfigError(problems)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -22,9 +22,9 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
-from penstock.serving.metrics import FrontUse, Labels, expose
+from penstock.serving.metrics import Labels
+from penstock.serving.scrape import FrontUse, ProcessUsage, cpu_s, expose
 from penstock.serving.served import Served
-from penstock.serving.usage import ProcessUsage, cpu_s
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 
@@ -75,23 +75,12 @@ class ManagementApi:
         self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
         self._fronts = fronts
-        self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
-            "live": self.live,
-            "ready": self.ready,
-            "server_metadata": self.server_metadata,
-            "metadata": self.metadata,
-            "model_ready": self.model_ready,
-            "config": self.config,
-            "statistics": self.statistics,
-            "explain": self.explain,
-            "index": self.index,
-            "load": self.load,
-            "unload": self.unload,
-        }
-
-    @property
-    def actions(self) -> Sequence[str]:
-        return list(self._answers)
+        answers = (
+            *(self.live, self.ready, self.server_metadata, self.metadata, self.model_ready),
+            *(self.config, self.statistics, self.explain, self.index, self.load, self.unload),
+        )
+        self._answers = {each.__name__: each for each in answers}
+        self.actions: Sequence[str] = list(self._answers)
 
     async def answer(self, call: ManagementCall) -> bytes:
         return await self._answers[call.action](call)

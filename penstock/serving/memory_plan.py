@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from penstock.system.devices import Gpu
 
-# GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
-# with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than
-# one that fails to load.
-CONTEXT_BYTES = 512 << 20
-WORKSPACE_BYTES = 256 << 20
 # Models named per GPU that is too small.
 MAX_NAMED = 5
 

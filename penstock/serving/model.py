@@ -22,12 +22,12 @@ from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
-from penstock.serving.plan import Planner
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.plan import Planner, slab_bytes
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
-from penstock.serving.request_memory import RequestMemory, slab_bytes
+from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
@@ -66,19 +66,17 @@ class Model:
         self.memory = memory = RequestMemory(context)
         self._replies = replies = Replies(context, memory)
         self.history = replies.history
-        guard = PoisonGuard(context, memory)
+        guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
         self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
         self._dispatcher = dispatcher = Dispatcher(
             context, supervisor, queue, memory, replies, guard
         )
-        self.readiness = Readiness(context, supervisor, dispatcher, queue, memory)
-
-    def __repr__(self) -> str:
-        return f"<Model {self.config.name}/{self.config.version} {self.state}>"
-
-    # State.
+        self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
+        self.instances: Sequence[Instance] = supervisor.instances
+        # What only one part does, as `Served` promises it.
+        self.start, self.drain, self.refused = readiness.load, dispatcher.drain, replies.refused
 
     @property
     def state(self) -> State:
@@ -97,10 +95,6 @@ class Model:
     @property
     def reason(self) -> str:
         return self.readiness.reason
-
-    @property
-    def instances(self) -> Sequence[Instance]:
-        return self.supervisor.instances
 
     @property
     def processes(self) -> Sequence[ModelProcess]:
@@ -125,16 +119,6 @@ class Model:
     def explain(self) -> Explanation:
         return explain(self, self._clock())
 
-    # Lifecycle.
-
-    async def start(self) -> None:
-        """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
-        await self.readiness.load()
-
-    async def drain(self) -> None:
-        """Wait until everything admitted has been answered."""
-        await self._dispatcher.drain()
-
     async def close(self) -> None:
         """Stop the workers; requests still queued get an error."""
         self.readiness.state = "UNLOADING"
@@ -147,8 +131,6 @@ class Model:
         self._dispatcher.check_idle()
         self.memory.close()
         self._admission.close()
-
-    # Requests.
 
     def submit(self, request: Request) -> None:
         try:
@@ -170,14 +152,8 @@ class Model:
             return
         self._dispatcher.wake()
 
-    def refused(self, error: PenstockError, received: float) -> None:
-        """Count a request that was not admitted, by this model or by a protocol that could not
-        read it."""
-        self._replies.refused(error, received)
-
     def cancel(self, request: Request) -> None:
-        """Cancel a request. In flight, it is still computed and its answer is dropped; queued, it
-        never runs."""
+        """Cancel a request. Queued, it never runs; in flight, its answer is dropped."""
         if hasattr(request, "ticket") and not has_ended(request):
             self._withdraw(request, CANCELLED, "CANCELED")
             self._dispatcher.check_idle()

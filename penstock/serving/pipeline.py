@@ -18,12 +18,14 @@ from penstock.config import CPU, PREPROCESS_BACKEND, BatchPolicy, ModelConfig, Q
 from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
+from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
+from penstock.serving.batcher import queue_timeout_s
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.replies import AnswerSequencer, is_overload, respond_in_turn
+from penstock.serving.replies import is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
@@ -46,8 +48,9 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
     """Return the stages of a model with a built-in preprocessing step: the step, and the rest."""
     step = config.preprocess
     assert step is not None
+    bare = replace(config, preprocess=None, warmups=(), warnings=(), notes=())
     before = replace(
-        config,
+        bare,
         backend=PREPROCESS_BACKEND,
         artifact=str(config.folder / "config.json"),
         file="",
@@ -56,23 +59,11 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         num_instances=1,
         device=CPU,
         spread=(),
-        preprocess=None,
         postprocess=None,
         options={STEP: step.function},
-        warmups=(),
-        warnings=(),
-        notes=(),
     )
-    network = replace(
-        config,
-        inputs=step.inputs,
-        padding=step.padding,
-        preprocess=None,
-        batching=_own_timeouts(config.batching),
-        warmups=(),
-        warnings=(),
-        notes=(),
-    )
+    policy = _own_timeouts(config.batching)
+    network = replace(bare, inputs=step.inputs, padding=step.padding, batching=policy)
     return Stage(step.function, before), Stage(NETWORK, network)
 
 
@@ -122,20 +113,14 @@ class Journey:
         inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
-        left_s = self._left_s(now)
-        if left_s is not None and left_s <= 0 and not owner.is_delayed(request):
-            owner.finish(self, QUEUE_TIMEOUT)
-            return
-        if left_s is not None:
+        if self.timeout_s is not None:
+            left_s = request.timings.queued + self.timeout_s - now
+            if left_s <= 0 and not owner.is_delayed(request):
+                owner.finish(self, QUEUE_TIMEOUT)
+                return
             inner.timeout_s = max(PASSED_S, left_s)
         self.inner = inner
         owner.models[self.at].submit(inner)
-
-    def _left_s(self, now: float) -> float | None:
-        """Return what is left of the request's time; None if it has no limit."""
-        if self.timeout_s is None:
-            return None
-        return self.request.timings.queued + self.timeout_s - now
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         self._add_times(request)
@@ -211,12 +196,6 @@ class StagePipeline:
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
 
-    def __repr__(self) -> str:
-        names = ", ".join(stage.name for stage in self.stages)
-        return f"<StagePipeline {self.config.name}/{self.config.version} of {names}>"
-
-    # Lifecycle.
-
     async def start(self) -> None:
         """Start all stages at once. ConfigError, with the problems of all, if one cannot load."""
         began = time.monotonic()
@@ -235,8 +214,6 @@ class StagePipeline:
     async def close(self) -> None:
         self._is_closing = True
         await asyncio.gather(*(model.close() for model in self.models))
-
-    # State.
 
     @property
     def metrics(self) -> ModelMetrics:
@@ -291,8 +268,6 @@ class StagePipeline:
             notes.append(_describe(stage.name, model))
         return replace(told, state=self.shown_state, refused=refused, notes=notes)
 
-    # Requests.
-
     def submit(self, request: Request) -> None:
         try:
             self._admit(request)
@@ -312,9 +287,8 @@ class StagePipeline:
     def cancel(self, request: Request) -> None:
         """Cancel a request in whatever stage it is; the stage answers at once."""
         journey = self._journeys.get(request)
-        if journey is None or journey.inner is None:
-            return
-        self.models[journey.at].cancel(journey.inner)
+        if journey is not None and journey.inner is not None:
+            self.models[journey.at].cancel(journey.inner)
 
     def refused(self, error: PenstockError, received: float) -> None:
         self._metrics.refused(error)
@@ -323,8 +297,8 @@ class StagePipeline:
     def _admit(self, request: Request) -> None:
         if self._is_closing:
             raise NotReady(f"model '{self.config.name}' is being unloaded")
-        plan = self._planner.fit(request).plan
-        request.num_rows = plan.num_rows
+        fit = self._planner.known.get(request.form) or self._planner.fit(request)
+        request.num_rows = fit.plan.num_rows
         if self._quotas.is_active:
             self._shares.check(request.caller, self.clock(), self._level(request))
 
@@ -337,11 +311,7 @@ class StagePipeline:
         asked = request.timeout_s
         if policy.slo_latency_s is not None:
             return policy.slo_latency_s if asked is None else min(asked, policy.slo_latency_s)
-        queue = self._queue_policy(request)
-        limit = queue.default_timeout_s
-        if queue.allow_timeout_override and asked and (limit == 0 or asked < limit):
-            limit = asked
-        return limit or None
+        return queue_timeout_s(self._queue_policy(request), asked) or None
 
     def is_delayed(self, request: Request) -> bool:
         """Whether a request that waited too long runs behind the others instead of failing."""

@@ -34,7 +34,8 @@ def place(config: ModelConfig, gpus: Sequence[Gpu]) -> ModelConfig:
             for device in asked
             if device not in known and device != EACH_GPU
         ]
-    devices = [where for device in config.devices for where in _places(device, gpus)]
+    each = [gpu.device for gpu in gpus]
+    devices = [d for at in config.devices for d in (each if at == EACH_GPU else [at])]
     if len(devices) > MAX_INSTANCES:
         text = f"{len(devices)} instances on {len(gpus)} GPUs; at most {MAX_INSTANCES}"
         problems.append(f"instance_group: {text}")
@@ -70,10 +71,6 @@ def briefly(config: ModelConfig) -> str:
     gpus = [device for device in devices if device != CPU]
     parts = gpus if len(gpus) < 2 else [f"{len(gpus)} GPUs"]
     return ", ".join([*parts, CPU] if CPU in devices else parts)
-
-
-def _places(device: str, gpus: Sequence[Gpu]) -> list[str]:
-    return [gpu.device for gpu in gpus] if device == EACH_GPU else [device]
 
 
 def _asks(devices: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.config import ModelConfig
+from penstock.config import MIB, ModelConfig
 from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
@@ -21,6 +21,7 @@ from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_e
 
 MAX_PLANS = 1024
 MAX_RANK = 32
+VARIABLE_SLAB_BYTES = 4 * MIB
 _LENGTH = struct.Struct("<I")
 
 
@@ -95,6 +96,16 @@ def column_bytes(config: ModelConfig, row_shapes: Sequence[Sequence[int]]) -> tu
     return tuple(inputs + [spec.row_bytes(spec.shape) for spec in fixed_outputs(config)])
 
 
+def slab_bytes(config: ModelConfig) -> int:
+    """Return the size of the model's slabs: a full batch each, if its rows have a fixed size."""
+    if config.memory.slab_bytes is not None:
+        return config.memory.slab_bytes
+    if config.max_batch_size == 0 or not all(spec.is_fixed for spec in config.inputs):
+        return VARIABLE_SLAB_BYTES
+    row_bytes = column_bytes(config, [spec.shape for spec in config.inputs])
+    return max(4096, Layout.of(row_bytes, config.max_batch_size).nbytes)
+
+
 class Planner:
     """Makes plans for one model; holds nothing but the cache."""
 
@@ -111,8 +122,8 @@ class Planner:
         self._num_required = sum(not spec.is_optional for spec in config.inputs)
         self._plans: dict[object, RequestPlan] = {}
         self._geometries: dict[object, Geometry] = {}
-        self._fits: dict[object, Fit] = {}
-        self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
+        # By the form of a request (`Request.form`); ask it before `fit`.
+        self.known: dict[object, Fit] = {}
         self._all_outputs = tuple(range(len(config.outputs)))
         # Set once padding has been proven harmless.
         self.pads: Pads | None = None
@@ -121,18 +132,14 @@ class Planner:
 
     def fit(self, request: Request) -> Fit:
         """Return how to run the request; InvalidRequest if it does not fit the model."""
-        form = request.form
-        known = self._fits.get(form)
-        if known is not None:
-            return known
         plan = self.plan(request)
         selection = self.select_outputs(request)
         specs = self._config.outputs
         is_fixed = plan.geometry.layout is not None and all(specs[i].is_fixed for i in selection)
         fit = Fit(plan, selection, is_fixed)
         # The contents of BYTES tensors must be checked each time.
-        if form is not None and None not in plan.sizes:
-            _remember(self._fits, form, fit)
+        if request.form is not None and None not in plan.sizes:
+            _remember(self.known, request.form, fit)
         return fit
 
     def plan(self, request: Request) -> RequestPlan:
@@ -160,18 +167,13 @@ class Planner:
         """Return the indices of the requested outputs; all, if the request names none."""
         if not request.outputs:
             return self._all_outputs
-        names = tuple(output.name for output in request.outputs)
-        selection = self._selections.get(names)
-        if selection is None:
-            for name in names:
-                if name not in self._outputs:
-                    raise InvalidRequest(
-                        f"unexpected inference output '{name}' for model '{self._config.name}'; "
-                        f"it has {_quoted(self._outputs)}"
-                    )
-            selection = tuple(self._outputs[name] for name in names)
-            _remember(self._selections, names, selection)
-        return selection
+        for output in request.outputs:
+            if output.name not in self._outputs:
+                raise InvalidRequest(
+                    f"unexpected inference output '{output.name}' for model "
+                    f"'{self._config.name}'; it has {_quoted(self._outputs)}"
+                )
+        return tuple(self._outputs[output.name] for output in request.outputs)
 
     def _resolve(self, tensors: Sequence[Tensor]) -> RequestPlan:
         by_input = self._match(tensors)
@@ -312,7 +314,7 @@ class Planner:
             if len(self._geometries) >= MAX_PLANS:
                 self._geometries.clear()
                 self._plans.clear()
-                self._fits.clear()
+                self.known.clear()
             geometry = self._geometries[key] = Geometry(row_shapes, layout)
         return geometry
 

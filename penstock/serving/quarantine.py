@@ -2,17 +2,24 @@
 its workers.
 
 A death is *pinned* on a request when the worker that died ran nothing else. One `Quarantine` per
-model counts pinned deaths by request body and by API key. Knows neither workers nor clocks. Pure.
+model counts pinned deaths by request body and by API key; `PoisonGuard` asks it about requests.
+Knows no worker, and the time is an argument or the model's clock. Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from penstock.types import Buffer, Parameter
+from penstock.errors import Quarantined
+from penstock.types import Buffer, Parameter, Request, Tensor
+
+if TYPE_CHECKING:
+    from penstock.serving.context import ModelContext
 
 MAX_BODY_DEATHS = 2
 MAX_KEY_DEATHS = 5
@@ -24,26 +31,20 @@ QUARANTINE_S = 600.0
 MAX_REMEMBERED = 4096
 # A fingerprint is the total size of the inputs followed by a digest.
 SIZE_BYTES, DIGEST_BYTES = 8, 16
+log = logging.getLogger("penstock.model")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One input of a request, in the model's order of inputs."""
-
-    name: str
-    shape: tuple[int, ...]
-    data: Buffer
-
-
-def fingerprint(parts: Iterable[Part], parameters: Mapping[str, Parameter] | None = None) -> bytes:
-    """Return a digest of all that a model sees of a request, whatever the protocol. The request's
-    id is left out: clients change it with every attempt."""
+def fingerprint(
+    inputs: Iterable[Tensor], parameters: Mapping[str, Parameter] | None = None
+) -> bytes:
+    """Return a digest of all that a model sees of a request, whatever the protocol: the inputs, in
+    the model's order. The id is left out: clients change it with every attempt."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_bytes = 0
-    for part in parts:
-        num_bytes += len(part.data)
-        digest.update(f"{part.name}{list(part.shape)}{len(part.data)};".encode())
-        digest.update(part.data)
+    for each in inputs:
+        num_bytes += len(each.data)
+        digest.update(f"{each.name}{list(each.shape)}{len(each.data)};".encode())
+        digest.update(each.data)
     if parameters:
         digest.update(repr(sorted(parameters.items())).encode())
     return _size(num_bytes) + digest.digest()
@@ -63,8 +64,7 @@ class Offender:
 
 
 class Offenders:
-    """Bodies or keys that killed workers, in order of the last death; quarantined when they reach
-    `max_deaths`."""
+    """Bodies or keys that killed workers, by last death; quarantined at `max_deaths`."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
@@ -126,9 +126,14 @@ class Quarantine:
     def __init__(self) -> None:
         self._bodies = Offenders(MAX_BODY_DEATHS)
         self._keys = Offenders(MAX_KEY_DEATHS)
+        self.body_left_s, self.key_left_s = self._bodies.left_s, self._keys.left_s
         # Bodies, and number of multi-request batches, that killed a worker since the last answer.
         self._suspects: set[bytes] = set()
         self._num_batches = 0
+        # Attributes, since every request and every answer asks: whether a body or a key is
+        # quarantined, and whether a worker died since the last answer.
+        self.is_active = False
+        self.awaits_answer = False
 
     @property
     def has_bodies(self) -> bool:
@@ -138,31 +143,30 @@ class Quarantine:
         """Whether a body of this size is quarantined; if not, no fingerprint is needed."""
         return self._bodies.has_like(_size(num_bytes))
 
-    @property
-    def is_active(self) -> bool:
-        """Whether a body or a key is quarantined."""
-        return self._bodies.num_quarantined > 0 or self._keys.num_quarantined > 0
-
     def answered(self) -> None:
         """Note that a worker answered a batch: the model can run requests."""
-        if self._suspects or self._num_batches:
-            self._suspects.clear()
-            self._num_batches = 0
+        self.awaits_answer = False
+        self._suspects.clear()
+        self._num_batches = 0
 
     def died(self, body: bytes, key: bytes, now: float) -> DeathVerdict:
         """Pin a death on this request; no key is counted if `key` is empty."""
+        self.awaits_answer = True
         self._suspects.add(body)
         is_key = bool(key) and self._keys.died(key, now)
-        if self._is_model_at_fault:
+        is_excused, is_body = not self._is_model_at_fault, False
+        if is_excused:
+            is_body = self._bodies.died(body, now)
+        else:
             for suspect in self._suspects:
                 self._bodies.forget(suspect)
-            return DeathVerdict(is_excused=False, quarantines_key=is_key)
-        is_body = self._bodies.died(body, now)
-        return DeathVerdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
+        self._note_active()
+        return DeathVerdict(is_excused, is_body, is_key)
 
     def died_in_company(self) -> bool:
         """Note that a worker died while it ran several requests. True if one of them is probably at
         fault: while bodies are quarantined, similar ones may follow."""
+        self.awaits_answer = True
         self._num_batches += 1
         return self.has_bodies and not self._is_model_at_fault
 
@@ -170,15 +174,13 @@ class Quarantine:
     def _is_model_at_fault(self) -> bool:
         return len(self._suspects) + self._num_batches > MAX_SUSPECTS
 
-    def body_left_s(self, body: bytes, now: float) -> float:
-        return self._bodies.left_s(body, now)
-
-    def key_left_s(self, key: bytes, now: float) -> float:
-        return self._keys.left_s(key, now)
-
     def expire(self, now: float) -> None:
         self._bodies.expire(now)
         self._keys.expire(now)
+        self._note_active()
+
+    def _note_active(self) -> None:
+        self.is_active = self.has_bodies or self._keys.num_quarantined > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +190,70 @@ class DeathVerdict:
     is_excused: bool
     quarantines_body: bool = False
     quarantines_key: bool = False
+
+
+class PoisonGuard:
+    """The quarantine of one model, by the requests themselves."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self._config = context.config
+        self._planner = context.planner
+        self._clock = context.clock
+        self.quarantine = Quarantine()
+
+    def check(self, request: Request) -> None:
+        """Raise Quarantined for a poison request, or if its API key is quarantined. Only bodies of
+        the same size as a quarantined one are hashed."""
+        now = self._clock()
+        quarantine, name = self.quarantine, self._config.name
+        left_s = quarantine.key_left_s(request.caller, now)
+        if left_s > 0:
+            raise Quarantined(
+                f"requests with this API key killed workers of model '{name}' "
+                f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
+            )
+        body = self._body(request)
+        if not quarantine.has_body_of(sum(len(part.data) for part in body)):
+            return
+        left_s = quarantine.body_left_s(fingerprint(body, request.parameters), now)
+        if left_s > 0:
+            raise Quarantined(
+                f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
+                f"model refuses it for {left_s:.0f} s more"
+            )
+
+    def pin(self, request: Request, was_killed_outside: bool) -> DeathVerdict:
+        """Note that a worker died while it ran only this request. A kill from outside counts
+        towards the quarantine of the request but not of its API key: an operator's kill hits
+        whatever is running."""
+        caller = b"" if was_killed_outside else request.caller
+        body = fingerprint(self._body(request), request.parameters)
+        verdict = self.quarantine.died(body, caller, self._clock())
+        if verdict.quarantines_key:
+            self._warn("an API key is quarantined: its requests killed %d workers", MAX_KEY_DEATHS)
+        if verdict.quarantines_body:
+            self._warn("a request is quarantined: it killed %d workers", MAX_BODY_DEATHS)
+        return verdict
+
+    def _warn(self, text: str, num_deaths: int) -> None:
+        named = self._config.name, self._config.version
+        log.warning(f"%s/%s: {text}", *named, num_deaths, extra=self._config.labels)
+
+    def _body(self, request: Request) -> list[Tensor]:
+        """Return the inputs, whether or not they are in shared memory already."""
+        slab, plan = request.ticket.slab, request.ticket.fit.plan
+        if slab is None:
+            return [request.inputs[index] for index in plan.order]
+        geometry, view, count = plan.geometry, slab.seg.view, plan.num_rows
+        parts: list[Tensor] = []
+        for index, (offset, row_bytes) in enumerate(geometry.input_columns):
+            start = offset + request.ticket.row * row_bytes
+            data: Buffer = view[start : start + count * row_bytes]
+            shape = geometry.row_shapes[index]
+            if plan.own_shapes is not None:
+                assert self._planner.pads is not None
+                full, shape = shape, plan.own_shapes[index]
+                data = self._planner.pads.read(index, data, shape, full)
+            spec = self._config.inputs[index]
+            parts.append(Tensor(spec.name, spec.datatype, (count, *shape), data))
+        return parts

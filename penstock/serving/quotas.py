@@ -34,6 +34,9 @@ class Quota:
     queue_share: float | None = None
 
 
+UNLIMITED = Quota()
+
+
 class Bucket:
     """Token bucket: holds at most `burst`, refilled at `rate` per second. May be overdrawn."""
 
@@ -57,6 +60,15 @@ class Bucket:
     def _refill(self, now: float) -> None:
         self._level = min(self._burst, self._level + (now - self._filled_at) * self._rate)
         self._filled_at = now
+
+
+def _bucket(
+    known: dict[bytes, Bucket], caller: bytes, rate: float | None, now: float
+) -> Bucket | None:
+    """Return the key's bucket; None without a limit."""
+    if rate is not None and caller not in known:
+        known[caller] = Bucket(rate, now)
+    return known[caller] if rate is not None else None
 
 
 class QueueSize:
@@ -89,12 +101,10 @@ class Quotas:
 
     def __init__(self, quotas: Mapping[bytes, Quota] | None = None) -> None:
         self._quotas: Mapping[bytes, Quota] = quotas or {}
+        # An attribute: every request asks.
+        self.is_active = bool(quotas)
         self._requests: dict[bytes, Bucket] = {}
         self._tokens: dict[bytes, Bucket] = {}
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._quotas)
 
     def replace(self, quotas: Mapping[bytes, Quota]) -> None:
         """Use new quotas. Keys whose quota is unchanged keep their token buckets."""
@@ -102,35 +112,27 @@ class Quotas:
         self._requests = {key: each for key, each in self._requests.items() if key in same}
         self._tokens = {key: each for key, each in self._tokens.items() if key in same}
         self._quotas = quotas
+        self.is_active = bool(quotas)
 
     def check_rate(self, caller: bytes, now: float) -> None:
         """Count a request. QuotaExceeded if the key exceeds its rate."""
-        quota = self._quotas.get(caller)
-        if quota is None or quota.requests_per_s is None:
-            return
-        bucket = self._requests.get(caller)
+        quota = self._quotas.get(caller, UNLIMITED)
+        bucket = _bucket(self._requests, caller, quota.requests_per_s, now)
         if bucket is None:
-            bucket = self._requests[caller] = Bucket(quota.requests_per_s, now)
-        wait_s = bucket.wait_s(now)
-        if wait_s > 0:
-            raise QuotaExceeded(
-                f"the API key may send {quota.requests_per_s:g} requests/s; "
-                f"retry in {wait_s:.3g} s",
-                wait_s,
-            )
+            return
+        if (wait_s := bucket.wait_s(now)) > 0:
+            text = f"the API key may send {quota.requests_per_s:g} requests/s"
+            raise QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
         bucket.take(1, now)
 
     def check_tokens(self, caller: bytes, now: float) -> None:
         """Raise QuotaExceeded if the key has used up its tokens. The length of an answer is unknown
         in advance, so a request may overdraw the quota; later ones are refused until it refills."""
         bucket = self._token_bucket(caller, now)
-        wait_s = 0.0 if bucket is None else bucket.wait_s(now)
-        if wait_s > 0:
-            raise QuotaExceeded(
-                f"the API key may use {self._quotas[caller].tokens_per_s:g} tokens/s, prompts and "
-                f"answers together; retry in {wait_s:.3g} s",
-                wait_s,
-            )
+        if bucket is not None and (wait_s := bucket.wait_s(now)) > 0:
+            rate = f"{self._quotas[caller].tokens_per_s:g} tokens/s"
+            text = f"the API key may use {rate}, prompts and answers together"
+            raise QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
 
     def use_tokens(self, caller: bytes, num_tokens: int, now: float) -> None:
         """Count tokens of a prompt or an answer."""
@@ -139,33 +141,21 @@ class Quotas:
             bucket.take(num_tokens, now)
 
     def _token_bucket(self, caller: bytes, now: float) -> Bucket | None:
-        quota = self._quotas.get(caller)
-        if quota is None or quota.tokens_per_s is None:
-            return None
-        bucket = self._tokens.get(caller)
-        if bucket is None:
-            bucket = self._tokens[caller] = Bucket(quota.tokens_per_s, now)
-        return bucket
+        rate = self._quotas.get(caller, UNLIMITED).tokens_per_s
+        return _bucket(self._tokens, caller, rate, now)
 
     def has_share(self, caller: bytes) -> bool:
         """Whether requests of this key must be counted while a model has them. A share of 1 sets no
         limit, because the size of the queue is only an estimate."""
-        quota = self._quotas.get(caller)
-        return quota is not None and quota.queue_share is not None and quota.queue_share < 1
+        share = self._quotas.get(caller, UNLIMITED).queue_share
+        return share is not None and share < 1
 
     def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
-        """Raise QuotaExceeded if `num_held` requests of this key fill its share of a queue of
-        `queue_size`."""
-        quota = self._quotas.get(caller)
-        if quota is None or quota.queue_share is None:
-            return
-        most = max(1, int(quota.queue_share * queue_size))
-        if num_held >= most:
-            raise QuotaExceeded(
-                f"the API key has {num_held} requests in this model's queue; its share is {most} "
-                f"of {queue_size}",
-                SHARE_RETRY_S,
-            )
+        """Raise QuotaExceeded if this key's requests fill its share of a queue of this size."""
+        share = self._quotas.get(caller, UNLIMITED).queue_share
+        if share is not None and num_held >= (most := max(1, int(share * queue_size))):
+            text = f"the API key has {num_held} requests in this model's queue"
+            raise QuotaExceeded(f"{text}; its share is {most} of {queue_size}", SHARE_RETRY_S)
 
 
 class QueueShares:

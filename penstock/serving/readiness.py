@@ -47,7 +47,7 @@ class Readiness:
         self._supervisor = supervisor
         self._dispatcher = dispatcher
         # Events that only the dispatcher handles.
-        self.instance_answered, self.tick = dispatcher.answered, dispatcher.tick
+        self.receive, self.tick = dispatcher.receive, dispatcher.tick
         self._queue = queue
         self._memory = memory
         self._planner = context.planner
@@ -85,8 +85,6 @@ class Readiness:
         await self._first_ready
         if self._load_problems:
             raise ConfigError(self._load_problems)
-
-    # Events of the supervisor.
 
     def instance_ready(self, instance: Instance) -> None:
         assert instance.ready is not None
@@ -149,11 +147,8 @@ class Readiness:
         num_ready = sum(each.num_slots for each in instances if each.is_ready)
         self._queue.batcher.count_executors(num_ready, self._clock())
 
-    # Proofs.
-
     def _apply_proofs(self, ready: Sequence[frames.WorkerReady]) -> None:
-        """Batch and pad only as far as every instance has proved harmless. No request is queued
-        yet."""
+        """Batch and pad as far as every instance proved harmless. No request is queued yet."""
         config = self._config
         proof = self._supervisor.proof = agreed([each.proof for each in ready])
         notes = list(proof.notes)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from penstock.errors import BackendFailed, InvalidRequest, Overloaded, PenstockError, QuotaExceeded
-from penstock.serving.batcher import Sequencer
+from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.batches import BatchRecord, History, RunningBatch
 from penstock.serving.context import ModelContext, log_about
 from penstock.serving.metrics import Waits
@@ -23,15 +22,6 @@ from penstock.wire import frames
 log = logging.getLogger("penstock.model")
 # Overload is over when no request has been refused for this long.
 QUIET_S = 5.0
-
-AnswerSequencer = Sequencer[tuple[Request, Response | PenstockError]]
-
-
-class Stretch(NamedTuple):
-    """A finished stretch of overload."""
-
-    num_refused: int
-    duration_s: float
 
 
 class Refusals:
@@ -53,11 +43,11 @@ class Refusals:
         self._num_refused += 1
         return begins
 
-    def ended(self, now: float) -> Stretch | None:
-        """Return the stretch that has ended by now, once; call it periodically."""
+    def ended(self, now: float) -> tuple[int, float] | None:
+        """Return the refusals and the seconds of a stretch that has ended, once; ask often."""
         if self._began is None or now - self._last < QUIET_S:
             return None
-        stretch = Stretch(self._num_refused, self._last - self._began)
+        stretch = self._num_refused, self._last - self._began
         self._began = None
         return stretch
 
@@ -103,7 +93,7 @@ class Replies:
         self.finish(request, error)
 
     def refused(self, error: PenstockError, received: float) -> None:
-        """Count a request that was not admitted."""
+        """Count a request that was not admitted, or that a protocol could not read."""
         now = self._clock()
         self._metrics.refused(error)
         self._metrics.fail_s += now - received
@@ -176,18 +166,7 @@ class Replies:
         over = self._refusals.ended(self._clock())
         if over is not None:
             text = " is no longer overloaded; %d requests were refused in %.1f s"
-            log_about(log, logging.INFO, self._config, text, *over, num_refused=over.num_refused)
-
-
-def respond_in_turn(
-    sequencer: AnswerSequencer, request: Request, answer: Response | PenstockError
-) -> None:
-    """Answer the request once all earlier ones have been answered."""
-    if isinstance(answer, Response):
-        for output in answer.outputs:
-            output.data = bytes(output.data)  # The answer may outlive its slab row.
-    for earlier, its_answer in sequencer.finish(request.turn, (request, answer)):
-        earlier.respond(its_answer)
+            log_about(log, logging.INFO, self._config, text, *over, num_refused=over[0])
 
 
 def is_overload(error: PenstockError) -> bool:

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.config import MIB, ModelConfig
 from penstock.errors import TooLarge
 from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
-from penstock.serving.plan import RequestPlan, column_bytes
-from penstock.serving.quarantine import Part, fingerprint
-from penstock.serving.slab import Extents, Layout, Segment, Slab, SlabPool, aligned
-from penstock.types import Buffer, Request, Tensor
+from penstock.serving.plan import RequestPlan
+from penstock.serving.slab import Extents, Segment, Slab, SlabPool, aligned
+from penstock.types import Request, Tensor
 from penstock.wire import frames
 
-VARIABLE_SLAB_BYTES = 4 * MIB
 # Limit on the requests of one batch of extents, so that its frame stays small.
 MAX_PARTS = 256
 
 
 class RequestMemory:
-    """Owns the slabs and the input spill. `needs_parts`: workers need to know the requests of a
-    batch, not only its rows."""
+    """Owns slabs and input spill. `needs_parts`: workers need the requests of a batch."""
 
     def __init__(self, context: ModelContext) -> None:
         self._config = config = context.config
@@ -53,8 +49,6 @@ class RequestMemory:
                 f"the inputs take {needed} bytes, more than the {self.extents.capacity} that "
                 f"model '{self._config.name}' has for them (parameters.penstock.spill_bytes)"
             )
-
-    # Rows.
 
     def place(self, request: Request, *, is_needed: bool = False) -> bool:
         """Copy the tensors into rows of a slab and drop the request's own buffers. False if all
@@ -103,8 +97,6 @@ class RequestMemory:
         slab = request.ticket.slab
         if slab is not None:
             self.pool.requeued(slab, request.num_rows)
-
-    # Batches.
 
     def place_batch(self, batch: RunningBatch) -> int:
         """Give the requests of a batch the memory that they lack; return how many, from the first
@@ -213,40 +205,3 @@ class RequestMemory:
         for request in batch.requests:
             self.release(request)
             request.inputs = ()
-
-    # Bodies.
-
-    def fingerprint(self, request: Request) -> bytes:
-        """Return the fingerprint of a request, whether or not it is in shared memory already."""
-        return fingerprint(self._body(request), request.parameters)
-
-    def num_body_bytes(self, request: Request) -> int:
-        return sum(len(part.data) for part in self._body(request))
-
-    def _body(self, request: Request) -> list[Part]:
-        slab, plan = request.ticket.slab, request.ticket.fit.plan
-        if slab is None:
-            tensors = [request.inputs[index] for index in plan.order]
-            return [Part(tensor.name, tensor.shape, tensor.data) for tensor in tensors]
-        geometry, view, count = plan.geometry, slab.seg.view, plan.num_rows
-        parts: list[Part] = []
-        for index, (offset, row_bytes) in enumerate(geometry.input_columns):
-            start = offset + request.ticket.row * row_bytes
-            data: Buffer = view[start : start + count * row_bytes]
-            shape = geometry.row_shapes[index]
-            if plan.own_shapes is not None:
-                assert self._planner.pads is not None
-                full, shape = shape, plan.own_shapes[index]
-                data = self._planner.pads.read(index, data, shape, full)
-            parts.append(Part(self._config.inputs[index].name, (count, *shape), data))
-        return parts
-
-
-def slab_bytes(config: ModelConfig) -> int:
-    """Return the size of the model's slabs: a full batch each, if its rows have a fixed size."""
-    if config.memory.slab_bytes is not None:
-        return config.memory.slab_bytes
-    if config.max_batch_size == 0 or not all(spec.is_fixed for spec in config.inputs):
-        return VARIABLE_SLAB_BYTES
-    row_bytes = column_bytes(config, [spec.shape for spec in config.inputs])
-    return max(4096, Layout.of(row_bytes, config.max_batch_size).nbytes)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from penstock.errors import Overloaded, PenstockError, Quarantined
 from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext
-from penstock.serving.poison import PoisonGuard
+from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.types import Request
@@ -79,8 +79,7 @@ class RequestQueue:
         return None
 
     def rerun(self, request: Request) -> None:
-        """Run a request again, alone: as soon as possible, or as a suspect if it may have killed a
-        worker."""
+        """Run a request again, alone; as a suspect if it may have killed a worker."""
         if self._guard.quarantine.has_bodies and request.num_deaths > 0:
             if not self.suspects:
                 self.tried_suspect_at = self._clock()

@@ -16,8 +16,7 @@ from penstock.types import Servable
 
 @dataclass(frozen=True, slots=True)
 class ModelProcess:
-    """A process that runs the model; `pid` is 0 while none runs. `built` is what its runner says of
-    itself."""
+    """A process of the model; `pid` 0: none runs. `built` is what its runner says of itself."""
 
     index: int
     device: str

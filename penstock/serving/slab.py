@@ -171,7 +171,11 @@ class SlabPool:
                 self._close(slab)
             if not is_needed and self.num_in_use >= self._max_slabs:
                 return None
-            slab = self._take()
+            if self._free:
+                slab = self._free.pop()
+            else:
+                slab = Slab(len(self.slabs), Segment(self.slab_bytes))
+                self.slabs.append(slab)
             slab.geometry, slab.layout = geometry, layout
             slab.is_open = True
             self._open[geometry] = slab
@@ -203,13 +207,6 @@ class SlabPool:
         self.slabs.clear()
         self._free.clear()
         self._open.clear()
-
-    def _take(self) -> Slab:
-        if self._free:
-            return self._free.pop()
-        slab = Slab(len(self.slabs), Segment(self.slab_bytes))
-        self.slabs.append(slab)
-        return slab
 
     def _close(self, slab: Slab) -> None:
         if slab.is_open:

@@ -28,8 +28,7 @@ EXPLORE_BELOW = 0.5
 
 
 class Deadlines:
-    """When queued requests must be answered: by the SLO, in the order of arrival, or sooner if they
-    say so."""
+    """When queued requests must be answered: by the SLO, or sooner if they say so."""
 
     def __init__(self, slo_s: float) -> None:
         self._slo_s = slo_s
@@ -87,7 +86,11 @@ class SloBatcher(Lanes):
         self._size: Callable[[Request], int] = attrgetter(
             "num_tokens" if self._has_budget else "num_rows"
         )
-        self._paces = Paces(policy, num_executors)
+        self._paces = paces = Paces(policy, num_executors)
+        # Statistics of each geometry seen recently.
+        self.paces: Mapping[object, GeometryPace] = paces.by_geometry
+        # Seeds batch times from warm-up; hears how long the event loop waited for a CPU.
+        self.seed, self.note_wait = paces.seed, paces.note_wait
         # Predicted end and start of the running batches; sorted.
         self._running: list[tuple[float, float]] = []
         self._deadlines = Deadlines(policy.slo_latency_s)
@@ -108,10 +111,6 @@ class SloBatcher(Lanes):
             return -math.inf
         first = self._deadlines.first
         return None if first == math.inf else first
-
-    def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
-        """Seed batch times from warm-up, in seconds by size; for one geometry, or for all."""
-        self._paces.seed(timings, geometry)
 
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
         """Record that a batch of this geometry is done."""
@@ -157,10 +156,6 @@ class SloBatcher(Lanes):
             return True
         return super().remove(request)
 
-    def note_wait(self, waited_s: float) -> None:
-        """Record that the event loop, and so its requests, waited this long for a CPU."""
-        self._paces.note_wait(waited_s)
-
     def take_dropped(self) -> list[Request]:
         """Return the requests that `next` dropped because they would be late, to be refused."""
         dropped, self._dropped = self._dropped, []
@@ -189,13 +184,6 @@ class SloBatcher(Lanes):
         self._work_s = sum(map(self._paces.waiting_s, self._lanes.values()))
         self.wake_at = self.next_expiry
         return batch
-
-    @property
-    def paces(self) -> Mapping[object, GeometryPace]:
-        """Statistics of each geometry seen recently."""
-        return self._paces.by_geometry
-
-    # Admission.
 
     def _check(self, request: Request, geometry: object, pace: GeometryPace, now: float) -> None:
         """Refuse a request that is predicted to be late."""
@@ -233,8 +221,6 @@ class SloBatcher(Lanes):
             return now
         end = self._running[min(busy, len(self._running) - 1)][0]
         return end if end > now else now + (now - end)
-
-    # Batches.
 
     def _next_batch(self, now: float) -> list[Request] | None:
         again = self._take_alone()

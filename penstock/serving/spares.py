@@ -76,8 +76,7 @@ class Spares:
         return spare
 
     def pick(self) -> Instance | None:
-        """Return a ready spare, else the one that has been loading longest: it is ready sooner than
-        a new worker."""
+        """Return a ready spare, else the one that has been loading longest; it is ready first."""
         able = [each for each in self.workers if each.child is not None and not each.is_leaving]
         return min(able, key=lambda each: (not each.is_ready, each.started_at), default=None)
 

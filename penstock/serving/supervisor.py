@@ -109,11 +109,6 @@ class Supervisor:
         self.spares = Spares(config, self.instances)
 
     @property
-    def has_idle(self) -> bool:
-        """Whether an instance can take another batch."""
-        return any(instance.is_idle for instance in self.instances)
-
-    @property
     def _all(self) -> list[Instance]:
         return [*self.instances, *self.spares.workers]
 
@@ -141,16 +136,7 @@ class Supervisor:
         """Map a slab in all workers, now and after restarts."""
         self._slabs.append(slab)
         for instance in self._all:
-            if instance.child is not None:
-                self._send_slab(instance, slab)
-
-    def send(self, instance: Instance, frame: frames.ToWorker, fds: tuple[int, ...] = ()) -> None:
-        """Send now, or when the socket has room. Frames to a dead worker are dropped."""
-        self.send_bytes(instance, frames.encode(frame), fds)
-
-    def send_bytes(self, instance: Instance, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        if instance.child is not None:
-            instance.child.send(data, fds)
+            instance.send(*_map_slab(slab))
 
     def excuse(self, index: int) -> None:
         """Take back a death that counted towards a crash loop: a request caused it."""
@@ -158,8 +144,7 @@ class Supervisor:
         self.spares.note_kill()
 
     def _start(self, instance: Instance) -> None:
-        """Start a worker. A failed start counts as a death and is retried: its cause may be
-        temporary."""
+        """Start a worker. A failed start counts as a death: its cause may be temporary."""
         try:
             self._launch(instance)
         except OSError as error:
@@ -175,47 +160,32 @@ class Supervisor:
         instance.load_error = ""
         instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
-        instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
-        received, died = partial(self._receive, instance), partial(self._died, instance)
-        instance.child = ChildProcess(self._loop, self._start_life, received, died)
         spill_bytes = self._config.memory.spill_bytes
+        instance.output_spill = spill = Segment(spill_bytes)
+        received, died = partial(self._listener.receive, instance), partial(self._died, instance)
+        instance.child = ChildProcess(self._loop, self._start_life, received, died)
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
         load = frames.LoadModel(frames.VERSION, config, spill_bytes, self.proof, environment)
         self._send_load(instance, frames.encode(load), (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
-            self._send_slab(instance, slab)
+            instance.send(*_map_slab(slab))
 
     def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
-        """Send the Load frame, in shared memory if it is large: a configuration may take
-        megabytes."""
+        """Send the Load frame; in shared memory if it is large, as a configuration may be."""
         if len(data) <= frames.MAX_LOAD_BYTES:
-            self.send_bytes(instance, data, fds)
+            instance.send(data, fds)
             return
         segment = Segment(len(data))
         try:
             segment.view[: len(data)] = data
-            self.send(instance, frames.Enclosed(len(data)), (*fds, segment.fd))
+            instance.send(frames.encode(frames.Enclosed(len(data))), (*fds, segment.fd))
         finally:
             segment.close()
 
-    def _send_slab(self, instance: Instance, slab: Slab) -> None:
-        self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))
-
-    def _receive(self, instance: Instance, data: memoryview) -> bool:
-        """Handle a frame; return whether it was an answer. Usually nothing else is pending then;
-        the next loop iteration reads what is."""
-        frame = frames.decode_from_worker(data)
-        if not isinstance(frame, frames.Done):
-            self._handle(instance, frame)
-            return False
-        self._listener.instance_answered(instance, frame)
-        if instance.is_leaving:
-            self._let_go(instance)
-        return True
-
-    def _handle(self, instance: Instance, frame: frames.FromWorker) -> None:
+    def handle(self, instance: Instance, frame: frames.FromWorker) -> None:
+        """Handle a frame of a worker, other than an answer."""
         match frame:
             case frames.WorkerReady():
                 instance.ready = frame
@@ -234,15 +204,12 @@ class Supervisor:
                 instance.is_leaving = True
                 text = " is replaced when it has answered: %s"
                 self._log(logging.WARNING, instance, text, frame.reason)
-                self._let_go(instance)
-            case _:
-                self._listener.instance_answered(instance, frame)
-                self._let_go(instance)
+                self.let_go(instance)
 
-    def _let_go(self, instance: Instance) -> None:
+    def let_go(self, instance: Instance) -> None:
         """Stop a leaving worker once it has no batches."""
         if instance.is_leaving and not instance.batches and instance.child is not None:
-            self.send(instance, frames.Stop())
+            instance.send(frames.encode(frames.Stop()))
             self._later(LEAVE_S, self._end, instance, instance.child)
 
     def _end(self, instance: Instance, child: ChildProcess) -> None:
@@ -266,19 +233,15 @@ class Supervisor:
         if instance.is_spare:
             self.spares.lose(instance, reason)
             return
+        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
         if is_excused:
             self.spares.note_kill()
-        else:
-            self._count(instance, was_ready)
-        self._restart(instance, reason, is_excused)
-
-    def _count(self, instance: Instance, was_ready: bool) -> None:
-        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
         # A worker that asks to be replaced soon after its start counts as crashed.
-        if instance.is_leaving and well_s >= HEALTHY_S:
+        elif instance.is_leaving and well_s >= HEALTHY_S:
             instance.crashes.recovered()
         else:
             instance.crashes.died(well_s, instance.start_s if was_ready else math.inf)
+        self._restart(instance, reason, is_excused)
 
     def _close_spill(self, instance: Instance) -> None:
         if instance.output_spill is not None:
@@ -288,8 +251,7 @@ class Supervisor:
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
         if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times; see the log"
-            if self._config.memory_bytes is not None:
-                limit = self._config.memory_bytes
+            if (limit := self._config.memory_bytes) is not None:
                 text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"
             self._listener.load_failed((instance.load_error or text,))
             return
@@ -330,7 +292,7 @@ class Supervisor:
         for spare in self.spares.workers:
             if spare.is_ready and not spare.is_leaving:
                 spare.is_leaving = True
-                self._let_go(spare)
+                self.let_go(spare)
 
     def _tick(self) -> None:
         """Kill hung and slow-loading workers, and adjust the number of spares."""
@@ -369,10 +331,15 @@ class Supervisor:
         log_about(log, level, self._config, text, *values, **more)
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
-        number = next(self._timer_ids)
+        number = next(self._timer_ids)  # Not the timer itself: it refers to `run`, a cycle.
 
         def run() -> None:
             del self._timers[number]
             call(*args)
 
         self._timers[number] = self._loop.call_later(delay_s, run)
+
+
+def _map_slab(slab: Slab) -> tuple[bytes, tuple[int, ...]]:
+    """Return the frame that maps a slab, and its descriptors."""
+    return frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,)

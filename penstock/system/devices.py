@@ -162,8 +162,7 @@ def _uuid(handle: Handle) -> str:
 
 
 class Watch:
-    """Current use of the GPUs, queried at most once a second; energy counts from the first query.
-    Usable from any thread."""
+    """Use of the GPUs, at most a second old; energy since the first query. For any thread."""
 
     def __init__(
         self,

@@ -40,16 +40,14 @@ SECRETS = ("SECRET", "TOKEN", "PASSW", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "P
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the part of an environment that every worker gets."""
-    return {name: value for name, value in environment.items() if _is_allowed(name)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in NAMES or (name.startswith(PREFIXES) and not any(s in name for s in SECRETS))
+    }
 
 
 def asked_for(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
     """Return the variables that a model's configuration names: NAME, or PREFIX_*."""
     names = {name for pattern in patterns for name in fnmatch.filter(environment, pattern)}
     return {name: value for name, value in environment.items() if name in names}
-
-
-def _is_allowed(name: str) -> bool:
-    if name in NAMES:
-        return True
-    return name.startswith(PREFIXES) and not any(secret in name for secret in SECRETS)

@@ -25,7 +25,10 @@ def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
         try:
             parts.append(inflater.decompress(rest, left + 1))
         except zlib.error as error:
-            raise InvalidRequest(_broken(encoding, len(parts), len(rest), error)) from None
+            name, text = encoding.decode(), f"the body is not {encoding.decode()}: {error}"
+            if parts:
+                text = f"{len(rest)} bytes follow the {name} body, and are not {name}"
+            raise InvalidRequest(text) from None
         left -= len(parts[-1])
         if left < 0:
             raise TooLarge(
@@ -38,14 +41,6 @@ def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
             return b"".join(parts)
         if encoding != b"gzip" or len(parts) == MAX_MEMBERS:
             raise InvalidRequest(f"{len(rest)} bytes follow the {encoding.decode()} body")
-
-
-def _broken(encoding: bytes, num_members: int, num_left: int, error: zlib.error) -> str:
-    if num_members:
-        return (
-            f"{num_left} bytes follow the {encoding.decode()} body, and are not {encoding.decode()}"
-        )
-    return f"the body is not {encoding.decode()}: {error}"
 
 
 def deflate(data: bytes, encoding: bytes) -> bytes:

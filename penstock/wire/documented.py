@@ -1,17 +1,18 @@
-"""Answers of the HTTP API as types, for its description (`/openapi.json`). Pure.
+"""Messages of the HTTP API as types, for its description (`/openapi.json`). Pure.
 
-The codecs write these answers without them; a test compares each with a running server.
+The codecs write most answers without them; a test compares each with a running server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from penstock.types import Parameter, RequestedOutput, TensorSpec
 from penstock.wire.json_errors import JsonList, JsonObject
-from penstock.wire.openai_v1 import OpenAiModel, SamplingFields
+from penstock.wire.openai_v1 import SamplingFields
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -83,7 +84,7 @@ class InputTensor(msgspec.Struct):
 
 
 class InferFields(msgspec.Struct):
-    """The JSON of an inference request; the fields of `v2.InferBody`."""
+    """The JSON of an inference request; the fields of `v2_request.InferBody`."""
 
     inputs: list[InputTensor]
     outputs: list[RequestedOutput] = []
@@ -130,6 +131,24 @@ class GenerateAnswer(msgspec.Struct):
     id: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class IndexBody(msgspec.Struct):
+    """The JSON of a request for the repository's index."""
+
+    ready: bool = False
+
+
+class LoadBody(msgspec.Struct):
+    """The JSON of a request to load a model."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
+class UnloadBody(msgspec.Struct):
+    """The JSON of a request to unload a model. Its parameters are ignored."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
 class StatisticsAnswer(msgspec.Struct):
     model_stats: list[JsonObject]
 
@@ -141,6 +160,21 @@ class IndexRow(msgspec.Struct):
     version: str | msgspec.UnsetType = msgspec.UNSET
     state: str | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OpenAiModel(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+
+
+def describe_model(
+    name: str, created: int, max_length: int | msgspec.UnsetType = msgspec.UNSET
+) -> OpenAiModel:
+    """Describe a model: when it was loaded (seconds since 1970), and its context length."""
+    return OpenAiModel(name, "model", created, "penstock", max_length)
 
 
 class OpenAiModels(msgspec.Struct):
@@ -175,3 +209,79 @@ class TokenizeAnswer(msgspec.Struct):
 
 class DetokenizeAnswer(msgspec.Struct):
     prompt: str
+
+
+# The state route, which the server's own pages read. Fields are only ever added. The first `{url}`
+# in a call stands for the address under which the client reaches the server: the server itself does
+# not know it behind a proxy.
+
+# Kinds of forms.
+Form = Literal["text", "image", "tensors", "chat", "completion"]
+
+
+class ExampleCall(msgspec.Struct, frozen=True):
+    """A valid request to a model: `body` is its JSON, followed by `num_zeros` bytes that are 0."""
+
+    form: Form
+    # Relative to the server's address, percent-encoded.
+    path: str
+    body: str
+    num_zeros: int
+    curl: str
+    python: str
+    # The input that the form's text or image goes to.
+    input: str = ""
+
+
+class ModelLoad(msgspec.Struct, frozen=True):
+    """Figures that need the scope `metrics`."""
+
+    num_waiting: int
+    num_answered: int
+    num_failed: int
+
+
+class ModelState(msgspec.Struct, frozen=True):
+    """One version of a model. A model that could not be loaded has no version."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+    backend: str = ""
+    batching: str = ""
+    # Empty without an SLO.
+    slo: str = ""
+    devices: list[str] = []
+    num_instances: int = 0
+    num_ready: int = 0
+    inputs: list[TensorDescription] = []
+    outputs: list[TensorDescription] = []
+    # Names of the elements, by output.
+    labels: dict[str, list[str]] = {}
+    call: ExampleCall | None = None
+    load: ModelLoad | None = None
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    """The part of the server that the caller may see; `scopes` are those of its API key."""
+
+    name: str
+    version: str
+    state: Literal["loading", "ready", "not ready", "shutting down"]
+    needs_key: bool
+    scopes: list[str]
+    models: list[ModelState]
+
+
+class Links(msgspec.Struct, frozen=True):
+    """The answer of `/` to clients that are not browsers; paths are relative to it."""
+
+    name: str
+    version: str
+    docs: str = "docs"
+    openapi: str = "openapi.json"
+    state: str = "dashboard/state"
+    metrics: str = "metrics"
+    live: str = "v2/health/live"
+    ready: str = "v2/health/ready"

@@ -293,20 +293,12 @@ class Forwarded(Frame, tag="fwdr"):
     is_part: bool = False
 
 
-# Actions of `serving.management`, and one of the fronts' own.
+# Actions of `serving.management`, and one of the fronts' own: count an inference request that the
+# front could not decode.
 AskKind = Literal[
-    "ready",
-    "server_metadata",
-    "model_ready",
-    "metadata",
-    "config",
-    "statistics",
-    "index",
-    "load",
-    "unload",
-    # Count an inference request that the front could not decode.
-    "count_request",
-]
+    "ready", "server_metadata", "model_ready", "metadata", "config", "statistics", "index", "load",
+    "unload", "count_request",
+]  # fmt: skip
 
 
 class Ask(Frame, tag="ask"):

@@ -15,9 +15,11 @@ import msgspec
 
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.sampling_params import SamplingParams
+from penstock.types import Buffer
 from penstock.wire import json_errors
 from penstock.wire.json_errors import JsonObject
-from penstock.wire.openai_v1 import AnswerChoice, Raw, TokenUsage, read_sampling_params
+from penstock.wire.openai_forms import AnswerChoice, TokenUsage
+from penstock.wire.openai_prompts import read_sampling_params
 
 # Parameters of Triton's backends that are not served; only empty values are accepted.
 UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")
@@ -45,7 +47,7 @@ _body = msgspec.json.Decoder(JsonObject)
 _encode = msgspec.json.Encoder().encode
 
 
-def read(body: Raw, is_streaming: bool) -> TritonRequest:
+def read(body: Buffer, is_streaming: bool) -> TritonRequest:
     """Parse a request; `is_streaming`: the path allows a streamed answer."""
     fields = _object(body, "the body")
     text, id = fields.get("text_input"), fields.get("id", "")
@@ -110,7 +112,7 @@ def _flag(found: JsonObject, name: str) -> bool | None:
     return value
 
 
-def _object(data: Raw, what: str) -> JsonObject:
+def _object(data: Buffer, what: str) -> JsonObject:
     try:
         return _body.decode(data)
     except json_errors.UNREADABLE as error:

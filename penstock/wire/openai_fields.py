@@ -81,16 +81,3 @@ HARMLESS: Mapping[str, str] = {
 # Within stream_options.
 OF_STREAMS: Mapping[str, Asks] = {"continuous_usage_stats": (None, False)}
 HARMLESS_OF_STREAMS: Mapping[str, str] = {"include_obfuscation": "nothing is padded"}
-
-
-def find_refused(fields: Mapping[str, object], refused: Mapping[str, Asks]) -> str | None:
-    """Return the first field whose value requests something that is refused."""
-    for name, value in fields.items():
-        if name in refused and not any(_is_same(value, each) for each in refused[name]):
-            return name
-    return None
-
-
-def _is_same(value: object, other: object) -> bool:
-    """Compare as JSON does: true is not 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)

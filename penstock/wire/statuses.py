@@ -1,11 +1,18 @@
-"""The status of each kind of error in every protocol, in one table. Pure."""
+"""Errors on the wire: the status of each kind in every protocol, in one table, and their JSON.
+Pure."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from penstock import errors
-from penstock.errors import NotAllowed, PenstockError
+from penstock.errors import InvalidRequest, NotAllowed, NotFound, PenstockError
+
+# Characters of an error, which may quote the request.
+MAX_ERROR_CHARS = 1000
+_encode = msgspec.json.Encoder().encode
 
 
 class Status(NamedTuple):
@@ -42,3 +49,28 @@ def status_of(error: PenstockError) -> Status:
         return NEEDS_KEY
     kinds = [kind for kind in type(error).__mro__ if kind in STATUSES]
     return STATUSES[kinds[0] if kinds else errors.BackendFailed]
+
+
+def encode_error(text: str) -> bytes:
+    """Encode an error in v2's form."""
+    return _encode({"error": text})
+
+
+def openai_error(text: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    if len(text) > MAX_ERROR_CHARS:
+        text = f"{text[:MAX_ERROR_CHARS]}…"
+    return _encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
+
+
+def encode_openai_error(failure: PenstockError) -> bytes:
+    """Encode an error with the invalid field and OpenAI's code for it."""
+    param: str | None = None
+    code: str | None = None
+    match failure:
+        case InvalidRequest():
+            param, code = failure.field, failure.code
+        case NotFound():
+            param, code = "model", "model_not_found"
+        case NotAllowed(needs_key=True):
+            code = "invalid_api_key"
+    return openai_error(str(failure), status_of(failure).openai_type, param, code)

@@ -2,7 +2,7 @@
 the other way round for clients. Pure.
 
 Tensors arrive raw (`raw_input_contents`) or typed (`contents`), never both, and leave raw. Every
-error names its input, with the same text as in `wire.v2` where both can fail.
+error names its input, with the same text as in `wire.v2_request` where both can fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tritonclient.grpc import service_pb2
 
 from penstock.errors import BackendFailed, InvalidRequest, TooLarge, Unsupported
 from penstock.types import (
-    DATATYPES,
     Array,
     Parameter,
     ReplySink,
@@ -28,7 +27,15 @@ from penstock.types import (
     pack_bytes,
     to_array,
 )
-from penstock.wire.v2 import MAX_TENSORS, apply_parameters, check_outputs, check_shape
+from penstock.wire.v2_request import (
+    MAX_TENSORS,
+    apply_parameters,
+    check_count,
+    check_outputs,
+    check_shape,
+    known_datatype,
+    wrong_input,
+)
 
 # Protobuf's generated classes have no types.
 Proto: TypeAlias = Any
@@ -44,6 +51,7 @@ CONTENTS: Mapping[str, str] = {
 # other requests.
 MAX_TYPED = 4 << 20
 # Requests an empty final answer, for models that may send none or several.
+_KINDS = {bool: "bool", int: "int64", float: "double", str: "string"}
 WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
@@ -96,17 +104,8 @@ def encode_answer(request: Request, response: Response) -> Proto:
 
 
 def set_parameter(target: Proto, value: Parameter) -> None:
-    match value:
-        case bool():
-            target.bool_param = value
-        case int() if value < 1 << 63:
-            target.int64_param = value
-        case int():
-            target.uint64_param = value
-        case float():
-            target.double_param = value
-        case str():
-            target.string_param = value
+    kind = "uint64" if isinstance(value, int) and value >= 1 << 63 else _KINDS[type(value)]
+    setattr(target, f"{kind}_param", value)
 
 
 def _parameters(wire: Mapping[str, Proto]) -> dict[str, Parameter]:
@@ -124,10 +123,8 @@ def _raw(message: Proto) -> list[Tensor]:
     inputs = message.inputs
     for item in inputs:
         if item.HasField("contents"):
-            raise InvalidRequest(
-                f"input '{item.name}': contents field must not be specified when using "
-                "raw_input_contents"
-            )
+            text = "contents field must not be specified when using raw_input_contents"
+            raise wrong_input(item.name, text)
     if len(contents) != len(inputs):
         which = (
             f"input '{inputs[len(contents)].name}' has none"
@@ -160,46 +157,31 @@ def _typed(message: Proto) -> list[Tensor]:
 
 def _pack(item: Proto, left: int) -> bytes:
     """Return the typed contents of one input, of at most `left` elements, as raw bytes."""
-    datatype = DATATYPES.get(item.datatype)
-    if datatype is None:
-        raise InvalidRequest(
-            f"input '{item.name}': unknown datatype '{item.datatype}'; "
-            f"expected one of {', '.join(DATATYPES)}"
-        )
+    datatype = known_datatype(item.name, item.datatype)
     field = CONTENTS.get(item.datatype)
     if field is None:
-        raise InvalidRequest(
-            f"input '{item.name}': {item.datatype} has no typed contents; "
-            "send it in raw_input_contents"
-        )
+        text = f"{item.datatype} has no typed contents; send it in raw_input_contents"
+        raise wrong_input(item.name, text)
     check_shape(item.name, item.shape)
     for given, _ in item.contents.ListFields():
         if given.name != field:
-            raise InvalidRequest(
-                f"input '{item.name}': {item.datatype} elements belong in {field}, "
-                f"not in {given.name}"
-            )
+            text = f"{item.datatype} elements belong in {field}, not in {given.name}"
+            raise wrong_input(item.name, text)
     values = getattr(item.contents, field)
-    expected = num_elements(item.shape)
-    if len(values) != expected:
-        raise InvalidRequest(
-            f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
-            f"{field} has {len(values)}"
-        )
-    if expected > left:
+    check_count(item.name, item.shape, len(values), field)
+    if len(values) > left:
         raise TooLarge(
-            f"input '{item.name}': {expected} more typed elements in a request that may have "
+            f"input '{item.name}': {len(values)} more typed elements in a request that may have "
             f"{MAX_TYPED}; send large tensors in raw_input_contents"
         )
     array: Array
     if item.datatype == "BYTES":
-        array = np.empty(expected, dtype=np.object_)
-        array[:] = list(values)
+        array = np.array(list(values), dtype=np.object_)
         return pack_bytes(array)
     try:
         array = np.array(values, dtype=datatype.numpy)
     except OverflowError:
-        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
+        raise wrong_input(item.name, f"a value does not fit {item.datatype}") from None
     return array.tobytes()
 
 

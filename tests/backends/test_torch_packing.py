@@ -16,7 +16,7 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
 from penstock.serving.proof import prove
-from penstock.serving.worker import warm_up_all
+from penstock.serving.warmups import warm_up_all
 from penstock.types import Request, TensorSpec, from_array
 
 torch = pytest.importorskip("torch")

@@ -14,7 +14,7 @@ import uvloop
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.http import HttpServer
+from penstock.protocols.http_server import HttpServer
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from penstock.dashboard.openapi import STATUSES, TAGS, describe, path_of, tag_of
-from penstock.protocols.route_table import MISSING, ROUTES, Route
+from penstock.protocols.route import Route
+from penstock.protocols.route_table import MISSING, ROUTES
 from penstock.wire import statuses
 from penstock.wire.documented import GenerateBody, InferFields, InputTensor
 from penstock.wire.generate_v2 import BOOLEANS
-from penstock.wire.v2 import InferBody
+from penstock.wire.v2_request import InferBody
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -26,8 +26,9 @@ from penstock.data.lengths import draw as draw_lengths
 from penstock.data.lengths import parse as parse_lengths
 from penstock.data.traces import read_trace
 from penstock.errors import ConfigError, PenstockError, TooLarge
-from penstock.protocols.gate import read_keys
-from penstock.protocols.http import Connection, Exchange, HttpServer
+from penstock.protocols.http import Connection, Exchange
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.key_file import read_keys
 from penstock.repository import pbtxt
 from penstock.types import Request, TensorSpec
 from penstock.wire import compression, frames, v2, v2_pb

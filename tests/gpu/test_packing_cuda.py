@@ -11,7 +11,7 @@ import pytest
 from penstock.backends import backend
 from penstock.config import ModelConfig
 from penstock.serving.proof import prove
-from penstock.serving.worker import warm_up_all
+from penstock.serving.warmups import warm_up_all
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")

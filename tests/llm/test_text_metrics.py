@@ -10,7 +10,8 @@ from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.messages import GenerateRequest, Ready, StepReport, pack_tokens
 from penstock.llm.text_metrics import REASONS, TextMetrics, token_bounds
 from penstock.sampling_params import SamplingParams
-from penstock.serving.metrics import Histogram, ModelMetrics, Pending, expose
+from penstock.serving.metrics import Histogram, ModelMetrics
+from penstock.serving.scrape import Pending, expose
 
 HISTOGRAMS = {
     "time_to_first_token_seconds",

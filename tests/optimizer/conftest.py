@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.optimizer import model_run, served
+from penstock.optimizer import endpoints, model_run
 from penstock.optimizer.results import Conditions
 
 SPEED_S = 1e-3
@@ -19,6 +19,6 @@ class QuietMachine:
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served, "CpuMeter", QuietMachine)
+        patch.setattr(endpoints, "CpuMeter", QuietMachine)
         patch.setattr(model_run, "machine_speed_s", lambda: SPEED_S)
         yield

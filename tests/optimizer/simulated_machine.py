@@ -22,7 +22,7 @@ from penstock.benchmark.pacer import Closed, Open
 from penstock.benchmark.stats import DurationHistogram, Window
 from penstock.benchmark.targets import TargetSpec
 from penstock.data import InputSpec
-from penstock.optimizer import served
+from penstock.optimizer import endpoints, goals, served
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.facts import Facts
@@ -147,7 +147,7 @@ def windows_of(
 
 
 class SimulatedEndpoint:
-    probe_s, precision = served.PROBE_S, served.SEARCH_PRECISION
+    probe_s, precision = endpoints.ServedEndpoint.probe_s, endpoints.ServedEndpoint.precision
     is_streaming = False
     memory_bytes = 1 << 20
     gpu_memory_bytes: Sequence[int] = ()
@@ -318,7 +318,7 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
         findings.contenders.append(contender)
         findings.finalists.append(Finalist(contender, build, measured))
         findings.tries.append(Try(build.candidate, "compile", "kept", "", served=measured))
-    order = served.goals.order([one.served for one in findings.finalists], [1, 0])
+    order = goals.order([one.served for one in findings.finalists], [1, 0])
     findings.finalists = [findings.finalists[index] for index in order]
     search: Any = SimpleNamespace(
         findings=findings,

@@ -15,8 +15,8 @@ from penstock.optimizer import evidence
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.results import Optimization
 from penstock.repository import layout, manifest, staging
-from penstock.serving.fleet import need_of
-from penstock.serving.memory_plan import CONTEXT_BYTES, Need
+from penstock.serving.fleet import CONTEXT_BYTES, need_of
+from penstock.serving.memory_plan import Need
 
 
 @pytest.fixture
@@ -34,9 +34,14 @@ def found(tmp_path: Path) -> Optimization:
     )
 
 
+def committed(build: Build, found: Optimization, run: str) -> str:
+    evidence.commit(build, found, run)
+    return found.version
+
+
 def test_all_of_it_is_there(build: Build, found: Optimization) -> None:
     (build.version_folder / evidence.CALIBRATION).write_text('{"format": 1, "inputs": {}}')
-    version = evidence.commit(build, found, "run")
+    version = committed(build, found, "run")
     kept = manifest.read(Path(found.out) / "small" / version)
     assert kept is not None
     proof = kept.evidence
@@ -68,17 +73,17 @@ def test_what_an_instance_takes_of_a_gpu_is_where_the_server_looks_for_it(
 ) -> None:
     assert found.after is not None
     found.after.gpu_memory_bytes = 7 << 30
-    evidence.commit(build, found, "run")
+    committed(build, found, "run")
     [config] = layout.read(found.out).configs
     assert need_of(config) == Need((7 << 30) + CONTEXT_BYTES, "evidence")
 
 
 def test_the_same_run_does_not_commit_twice(build: Build, found: Optimization) -> None:
-    assert evidence.commit(build, found, "run") == "1"
-    assert evidence.commit(build, found, "run") == "1"
-    assert evidence.commit(build, found, "another run") == "2"
+    assert committed(build, found, "run") == "1"
+    assert committed(build, found, "run") == "1"
+    assert committed(build, found, "another run") == "2"
     other = Build(Candidate(), build.folder, build.config)
-    assert evidence.commit(other, found, "run") == "3"
+    assert committed(other, found, "run") == "3"
     assert layout.version_folders(Path(found.out) / "small") == ["1", "2", "3"]
 
 
@@ -88,7 +93,7 @@ def test_no_version_is_begun_without_space_for_it(
     usage = SimpleNamespace(total=1 << 40, used=0, free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     found.version = ""
-    evidence.try_commit(build, found, "run")
+    evidence.commit(build, found, "run")
     assert found.version == ""
     assert "needs 4.0" in found.uncommitted and "1.00 MiB free" in found.uncommitted
     assert not Path(found.out).exists()
@@ -101,24 +106,24 @@ def test_a_disk_that_fills_up_meanwhile_leaves_no_half_version(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(staging, "write", full)
-    evidence.try_commit(build, found, "run")
+    evidence.commit(build, found, "run")
     assert "No space left on device" in found.uncommitted
     assert "free" in found.uncommitted
     assert not list(Path(found.out).iterdir())
     monkeypatch.undo()
     found.uncommitted = ""
-    evidence.try_commit(build, found, "run")
+    evidence.commit(build, found, "run")
     assert (found.version, found.uncommitted) == ("1", "")
 
 
 def test_what_is_committed_already_needs_no_space(
     build: Build, found: Optimization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evidence.try_commit(build, found, "run")
+    evidence.commit(build, found, "run")
     usage = SimpleNamespace(total=1 << 40, used=0, free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     found.version = ""
-    evidence.try_commit(build, found, "run")
+    evidence.commit(build, found, "run")
     assert (found.version, found.uncommitted) == ("1", "")
 
 
@@ -140,9 +145,9 @@ class TestAKeptVersion:
 
     @pytest.mark.parametrize(("outcome", "is_proven"), UNPROVEN)
     def test_stays(self, build: Build, found: Optimization, outcome: str, is_proven: bool) -> None:
-        evidence.try_commit(build, found, "run")
+        evidence.commit(build, found, "run")
         other = self.again(found, outcome, is_proven=is_proven)
-        evidence.try_commit(build, other, "run")
+        evidence.commit(build, other, "run")
         assert (other.version, other.kept_version, other.uncommitted) == ("", "1", "")
         assert self.served(found) == ["1"]
 
@@ -150,23 +155,23 @@ class TestAKeptVersion:
     def test_is_followed_by_what_is_proven(
         self, build: Build, found: Optimization, outcome: str
     ) -> None:
-        evidence.try_commit(build, found, "run")
+        evidence.commit(build, found, "run")
         other = self.again(found, outcome, is_proven=True)
-        evidence.try_commit(build, other, "run")
+        evidence.commit(build, other, "run")
         assert (other.version, other.kept_version) == ("2", "")
 
     def test_that_is_no_longer_served_does_not_hold_up_others(
         self, build: Build, found: Optimization
     ) -> None:
         for outcome in ("kept", "missed"):
-            evidence.try_commit(build, self.again(found, outcome, is_proven=True), "run")
+            evidence.commit(build, self.again(found, outcome, is_proven=True), "run")
         other = self.again(found, "disturbed", is_proven=True)
-        evidence.try_commit(build, other, "run")
+        evidence.commit(build, other, "run")
         assert (other.version, self.served(found)) == ("3", ["3"])
 
     def test_is_not_needed_for_a_first_result(self, build: Build, found: Optimization) -> None:
         other = self.again(found, "disturbed", is_proven=True)
-        evidence.try_commit(build, other, "run")
+        evidence.commit(build, other, "run")
         assert other.version == "1"
 
     def test_committed_before_by_the_same_run_is_named(
@@ -174,13 +179,13 @@ class TestAKeptVersion:
     ) -> None:
         found.is_proven = False
         for _ in range(2):
-            evidence.try_commit(build, found, "run")
+            evidence.commit(build, found, "run")
             assert (found.version, found.kept_version) == ("1", "")
 
 
 def test_a_version_whose_proof_failed_is_not_committed(build: Build, found: Optimization) -> None:
     found.outcome, found.version = "failed", ""
     found.proof_failure = "the server did not start"
-    evidence.try_commit(build, found, "run")
+    evidence.commit(build, found, "run")
     assert not found.version and not (Path(found.out) / "small").exists()
     assert found.uncommitted.endswith("failed: the server did not start")

@@ -15,7 +15,7 @@ from served_builds import null_build, read
 
 from penstock import slo
 from penstock.errors import BackendFailed
-from penstock.optimizer import builder, influence, measurements, served, trials
+from penstock.optimizer import builder, endpoints, influence, measurements, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import signature_examples
@@ -311,7 +311,7 @@ class TestRoom:
 
         full = devices.Gpu(0, "GPU-0", "none", 80 << 30, 10 << 30)
         monkeypatch.setattr(devices, "read_gpus", lambda: (full,))
-        monkeypatch.setattr(served.Servers, "close", told("servers closed", None))
+        monkeypatch.setattr(endpoints.Servers, "close", told("servers closed", None))
         monkeypatch.setattr(trials, "keep_compiled", told("compiled", 0))
         monkeypatch.setattr(trials, "times", told("timed", TimeTable(2, 4, {0: {1: 0.1}})))
         monkeypatch.setattr(measurements, "profile_build", told("profiled", None))

@@ -13,7 +13,8 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.influence import RowCheck, batches
-from penstock.optimizer.trials import Row, TrialProcess
+from penstock.optimizer.simulate import Row
+from penstock.optimizer.trials import TrialProcess
 from penstock.types import TensorSpec
 
 PADDED = """
@@ -187,13 +188,13 @@ class TestNeighbours:
         monkeypatch.setattr(influence, "CHECK_S", 0.0)
         monkeypatch.setattr(influence, "MAX_CHECK_S", 0.0)
         seen: list[int] = []
-        compute = influence.compute
+        compute = trials.compute
 
         def counted(child, build, served, indices):
             seen.append(len(indices))
             return compute(child, build, served, indices)
 
-        monkeypatch.setattr(influence, "compute", counted)
+        monkeypatch.setattr(trials, "compute", counted)
         code = "x * (np.float32(0.5) if np.abs(x).max() > 10 and len(x) > 1 else np.float32(1))"
         found = check(python_build(tmp_path, code), data())
         assert "answers depend on other rows" in found.batching_problem
@@ -316,9 +317,9 @@ def test_kernels_of_a_gpu_round_otherwise_for_other_batches(device: str, is_move
     random = np.random.default_rng(0)
     alone = [{"y": (100 + random.uniform(0, 1, (1, 4))).astype(np.float32)} for _ in range(8)]
     compared = influence.RowComparison(config, alone, is_rounded=False)
-    found = compared.moved(0, {"y": alone[0]["y"] * np.float32(1.008)})
+    found = compared.difference(alone[0], {"y": alone[0]["y"] * np.float32(1.008)})
     assert (found is not None) is is_moved
-    assert compared.moved(0, {"y": alone[0]["y"] * np.float32(1.2)}) is not None
+    assert compared.difference(alone[0], {"y": alone[0]["y"] * np.float32(1.2)}) is not None
 
 
 def test_a_row_that_does_not_look_special_is_found_by_the_survey(tmp_path: Path) -> None:

@@ -23,7 +23,16 @@ import penstock
 from penstock import slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import evidence, run, served, shapes, tensor_run, trials, workspace
+from penstock.optimizer import (
+    endpoints,
+    evidence,
+    run,
+    served,
+    shapes,
+    tensor_run,
+    trials,
+    workspace,
+)
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, Split, open_examples
@@ -393,18 +402,18 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
         file.write("\ninstance_group { kind: KIND_GPU }\n")
     loads: list[str] = []
     servers: list[Path] = []
-    load, enter = trials.TrialProcess.load, served.ServedEndpoint.__enter__
+    load, enter = trials.TrialProcess.load, endpoints.ServedEndpoint.__enter__
 
     def loaded(self: trials.TrialProcess, run_timeout_s: float | None = None):
         loads.append(self.config.device)
         return load(self, run_timeout_s)
 
-    def entered(self: served.ServedEndpoint) -> served.ServedEndpoint:
+    def entered(self: endpoints.ServedEndpoint) -> endpoints.ServedEndpoint:
         servers.append(self.build.folder)
         return enter(self)
 
     monkeypatch.setattr(trials.TrialProcess, "load", loaded)
-    monkeypatch.setattr(served.ServedEndpoint, "__enter__", entered)
+    monkeypatch.setattr(endpoints.ServedEndpoint, "__enter__", entered)
     before = psutil.Process().children()
     # Less memory than it takes, so that nothing ends the sequence but its end.
     wish = slo.parse("p99 < 1s, memory <= 1KiB at 20/s")

@@ -14,7 +14,8 @@ import pytest
 import uvloop
 
 from penstock.config import HttpLimits
-from penstock.protocols.http import Exchange, HttpServer
+from penstock.protocols.http import Exchange
+from penstock.protocols.http_server import HttpServer
 
 TEST_TIMEOUT_S = 20.0
 

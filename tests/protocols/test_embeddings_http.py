@@ -20,8 +20,9 @@ from penstock.protocols.embeddings_http import (  # noqa: E402
     embedder_of,
     vectors_of,
 )
-from penstock.protocols.gate import Gate, read_keys  # noqa: E402
-from penstock.protocols.http import HttpServer  # noqa: E402
+from penstock.protocols.gate import Gate  # noqa: E402
+from penstock.protocols.http_server import HttpServer  # noqa: E402
+from penstock.protocols.key_file import read_keys  # noqa: E402
 from penstock.protocols.openai_http import OpenAiHttp  # noqa: E402
 from penstock.protocols.v2_http import Models, V2Http  # noqa: E402
 from penstock.repository import layout  # noqa: E402

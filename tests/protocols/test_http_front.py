@@ -16,8 +16,9 @@ from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.errors import ConfigError
 from penstock.protocols import access_log
 from penstock.protocols.fronts import CoreApi, Front, http_spec
-from penstock.protocols.gate import Gate, Keys, digest_secret, read_keys
+from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import Exchange
+from penstock.protocols.key_file import read_keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository.layout import RepositoryScan

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocols.gate import Gate, read_keys
-from penstock.protocols.v2_http import MetricsHttp
+from penstock.protocols.gate import Gate
+from penstock.protocols.handler_tasks import MetricsHttp
+from penstock.protocols.key_file import read_keys
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi

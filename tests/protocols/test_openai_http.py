@@ -15,7 +15,8 @@ from text_server import NAME, TEMPLATE, posted, served  # noqa: E402
 from tiny_text import TOKENIZER  # noqa: E402
 
 from penstock.llm.text import Text  # noqa: E402
-from penstock.protocols.gate import Gate, read_keys  # noqa: E402
+from penstock.protocols.gate import Gate  # noqa: E402
+from penstock.protocols.key_file import read_keys  # noqa: E402
 
 
 @pytest.fixture

@@ -19,11 +19,15 @@ from tritonclient.grpc import service_pb2
 from penstock.config import HttpLimits
 from penstock.dashboard.pages import Pages
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.http import Connection, Exchange, Handler, HttpServer
+from penstock.protocols.handler_tasks import MetricsHttp, make_handlers
+from penstock.protocols.http import Connection, Exchange, Handler
 from penstock.protocols.http_reader import MessageHead, normalize_path
-from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, Match, find
+from penstock.protocols.http_server import HttpServer
+from penstock.protocols.infer_http import InferCall
+from penstock.protocols.route import Match
+from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, find
 from penstock.protocols.v2_grpc import Gated
-from penstock.protocols.v2_http import InferCall, MetricsHttp, V2Http, make_handlers
+from penstock.protocols.v2_http import V2Http
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi

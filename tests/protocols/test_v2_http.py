@@ -40,7 +40,7 @@ from penstock.errors import (
 from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
-from penstock.protocols.http import HttpServer
+from penstock.protocols.http_server import HttpServer
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository import layout
 from penstock.repository.layout import RepositoryScan

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.batcher import LOOKS, Batcher, Sequencer
+from penstock.serving.answer_order import AnswerSequencer
+from penstock.serving.batcher import LOOKS, Batcher
 from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.types import Request
 
@@ -517,7 +518,7 @@ def test_law_with_a_budget_nobody_of_a_level_is_overtaken(max_tokens, max_rows, 
 
 
 def test_answers_leave_in_the_order_of_arrival():
-    order = Sequencer()
+    order = AnswerSequencer()
     turns = [order.enter() for _ in range(4)]
     assert order.finish(turns[2], "c") == []
     assert order.finish(turns[0], "a") == ["a"]

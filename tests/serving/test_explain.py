@@ -9,7 +9,7 @@ import pytest
 from doubles import FakeClock, Puppets, RecordingSink, settle
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
-from penstock.serving import worker
+from penstock.serving import worker_load
 from penstock.serving.batches import BatchRecord
 from penstock.serving.explain import (
     Explanation,
@@ -215,7 +215,7 @@ def test_a_model_found_unfit_for_batches_does_not_claim_to_wait_for_company(monk
         model.submit(ask(3))
 
     proof = Proof("answers depend on what else is in the batch", "", frozenset(), ())
-    monkeypatch.setattr(worker, "prove", lambda config, runner: proof)
+    monkeypatch.setattr(worker_load, "prove", lambda config, runner: proof)
     policy = replace(POLICY, max_queue_delay_s=5.0, preferred_batch_sizes=(4,))
     answer = explained(replace(CONFIG, batching=policy), scenario)
     assert answer.policy.keys() == {"max_batch_size", "max_queue_size", "max_wait"}

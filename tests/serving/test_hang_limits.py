@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.serving.batch_times import HANG_FACTOR, NUM_REMEMBERED, HangLimits
+from penstock.serving.batches import HANG_FACTOR, NUM_REMEMBERED, HangLimits
 
 
 def test_without_batches_it_is_the_minimum():

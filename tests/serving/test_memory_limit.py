@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serving.memory_limit import MemoryLimit, read_private_bytes
+from penstock.serving.worker_load import MemoryLimit, read_private_bytes
 
 MIB = 1 << 20
 

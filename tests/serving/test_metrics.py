@@ -22,17 +22,19 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.serving.metrics import (
-    BATCH_BUCKETS,
     BUCKETS,
     PHASES,
     REASONS,
     REFUSED_AT_ARRIVAL,
     REFUSED_LATER,
     WAITS,
-    FrontUse,
     Histogram,
-    HostUse,
     ModelMetrics,
+)
+from penstock.serving.scrape import (
+    BATCH_BUCKETS,
+    FrontUse,
+    HostUse,
     Pending,
     ProcessUse,
     expose,

@@ -40,7 +40,13 @@ from penstock.errors import (
 )
 from penstock.processes import restarts
 from penstock.processes.channel import socket_pair
-from penstock.serving import quarantine, request_memory, supervisor, worker
+from penstock.serving import (
+    quarantine,
+    supervisor,
+    warmups,
+    worker,
+    worker_load,
+)
 from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
@@ -249,7 +255,7 @@ def test_no_more_than_the_budget_is_warmed_up():
 
     def warmed(config):
         proof = frames.Proof()
-        _, by_bucket = worker.warm_up_all(config, NullRunner(config), proof)
+        _, by_bucket = warmups.warm_up_all(config, NullRunner(config), proof)
         return {bucket: list(timings) for bucket, timings in by_bucket.items()}
 
     assert warmed(PADDED) == {bucket: [1, 2, 4, 8] for bucket in (2, 16, 64)}
@@ -261,7 +267,7 @@ def test_no_more_than_the_budget_is_warmed_up():
 @pytest.mark.parametrize(("options", "num_runs"), [({"null.copy_ms": "0"}, 2), ({}, 1)])
 def test_of_a_gpu_a_long_first_run_is_no_batch_time(monkeypatch, options, num_runs):
     """Kernels are compiled, tried out and captured then; on a CPU what is long stays long."""
-    monkeypatch.setattr("penstock.serving.worker.LONG_WARM_UP_S", 0.0)
+    monkeypatch.setattr("penstock.serving.warmups.LONG_WARM_UP_S", 0.0)
     config = replace(FIXED, options=options)
     runner = NullRunner(config)
     ran: list[int] = []
@@ -272,7 +278,7 @@ def test_of_a_gpu_a_long_first_run_is_no_batch_time(monkeypatch, options, num_ru
         return start(batch)
 
     monkeypatch.setattr(runner, "start", counted)
-    timings, _ = worker.warm_up_all(config, runner, frames.Proof())
+    timings, _ = warmups.warm_up_all(config, runner, frames.Proof())
     assert ran == [rows for rows in timings for _ in range(num_runs)]
 
 
@@ -391,7 +397,7 @@ def test_a_request_that_cannot_be_placed_ends_with_an_error():
 
 def test_a_worker_that_comes_back_pads_as_was_agreed(monkeypatch):
     async def scenario(model, puppets):
-        monkeypatch.setattr(worker, "prove", lambda *_: frames.Proof(unpadded="out of memory"))
+        monkeypatch.setattr(worker_load, "prove", lambda *_: frames.Proof(unpadded="out of memory"))
         puppets.alive[0].kill()
         await puppets.step_all()
         await asyncio.sleep(0.01)
@@ -516,7 +522,7 @@ def test_a_load_with_thousands_of_problems_tells_the_first_ones(monkeypatch):
     def load(config):
         raise ConfigError([f"input {number}: {'x' * 200}" for number in range(20_000)])
 
-    monkeypatch.setattr("penstock.serving.worker.backend", lambda name: load)
+    monkeypatch.setattr("penstock.serving.worker_load.backend", lambda name: load)
     with pytest.raises(ConfigError) as raised:
         run(FIXED, lambda model, puppets: None)
     assert raised.value.problems[0].startswith("input 0: xxx")
@@ -776,7 +782,7 @@ class TestSharedWorker:
     def test_a_worker_whose_device_is_lost_ends_without_an_answer(self, monkeypatch):
         """So that its batches run again elsewhere, and whoever takes it away twice is blamed."""
         died: list[bool] = []
-        monkeypatch.setattr(worker, "backend", lambda name: Losable)
+        monkeypatch.setattr(worker_load, "backend", lambda name: Losable)
         config = replace(FIXED, options={"null.fail_on": "1000"})
         with worker_alone(config, lambda: died.append(True)) as run_batch:
             for Losable.lost in (False, True):
@@ -949,7 +955,8 @@ def clock(monkeypatch) -> FakeClock:
     """Time passes only while a `null` model computes."""
     made = FakeClock()
     fake = SimpleNamespace(perf_counter=made, sleep=made.advance)
-    monkeypatch.setattr("penstock.serving.worker.time", fake)
+    for module in ("executor", "warmups", "worker_load"):
+        monkeypatch.setattr(f"penstock.serving.{module}.time", fake)
     monkeypatch.setattr("penstock.backends.null.time", fake)
     return made
 
@@ -1563,7 +1570,7 @@ class Restless(NullRunner):
 
 @pytest.mark.parametrize("config", [FIXED, SHARED], ids=["one slot", "two slots"])
 def test_a_worker_that_wants_to_leave_is_replaced_and_nothing_is_lost(monkeypatch, caplog, config):
-    monkeypatch.setattr(worker, "backend", lambda name: Restless)
+    monkeypatch.setattr(worker_load, "backend", lambda name: Restless)
     config = replace(config, max_batch_size=1, batching=BatchPolicy(1, is_dynamic=True))
 
     async def scenario(model, puppets):
@@ -1698,7 +1705,7 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
         hashed.append(args)
         return real(*args)
 
-    monkeypatch.setattr(request_memory, "fingerprint", count)
+    monkeypatch.setattr(quarantine, "fingerprint", count)
 
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:

@@ -10,7 +10,7 @@ from doubles import FakeClock, Puppets, RecordingSink
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.serving.admission import LOOK_EVERY_S, LOOK_WITHIN_S, ProcessorWait
 from penstock.serving.model import Model
-from penstock.serving.slo_batcher import SloBatcher
+from penstock.serving.paces import Paces
 from penstock.types import Request, TensorSpec, from_array
 
 
@@ -57,7 +57,7 @@ def test_a_model_with_an_slo_tells_its_batcher_what_was_waited_since_the_last_lo
     totals = iter([5.0, 5.25, 7.0, 7.5])
     noted: list[float] = []
     monkeypatch.setattr(ProcessorWait, "total_s", lambda self: next(totals))
-    monkeypatch.setattr(SloBatcher, "note_wait", lambda self, waited_s: noted.append(waited_s))
+    monkeypatch.setattr(Paces, "note_wait", lambda self, waited_s: noted.append(waited_s))
 
     async def main() -> None:
         clock, puppets = FakeClock(), Puppets()

@@ -7,12 +7,16 @@ from penstock.serving.quarantine import (
     MAX_REMEMBERED,
     MAX_SUSPECTS,
     QUARANTINE_S,
-    Part,
     Quarantine,
     fingerprint,
 )
+from penstock.types import Buffer, Tensor
 
 NO_KEY = b""
+
+
+def part(name: str, shape: tuple[int, ...], data: Buffer) -> Tensor:
+    return Tensor(name, "UINT8", shape, data)
 
 
 def kill(quarantine: Quarantine, body: bytes, clock: FakeClock, key: bytes = NO_KEY):
@@ -122,7 +126,7 @@ def test_what_is_remembered_is_bounded():
 
 def test_only_bodies_as_large_as_a_quarantined_one_need_a_fingerprint():
     quarantine, clock = Quarantine(), FakeClock()
-    body = fingerprint([Part("x", (1, 4), b"abcd"), Part("y", (1, 2), b"ef")])
+    body = fingerprint([part("x", (1, 4), b"abcd"), part("y", (1, 2), b"ef")])
     kill(quarantine, body, clock)
     assert not quarantine.has_body_of(6)
     kill(quarantine, body, clock)
@@ -132,16 +136,16 @@ def test_only_bodies_as_large_as_a_quarantined_one_need_a_fingerprint():
     assert not quarantine.has_body_of(6)
 
 
-BASE = (Part("x", (1, 4), b"abcd"), Part("y", (1, 2), b"ef"))
+BASE = (part("x", (1, 4), b"abcd"), part("y", (1, 2), b"ef"))
 
 
 @pytest.mark.parametrize(
     ("parts", "parameters"),
     [
-        ((Part("x", (1, 4), b"abcx"), BASE[1]), None),
-        ((Part("x", (2, 2), b"abcd"), BASE[1]), None),
-        ((Part("z", (1, 4), b"abcd"), BASE[1]), None),
-        ((Part("x", (1, 5), b"abcde"), Part("y", (1, 1), b"f")), None),
+        ((part("x", (1, 4), b"abcx"), BASE[1]), None),
+        ((part("x", (2, 2), b"abcd"), BASE[1]), None),
+        ((part("z", (1, 4), b"abcd"), BASE[1]), None),
+        ((part("x", (1, 5), b"abcde"), part("y", (1, 1), b"f")), None),
         (BASE, {"depth": 3}),
         (BASE[:1], None),
     ],
@@ -151,7 +155,7 @@ def test_everything_that_a_model_sees_is_in_the_fingerprint(parts, parameters):
 
 
 def test_equal_requests_have_equal_fingerprints_wherever_their_bytes_are():
-    views = [Part(part.name, part.shape, memoryview(bytearray(part.data))) for part in BASE]
+    views = [part(each.name, each.shape, memoryview(bytearray(each.data))) for each in BASE]
     assert fingerprint(views) == fingerprint(BASE, {})
     assert fingerprint(BASE, {"a": 1, "b": 2}) == fingerprint(BASE, {"b": 2, "a": 1})
 

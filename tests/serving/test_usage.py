@@ -7,7 +7,7 @@ import sys
 import psutil
 from doubles import FakeClock
 
-from penstock.serving.usage import ProcessUsage, cpu_s
+from penstock.serving.scrape import ProcessUsage, cpu_s
 from penstock.system.devices import GpuUse, Watch
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.config import BatchPolicy, QueuePolicy
-from penstock.serving.batcher import LEARN_EVERY_S, MIN_WAIT_S, WaitLimit
+from penstock.serving.batch_times import LEARN_EVERY_S, MIN_WAIT_S, WaitLimit
 
 POLICY = BatchPolicy(max_batch_size=8, is_dynamic=True)
 

@@ -11,7 +11,7 @@ from doubles import Puppets
 from penstock.backends.null import NullRunner
 from penstock.config import BatchPolicy, ModelConfig, Warmup, WarmupInput
 from penstock.errors import ConfigError
-from penstock.serving import worker
+from penstock.serving import worker_load
 from penstock.serving.model import Model
 from penstock.serving.warmups import make_batch
 from penstock.types import DATATYPES, TensorSpec, pack_bytes
@@ -97,7 +97,7 @@ class Watched(NullRunner):
 
 
 def test_workers_run_them_before_they_are_ready(monkeypatch):
-    monkeypatch.setattr(worker, "backend", lambda name: Watched)
+    monkeypatch.setattr(worker_load, "backend", lambda name: Watched)
     monkeypatch.setattr(Watched, "seen", [])
     config = replace(CONFIG, warmups=(replace(warmup("random"), count=3),))
 

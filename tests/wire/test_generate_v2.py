@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidRequest
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm
-from penstock.wire.openai_v1 import AnswerChoice, TokenUsage
+from penstock.wire.openai_forms import AnswerChoice, TokenUsage
 
 
 def read(is_streaming=False, **fields):

@@ -13,7 +13,7 @@ from openai.types import completion_create_params, embedding_create_params  # no
 
 from penstock.errors import InvalidRequest  # noqa: E402
 from penstock.wire import openai_fields as tables  # noqa: E402
-from penstock.wire import openai_v1  # noqa: E402
+from penstock.wire import openai_prompts, openai_v1  # noqa: E402
 
 DOC = (Path(__file__).parents[2] / "docs" / "llm.md").read_text()
 
@@ -73,21 +73,21 @@ KINDS = {
         tables.OF_CHATS,
     ),
     "completion": (
-        openai_v1.read_completion,
+        openai_prompts.read_completion,
         {"prompt": "hi"},
-        openai_v1.CompletionBody.__struct_fields__,
+        openai_prompts.CompletionBody.__struct_fields__,
         tables.OF_COMPLETIONS,
     ),
     "embedding": (
-        openai_v1.read_embeddings,
+        openai_prompts.read_embeddings,
         {"input": "hi"},
-        openai_v1.EmbeddingsBody.__struct_fields__,
+        openai_prompts.EmbeddingsBody.__struct_fields__,
         tables.OF_EMBEDDINGS,
     ),
     "tokenize": (
-        openai_v1.read_tokenize,
+        openai_prompts.read_tokenize,
         {"messages": MESSAGES},
-        openai_v1.TokenizeBody.__struct_fields__,
+        openai_prompts.TokenizeBody.__struct_fields__,
         tables.OF_TOKENIZE,
     ),
 }

@@ -9,15 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest
-from penstock.wire import openai_v1 as openai
-from penstock.wire.openai_v1 import (
-    DONE,
-    AnswerChoice,
-    ChatForm,
-    CompletionForm,
-    TokenLogprob,
-    TokenUsage,
-)
+from penstock.wire import openai_prompts as openai
+from penstock.wire.documented import describe_model
+from penstock.wire.openai_forms import DONE, AnswerChoice, ChatForm, CompletionForm, TokenUsage
+from penstock.wire.openai_logprobs import TokenLogprob
+from penstock.wire.openai_v1 import read_chat, template_options
+from penstock.wire.statuses import openai_error
 
 FORM = CompletionForm("cmpl-1", 1700000000, "smol", True)
 CHAT = ChatForm("cmpl-1", 1700000000, "smol", True)
@@ -33,7 +30,7 @@ def completion(**fields):
 
 def chat(**fields):
     messages = [{"role": "user", "content": "hi"}]
-    return openai.read_chat(body(**{"messages": messages, **fields}))
+    return read_chat(body(**{"messages": messages, **fields}))
 
 
 class TestCompletions:
@@ -142,7 +139,7 @@ def test_what_is_wrong_names_its_field(fields, param, text):
 
 def test_a_field_that_is_missing_is_named():
     with pytest.raises(InvalidRequest, match="missing required field `messages`") as caught:
-        openai.read_chat(b'{"model": "a"}')
+        read_chat(b'{"model": "a"}')
     assert caught.value.field == "messages"
     with pytest.raises(InvalidRequest, match="missing required field `model`") as caught:
         openai.read_completion(b'{"prompt": "a"}')
@@ -152,7 +149,7 @@ def test_a_field_that_is_missing_is_named():
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"1e999"])
 def test_what_is_no_json_is_refused(raw):
     with pytest.raises(InvalidRequest):
-        openai.read_chat(raw)
+        read_chat(raw)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +189,7 @@ names = st.sampled_from(
 
 @given(st.dictionaries(names, values, max_size=6))
 def test_whatever_comes_is_read_or_refused(fields):
-    for read in (openai.read_chat, openai.read_completion, openai.read_embeddings):
+    for read in (read_chat, openai.read_completion, openai.read_embeddings):
         try:
             read(body(**fields))
         except InvalidRequest as error:
@@ -271,11 +268,11 @@ class TestAnswers:
         assert found["choices"] == [] and found["usage"]["completion_tokens"] == 2
 
     def test_models_and_errors(self):
-        known = openai.describe_model("smol", 5, 2048)
+        known = describe_model("smol", 5, 2048)
         model = json.loads(msgspec.json.encode(known))
         expected = {"id": "smol", "object": "model", "created": 5, "owned_by": "penstock"}
         assert model == {**expected, "max_model_len": 2048}
-        found = json.loads(openai.error("no", "invalid_request_error", "n"))
+        found = json.loads(openai_error("no", "invalid_request_error", "n"))
         assert found == {
             "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
         }
@@ -298,7 +295,7 @@ class TestTokens:
         body = {"messages": [message], "add_generation_prompt": False}
         body["chat_template_kwargs"] = {"enable_thinking": True}
         asked = openai.read_tokenize(json.dumps(body).encode())
-        assert openai.template_options(asked) == {
+        assert template_options(asked) == {
             "add_generation_prompt": False,
             "enable_thinking": True,
         }
@@ -340,7 +337,7 @@ def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
 
 
 def test_an_error_quotes_little():
-    found = json.loads(openai.error("x" * 1_000_000, "invalid_request_error"))
+    found = json.loads(openai_error("x" * 1_000_000, "invalid_request_error"))
     assert len(found["error"]["message"]) < 1100
 
 

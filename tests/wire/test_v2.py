@@ -27,13 +27,10 @@ from penstock.types import (
     split_bytes,
 )
 from penstock.wire.documented import describe_tensors
-from penstock.wire.v2 import (
-    MAX_CLASSES,
-    MAX_TENSORS,
-    Codec,
-    encode_answer,
-    encode_error,
-)
+from penstock.wire.statuses import encode_error
+from penstock.wire.v2 import Codec
+from penstock.wire.v2_request import MAX_CLASSES, MAX_TENSORS
+from penstock.wire.v2_templates import encode_answer
 
 SINK = CallbackSink(lambda request, answer: None)
 INTEGERS = ["INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"]

@@ -10,8 +10,9 @@ import pytest
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer.trial_child import Values
 from penstock.types import Request, Response, from_array
-from penstock.wire.v2 import Codec, encode_answer
+from penstock.wire.v2 import Codec
 from penstock.wire.v2_client import decode_answer, encode_infer
+from penstock.wire.v2_templates import encode_answer
 
 ARRAYS = {
     "x": ("FP32", np.arange(6, dtype=np.float32).reshape(1, 2, 3)),

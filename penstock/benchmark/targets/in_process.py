@@ -30,7 +30,7 @@ from penstock.repository.model_source import resolve
 from penstock.serving import local
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline
-from penstock.types import Request, Response, Tensor, Timings
+from penstock.types import Request, Response, Tensor
 
 SWEEP_S = 0.5
 Job = TypeVar("Job")
@@ -193,7 +193,7 @@ class InProcess(LocalTarget[Request]):
         elif self._spec.timing_every:
             self._num_answered += 1
             if self._num_answered % self._spec.timing_every == 0:
-                exchange.phases = phases_of(request.timings)
+                exchange.phases = request.timings.phases()
         exchange.finish(exchange)
 
 
@@ -257,16 +257,3 @@ def failure_text(error: PenstockError) -> str:
     """Describe an error by its class: "overloaded: Exceeds maximum queue size"."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
     return f"{words}: {in_short(str(error))}"
-
-
-def phases_of(timings: Timings) -> Mapping[str, float]:
-    """Return the phases under the names that Server-Timing uses."""
-    return {
-        "decode": timings.queued - timings.received,
-        "queue_batch": timings.dispatched - timings.queued - timings.instance_wait_s,
-        "queue_instance": timings.instance_wait_s,
-        "compute_input": timings.compute_input_s,
-        "compute_infer": timings.compute_infer_s,
-        "compute_output": timings.compute_output_s,
-        "total": timings.completed - timings.received,
-    }

@@ -25,8 +25,8 @@ from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text, read_text
 from penstock.serving import local
-from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
+from penstock.wire.openai_prompts import CompletionRequest, read_completion
+from penstock.wire.openai_v1 import ChatRequest, read_chat
 
 EMPTY = "empty answer"
 
@@ -81,8 +81,8 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         body = body_of(self._name, self._spec.api, sample, self._extra)
         try:
             if self._spec.api == "chat":
-                return openai_v1.read_chat(body)
-            return openai_v1.read_completion(body)
+                return read_chat(body)
+            return read_completion(body)
         except PenstockError as error:
             raise ConfigError([f"input: {error}"]) from None
 

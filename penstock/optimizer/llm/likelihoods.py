@@ -37,17 +37,14 @@ class PromptLogprobs:
 def check_budget(budget: Budget) -> None:
     """Raise CommandLineError for an unknown metric or the wrong direction."""
     if budget.metric not in METRICS:
-        listed = ", ".join(METRICS)
-        raise CommandLineError(
-            [f"--accuracy: '{budget.metric}' is not for language models; expected {listed}"]
-        )
+        expected = f"not for language models; expected {', '.join(METRICS)}"
+        raise CommandLineError([f"--accuracy: '{budget.metric}' is {expected}"])
     if budget.is_lower_better != (budget.metric != "agreement"):
         word = "drop" if budget.metric == "agreement" else "rise"
         raise CommandLineError([f"--accuracy: expected '{budget.metric} {word} <= ...'"])
     if budget.is_relative and budget.metric == "kl":
-        raise CommandLineError(
-            ["--accuracy: kl cannot be relative, because the original's kl is 0"]
-        )
+        problem = "kl cannot be relative, because the original's kl is 0"
+        raise CommandLineError([f"--accuracy: {problem}"])
 
 
 def scores(original: PromptLogprobs, candidate: PromptLogprobs) -> dict[str, float]:

@@ -23,9 +23,8 @@ def is_language_model(model: str) -> bool:
             return _holds_one(source.path)
         case ModelKind.MODEL_FOLDER:
             # The newest version decides.
-            return any(
-                _holds_one(source.path / name) for name in layout.version_folders(source.path)[-1:]
-            )
+            newest = layout.version_folders(source.path)[-1:]
+            return any(_holds_one(source.path / name) for name in newest)
     return False
 
 

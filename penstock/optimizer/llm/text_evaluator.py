@@ -15,17 +15,20 @@ import psutil
 
 from penstock.config import CPU
 from penstock.errors import BackendFailed, PenstockError
+from penstock.optimizer import time_budget
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.endpoints import Servers
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_served, text_time, text_trials
+from penstock.optimizer.llm import likelihoods, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import Prompts
-from penstock.optimizer.llm.text_served import TextServers
+from penstock.optimizer.llm.text_served import TextEndpoint
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
-from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
-from penstock.optimizer.served import ServedBench, repriced
+from penstock.optimizer.served import ServedBench
+from penstock.optimizer.served_figures import repriced
+from penstock.optimizer.time_budget import TextTime
 from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TookTooLong
 
 CHOICE, HELD_OUT = "choice", "held out"
@@ -71,7 +74,12 @@ class TextEvaluator:
         self._work = journal.path.parent
         file = self._work / "prompts.jsonl"
         patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
-        self._servers = TextServers(prompts, file, patience_s, is_alone=self._is_alone())
+        needed = 2 * (BYTES * subject.num_parameters + BESIDE)
+        # Memory for one server at a time only.
+        is_alone = subject.build.config.device != CPU or needed > psutil.virtual_memory().available
+        self._servers = Servers(
+            lambda build: TextEndpoint(build, prompts, file, patience_s), is_alone=bool(is_alone)
+        )
 
     def close(self) -> None:
         self._servers.close()
@@ -91,7 +99,7 @@ class TextEvaluator:
 
         def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
             found, has_ended = bench.rate_from(self.build(candidate), start)
-            return [found], has_ended or search_s >= text_time.SEARCH_S
+            return [found], has_ended or search_s >= time_budget.SEARCH_S
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
         (found,) = self._served("text rates", key, measured, MeasurementLimits(search_s=search_s))
@@ -100,7 +108,11 @@ class TextEvaluator:
     def prove(
         self, builds: Sequence[Build], starts: Sequence[float | None]
     ) -> list[ServedMeasurement]:
-        longest_s = text_time.SEARCH_S
+        longest_s = time_budget.SEARCH_S
+
+        def left_s() -> float:
+            """Return the time left, less what the last level of each search overruns."""
+            return math.inf if self._time.left_s is None else IN_TIME * self._time.left_s
 
         def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
             found = bench.prove(builds, starts)
@@ -108,13 +120,8 @@ class TextEvaluator:
             return found, has_rates or longest_s < MIN_SEARCH_S
 
         key = " ".join(each.candidate.key for each in builds)
-        limits = MeasurementLimits(NUM_ROUNDS, longest_s, self._time_to_prove)
+        limits = MeasurementLimits(NUM_ROUNDS, longest_s, left_s)
         return self._served("text proof", key, measured, limits)
-
-    def _time_to_prove(self) -> float:
-        """Return the time left, less what the last level of each search overruns."""
-        left_s = self._time.left_s
-        return math.inf if left_s is None else IN_TIME * left_s
 
     def _served(
         self,
@@ -145,13 +152,6 @@ class TextEvaluator:
         )
         return [repriced(each, self.plan) for each in found]
 
-    def _is_alone(self) -> bool:
-        """Return whether memory allows only one server at a time."""
-        if self.subject.build.config.device != CPU:
-            return True
-        needed = 2 * (BYTES * self.subject.num_parameters + BESIDE)
-        return bool(needed > psutil.virtual_memory().available)
-
     # Accuracy.
 
     def judge(self, candidate: Candidate, part: str = CHOICE, alpha: float = ALPHA) -> Judgement:
@@ -160,15 +160,9 @@ class TextEvaluator:
         before = self._scores(Candidate()).by_metric[self.budget.metric]
         after = found.by_metric[self.budget.metric]
         place = slice(found.num_choice) if part == CHOICE else slice(found.num_choice, None)
-        judged = judge(
-            np.array(before[place]),
-            np.array(after[place]),
-            self.budget,
-            alpha=alpha,
-            part=part,
-            # Scores are means over the tokens of a text, not binary, even if all are 1.
-            is_binary=False,
-        )
+        scores = np.array(before[place]), np.array(after[place])
+        # Scores are means over the tokens of a text, not binary, even if all are 1.
+        judged = judge(*scores, self.budget, alpha=alpha, part=part, is_binary=False)
         if judged.num_needed is not None and judged.num_needed > MAX_JUDGED:
             # Do not ask for more prompts than would be used.
             judged.num_needed = None
@@ -187,19 +181,15 @@ class TextEvaluator:
             reference = self._reference()
             told = reference.told
             if candidate.steps:
+                build, timeout_s = self.build(candidate), self._time.judge_s
                 told = text_trials.likelihoods(
-                    self.build(candidate),
-                    reference.texts,
-                    0,
-                    self._tell,
-                    timeout_s=self._time.judge_s,
+                    build, reference.texts, 0, self._tell, timeout_s=timeout_s
                 ).told
             rows = [likelihoods.scores(*pair) for pair in zip(reference.told, told, strict=True)]
             by_metric = {name: [row[name] for row in rows] for name in likelihoods.METRICS}
             return Scores(by_metric, len(self._judged()[0]))
 
-        passing = (TookTooLong,)
-        return self.journal.remember("scores", candidate.key, Scores, found, passing=passing)
+        return self.journal.remember("scores", candidate.key, Scores, found, passing=(TookTooLong,))
 
     def _reference(self) -> text_trials.Texts:
         """Return prompts with the original's completions and its logprobs; cached in a file."""

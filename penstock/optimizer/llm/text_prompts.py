@@ -69,9 +69,8 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
         if tokens and len(tokens) + asked.max_tokens <= room:
             found.append(asked)
     if not found:
-        raise ConfigError(
-            [f"data: {file}: no prompt leaves room for its answer within {max_length} tokens"]
-        )
+        problem = f"no prompt leaves room for its answer within {max_length} tokens"
+        raise ConfigError([f"data: {file}: {problem}"])
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     return Prompts(found, is_chat, digest, _text(file, found, len(samples), is_chat))
 

@@ -9,8 +9,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from penstock.errors import CommandLineError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text import read_text
@@ -25,12 +23,11 @@ from penstock.optimizer.llm.text_prompts import Prompts, read_prompts
 from penstock.optimizer.llm.text_search import STAGES, TextSearch
 from penstock.optimizer.llm.text_steps import Knob, dtype_offers, serving_offers
 from penstock.optimizer.llm.text_subject import TextSubject, open_text_subject
-from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.model_run import ModelRun
-from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
-from penstock.optimizer.served import repriced
+from penstock.optimizer.served_figures import repriced
+from penstock.optimizer.time_budget import TextTime
 
 WITHOUT_DATA = (
     "--data is required for language models: typical prompts, in a .jsonl file of "
@@ -82,24 +79,21 @@ class TextRun(ModelRun[TextSubject, Prompts]):
         return found, choice.finalist.build
 
     def _search(self, evaluator: TextEvaluator, search: TextSearch) -> None:
-        plan = self.plan
         settings = settings_of(evaluator.subject.build.config)
         offers, search.findings.skipped = dtype_offers(
-            DTYPES, settings, self.machine, is_exhaustive=plan.is_exhaustive
+            DTYPES, settings, self.machine, is_exhaustive=self.plan.is_exhaustive
         )
 
         def others(candidate: Candidate) -> list[Knob]:
-            return serving_offers(settings_of(evaluator.build(candidate).config), plan.slo)
+            return serving_offers(settings_of(evaluator.build(candidate).config), self.plan.slo)
 
         search.run(offers, others)
 
 
 class TextConclusion(Conclusion):
     def __init__(self, evaluator: TextEvaluator, search: TextSearch, found: Optimization) -> None:
-        findings, budget, progress = search.findings, search.budget, search.progress
-        super().__init__(
-            evaluator.plan, evaluator.journal, findings, budget, progress, found, max_proofs=1
-        )
+        state = search.findings, search.budget, search.progress
+        super().__init__(evaluator.plan, evaluator.journal, *state, found, max_proofs=1)
         self._evaluator = evaluator
         # The search measures at highest rates.
         self.has_slo_load = False
@@ -124,14 +118,7 @@ class TextConclusion(Conclusion):
         proven = self._evaluator.prove([each.build for each in finalists], starts)
         if any(each.max_rate is None for each in proven):
             self.found.notes.append("the highest rates are those of the search, not of the proof")
-        return [
-            each if each.max_rate is not None else _with_rate(each, one.served, self.plan)
-            for each, one in zip(proven, finalists, strict=True)
-        ]
-
-
-def _with_rate(
-    proven: ServedMeasurement, searched: ServedMeasurement, plan: Plan
-) -> ServedMeasurement:
-    found = msgspec.structs.replace(proven, max_rate=searched.max_rate, curve=searched.curve)
-    return repriced(found, plan)
+        for each, finalist in zip(proven, finalists, strict=True):
+            if each.max_rate is None:
+                each.max_rate, each.curve = finalist.served.max_rate, finalist.served.curve
+        return [repriced(each, self.plan) for each in proven]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+
+import msgspec
 
 from penstock import units
 from penstock.errors import PenstockError
@@ -15,10 +16,10 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm.text_evaluator import TextEvaluator
 from penstock.optimizer.llm.text_steps import DTYPE, Knob, stage_of
-from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, Try
+from penstock.optimizer.time_budget import TextTime
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
 AHEAD = 1.1
@@ -51,7 +52,11 @@ class TextSearch:
         PenstockError if not even the original can be measured."""
         self._measure_original()
         try:
-            self._try_dtypes(dtypes)
+            # Each datatype on the original alone: a model has one datatype.
+            for step in dtypes:
+                if self.is_over:
+                    break
+                self._try(Candidate((step,)))
             for ways in others(self.best.build.candidate):
                 # If one direction pays, the other does not.
                 any(map(self._climb, ways))
@@ -82,20 +87,14 @@ class TextSearch:
     def _measure_original(self) -> None:
         began = self.budget.clock()
         original = Candidate()
-        self._begin("baseline", original)
-        served = self._evaluator.rated(original, None)
+        self.progress.begin(original)
+        self.findings.original = served = self._evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
-        seconds = self.budget.clock() - began
-        self.findings.tries.append(
-            Try(original, "baseline", "kept", reason, served=served, seconds=seconds)
-        )
-        self.findings.original = served
+        attempt = Try(original, "baseline", "kept", reason, served=served)
+        attempt.seconds = self.budget.clock() - began
+        self.findings.tries.append(attempt)
         self._add(original, served, rate)
-
-    def _begin(self, stage: Stage, candidate: Candidate) -> None:
-        self.budget.stage = stage
-        self.progress.begin(candidate)
 
     def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:
         """Add the best so far."""
@@ -105,27 +104,18 @@ class TextSearch:
         self.findings.finalists.insert(0, Finalist(contender, build, served))
         self.progress.refresh()
 
-    def _try_dtypes(self, dtypes: Sequence[Step]) -> None:
-        """Try each datatype on the original alone: a model has one datatype."""
-        for step in dtypes:
-            if self.is_over:
-                return
-            self._try(Candidate((step,)))
-
     def _note_left(self, dtypes: Sequence[Step]) -> None:
         """Note datatypes left untried because of time or an interruption."""
-        if not (self.findings.is_interrupted or self.findings.is_out_of_time):
+        findings = self.findings
+        if findings.is_interrupted:
+            skip = Skip(DTYPE, "interrupted before it was tried", cut_by="interrupt")
+        elif findings.is_out_of_time:
+            skip = Skip(DTYPE, "out of time before it was tried", cut_by="time")
+        else:
             return
-        cut_by: Literal["time", "interrupt"] = (
-            "interrupt" if self.findings.is_interrupted else "time"
-        )
-        reason = {"time": "out of time", "interrupt": "interrupted"}[cut_by]
-        tried = [each.candidate for each in self.findings.tries]
-        self.findings.skipped += [
-            Skip(DTYPE, f"{reason} before it was tried", step, cut_by)
-            for step in dtypes
-            if Candidate((step,)) not in tried
-        ]
+        tried = [each.candidate for each in findings.tries]
+        left = [step for step in dtypes if Candidate((step,)) not in tried]
+        findings.skipped += [msgspec.structs.replace(skip, step=step) for step in left]
 
     def _climb(self, ladder: Sequence[Step]) -> bool:
         """Try the steps in order while each one pays; return whether the first did."""
@@ -138,7 +128,8 @@ class TextSearch:
     def _try(self, candidate: Candidate) -> bool:
         """Measure a candidate; return whether it is the best now."""
         began, stage = self.budget.clock(), stage_of(candidate.steps[-1])
-        self._begin(stage, candidate)
+        self.budget.stage = stage
+        self.progress.begin(candidate)
         attempt = Try(candidate, stage, "failed", "")
         try:
             is_better = self._measured(attempt)
@@ -160,8 +151,11 @@ class TextSearch:
         attempt.served = served = self._evaluator.rated(candidate, start)
         rate = rate_of(served)
         if not rate:
-            attempt.outcome = "slower"
-            attempt.reason = NO_ANSWER if start is None else _behind(start, served)
+            missed = [each.term for each in served.verdicts if each.outcome == "missed"]
+            why = f": {', '.join(missed)} missed" if missed else ""
+            attempt.outcome, attempt.reason = "slower", NO_ANSWER
+            if start is not None:
+                attempt.reason = f"does not keep the SLO at {units.number(start)}/s{why}"
             return False
         if not goals.is_better(rate, best.rate):
             attempt.outcome = "equal"
@@ -184,12 +178,6 @@ def instead(candidate: Candidate, step: Step) -> Candidate:
     """Return the candidate with this step in place of any other of the same kind."""
     others = (each for each in candidate.steps if each.pass_name != step.pass_name)
     return Candidate((*others, step))
-
-
-def _behind(start: float, served: ServedMeasurement) -> str:
-    missed = [each.term for each in served.verdicts if each.outcome == "missed"]
-    why = f": {', '.join(missed)} missed" if missed else ""
-    return f"does not keep the SLO at {units.number(start)}/s{why}"
 
 
 def rate_of(served: ServedMeasurement) -> float:

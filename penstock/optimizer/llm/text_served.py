@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.benchmark import pacer
@@ -13,17 +12,10 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.data import InputSpec
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.endpoints import ServedEndpoint, patience_s
 from penstock.optimizer.llm.text_prompts import Prompts, write_load
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.served import (
-    LONG_PATIENCE_S,
-    LOWEST_RATE,
-    PATIENCE,
-    PATIENCE_S,
-    Row,
-    ServedEndpoint,
-    Servers,
-)
+from penstock.optimizer.served import LOWEST_RATE
 from penstock.slo import Latency, Slo
 
 # All answers have the requested length, so all candidates do the same work.
@@ -82,15 +74,4 @@ def patience_of(slo: Slo, num_tokens: int) -> float:
         if isinstance(term, Latency) and term.metric in limits:
             limits[term.metric] = min(limits[term.metric], term.limit_s)
     whole_s = min(limits["latency"], limits["ttft"] + num_tokens * limits["tpot"])
-    return LONG_PATIENCE_S if math.isinf(whole_s) else max(PATIENCE_S, PATIENCE * whole_s)
-
-
-class TextServers(Servers):
-    """Servers of a language model's builds, which all get the same prompts."""
-
-    def __init__(self, prompts: Prompts, file: Path, patience_s: float, *, is_alone: bool) -> None:
-        super().__init__(is_alone=is_alone)
-        self._prompts, self._file, self._patience_s = prompts, file, patience_s
-
-    def _make_endpoint(self, build: Build, rows: Sequence[Row]) -> TextEndpoint:
-        return TextEndpoint(build, self._prompts, self._file, self._patience_s)
+    return patience_s(None if math.isinf(whole_s) else whole_s)

@@ -100,10 +100,8 @@ def serving_offers(settings: EngineSettings, slo: Slo) -> list[Knob]:
     return found
 
 
-def _knob(
-    name: str, parameter: str, ways: Sequence[Sequence[int]], within: tuple[int, int]
-) -> Knob:
+def _knob(name: str, setting: str, ways: Sequence[Sequence[int]], within: tuple[int, int]) -> Knob:
     return [
-        [Step(name, {parameter: str(value)}) for value in way if within[0] <= value <= within[1]]
+        [Step(name, {setting: str(value)}) for value in way if within[0] <= value <= within[1]]
         for way in ways
     ]

@@ -15,12 +15,10 @@ from penstock.errors import ConfigError
 from penstock.llm.settings import PREFIX, settings_of
 from penstock.optimizer import folders, workspace
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.subject import SERVED, Subject, digest_of
+from penstock.optimizer.subject import SERVED, Subject, digest_of, placed
 from penstock.repository import layout, pretrained
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
-from penstock.serving.placement import place
-from penstock.system import devices
 
 if TYPE_CHECKING:
     from penstock.llm.models.shape import DecoderShape
@@ -114,11 +112,7 @@ def _on_device(config: ModelConfig, device: str) -> ModelConfig:
     """Use the plan's device, else the one of `penstock serve`. An engine runs on one GPU."""
     if device != "auto":
         config = config.on([f"{EACH_GPU}:0" if device == EACH_GPU else device])
-    try:
-        place(config, devices.read_gpus())
-    except ConfigError as error:
-        raise ConfigError([f"device: {device}: {problem}" for problem in error.problems]) from None
-    return config
+    return placed(config, device)
 
 
 def _shape(path: str) -> DecoderShape:

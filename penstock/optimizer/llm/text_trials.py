@@ -22,7 +22,7 @@ from penstock.llm.messages import EngineSettings, GenerateRequest, Logprobs, pac
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.llm.likelihoods import NUM_TOLD, PromptLogprobs
-from penstock.optimizer.llm.text_time import JUDGE_S
+from penstock.optimizer.time_budget import JUDGE_S
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.processes.tool import ToolProcess
 from penstock.sampling_params import SamplingParams
@@ -136,7 +136,6 @@ def _continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> 
 
 
 def _logprobs(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[Logprobs]]:
-    """Return the logprobs of each text's tokens after the first."""
     found: list[dict[int, Logprobs]] = [{} for _ in texts]
     _add(engine, texts, SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=NUM_TOLD))
     while not engine.is_idle:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from penstock.config import ModelConfig
+from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 
@@ -85,8 +87,7 @@ class BuildContext:
 class Pass(Protocol):
     name: str
     stage: Stage
-    # True: answers may change, so the accuracy gate must pass. False: only by rounding, which the
-    # numerics check covers.
+    # True: the accuracy gate must pass. False: answers change only by rounding.
     changes_answers: bool = False
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool = False
@@ -97,9 +98,14 @@ class Pass(Protocol):
         """Return the only proposal of a pass that has nothing to try."""
         return [Skip(self.name, reason, step)]
 
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        """Return the configuration after the step, where that is all it changes."""
+        return config
+
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         """Write a model folder (config.pbtxt and version 1) at `target`, from the parent's. May
         raise PenstockError or the library's own errors: the search records them as the reason."""
+        folders.write(parent, self.configured(parent.config, step, context.plan), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         """Return how the build differs from what the step asked for; empty if it does not. Pure."""
@@ -123,7 +129,6 @@ class LayeredPass(Pass, Protocol):
 
 
 def sequence() -> list[Pass]:
-    """Return all passes in order."""
     return [find(name) for name in PASSES]
 
 

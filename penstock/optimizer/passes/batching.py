@@ -3,10 +3,10 @@ Writes only config.pbtxt."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from penstock.optimizer import folders, shapes
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.config import ModelConfig
+from penstock.optimizer import shapes
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.plan import Plan
 from penstock.optimizer.shapes import Ranking, Settings
 from penstock.optimizer.simulate import TimeTable
 
@@ -40,19 +40,15 @@ class Batching(Pass):
         if table.max_rows == 1:
             return self.skip("the model takes one row at a time")
         today = ranking.now(table)
-        better = [
-            shape
-            for shape in ranking.batching(table)
-            if shape.settings != now and shape.rate > today * (1 + MIN_GAIN)
-        ]
+        others = [shape for shape in ranking.batching(table) if shape.settings != now]
+        better = [shape for shape in others if shape.rate > today * (1 + MIN_GAIN)]
         if not better:
             text = f"no other setting is predicted to do more than the {today:.4g}/s of this one"
             return self.skip(text)
         return [Step(self.name, shape.settings) for shape in better[:MAX_STEPS]]
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        config = shapes.with_batching(parent.config, step.settings, context.plan.slo)
-        folders.write(parent, config, target)
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        return shapes.with_batching(config, step.settings, plan.slo)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if step.settings["mode"] == "off":

@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 ONNX_FILE = "model.onnx"
 # Rank of an image without the batch dimension.
 IMAGE_RANK = 3
-# Around INT8 matmuls, ONNX Runtime fuses a layer normalisation with its residual into one operator,
-# whose CPU kernel is slower than the two.
+# Fuses a layer normalisation with its residual, for which CPUs have a slower kernel.
 LEFT_OUT = "optimization.disable_specified_optimizers"
 SLOW_FUSION = "SkipLayerNormFusion"
-# Optimizer that quantises a float layer's weights, per tensor, between INT8 neighbours: exactly the
-# layers that were kept in float.
+# Quantises the weights of float layers between INT8 neighbours, which were kept in float.
 FLOATS_TO_BYTES = "WeightBiasQuantization"
 # Least share of the layers that can gain which must be INT8 in the built model.
 MIN_SHARE = 0.9
+NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
 # Option of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
 STAYS_ON_GPU = (
@@ -45,10 +44,8 @@ def has_images(config: ModelConfig) -> bool:
     return any(len(spec.shape) == rank for spec in config.model.inputs)
 
 
-def write_options(parent: Build, options: Mapping[str, str], target: Path) -> None:
-    """Write the parent with these options of its backend added."""
-    config = replace(parent.config, options={**parent.config.options, **options})
-    folders.write(parent, config, target)
+def with_options(config: ModelConfig, options: Mapping[str, str]) -> ModelConfig:
+    return replace(config, options={**config.options, **options})
 
 
 def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:
@@ -103,7 +100,7 @@ def with_floats_kept(config: ModelConfig) -> ModelConfig:
     if FLOATS_TO_BYTES in left_out:
         return config
     text = ";".join([*left_out, FLOATS_TO_BYTES])
-    return replace(config, options={**config.options, LEFT_OUT: text})
+    return with_options(config, {LEFT_OUT: text})
 
 
 def fold_shapes(model: ModelProto, config: ModelConfig) -> ModelProto:
@@ -116,7 +113,6 @@ def fold_shapes(model: ModelProto, config: ModelConfig) -> ModelProto:
 
 
 def check_graphs(after: Facts) -> list[str]:
-    """Check that the backend captured CUDA graphs."""
     if after.built.get("cuda_graphs", "none") not in ("off", "none", "0"):
         return []
     reason = after.built.get("without_cuda_graph", "")
@@ -134,20 +130,15 @@ def reason_not_to_quantise(context: PassContext) -> str:
         names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
         return f"the model is quantised already: {names}"
     if not facts.quantisable:
-        return (
-            "no Conv, Gemm or MatMul has constant weights of at least "
-            f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}: nothing to gain"
-        )
+        size = f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}"
+        return f"no Conv, Gemm or MatMul has constant weights of at least {size}: nothing to gain"
     return ""
 
 
 def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
     """Check that the build really is INT8: in its file, and after the runtime's optimisation."""
-    counted = sum(
-        count
-        for name, count in after.quantised.items()
-        if name in onnx_model.WEIGHTED or name in INTEGER_OPERATORS - {"DynamicQuantizeLinear"}
-    )
+    layers = {*onnx_model.WEIGHTED, *INTEGER_OPERATORS} - {"DynamicQuantizeLinear"}
+    counted = sum(after.quantised.get(name, 0) for name in layers)
     asked = sum(before.quantisable.values()) - num_kept
     if not counted:
         return ["not a single Conv, Gemm or MatMul is quantised: it was built in float"]

@@ -7,11 +7,10 @@ launched one by one from Python would be bound by launch overhead.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from penstock.config import ModelConfig
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs, has_images, write_options
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs, has_images, with_options
+from penstock.optimizer.plan import Plan
 
 OPTION = "penstock.fuse"
 
@@ -36,11 +35,9 @@ class ConvFusion(Pass):
             return self.skip(reason, step)
         return [step]
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        options = {OPTION: step.settings["fuse"]}
-        if "graphs" in step.settings:
-            options[CUDA_GRAPHS] = step.settings["graphs"]
-        write_options(parent, options, target)
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        names = {"fuse": OPTION, "graphs": CUDA_GRAPHS}
+        return with_options(config, {names[key]: text for key, text in step.settings.items()})
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("fusion", "")

@@ -3,10 +3,10 @@ them itself, for every size that is warmed up."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs, write_options
+from penstock.config import ModelConfig
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs, with_options
+from penstock.optimizer.plan import Plan
 
 # Modes of torch.compile for which the backend captures graphs anyway.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -31,8 +31,8 @@ class CudaGraphs(Pass):
             return self.skip(reason)
         return [Step(self.name, {"graphs": "on"})]
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        write_options(parent, {CUDA_GRAPHS: step.settings["graphs"]}, target)
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        return with_options(config, {CUDA_GRAPHS: step.settings["graphs"]})
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         return check_graphs(after)

@@ -13,13 +13,12 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import calibration, folders
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import tolerating
+from penstock.optimizer.passes.building import tolerating, with_options
 from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
 PACK = "penstock.pack"
-# Linear layers of each block. The last one's input comes from the activation function, whose
-# outliers cost most accuracy.
+# Linear layers of each block. The last one's input has outliers, which cost most accuracy.
 PRODUCTS = ("qkv", "out", "inner", "outer")
 SEPARATOR = ","
 # One scale per token: a little slower, but values outside the calibrated range are not clipped.
@@ -62,8 +61,7 @@ class Fp8(Pass):
             (version / FILE).write_text(json.dumps(ranges, indent=1))
             chosen = FILE
         # BF16 for everything else, because it has the range of FP32.
-        options = {**parent.config.options, OPTION: chosen, "penstock.dtype": "bf16"}
-        config = replace(parent.config, options=options)
+        config = with_options(parent.config, {OPTION: chosen, "penstock.dtype": "bf16"})
         folders.write_config(target, tolerating(config, TOLERANCE))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
@@ -75,7 +73,6 @@ class Fp8(Pass):
 
 
 def _calibrated(config: ModelConfig, step: Step, context: BuildContext) -> dict[str, float]:
-    """Return the calibrated ranges of the step's linear layers."""
     if context.examples is None:
         raise ConfigError(["fp8: there are no examples to calibrate with"])
     indices = context.examples.split.calibration

@@ -3,17 +3,12 @@ instructions for it; TF32 on GPUs too. Inputs and outputs keep their datatypes."
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import penstock.optimizer.passes.building as building
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import has_images, is_onnx, tolerating, write_onnx
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 # The backend's option for its compute datatype, and its name when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
@@ -37,7 +32,7 @@ class Half(Pass):
             return self.skip("the model is quantised already")
         if config.backend in OPTIONS:
             return self._by_option(context)
-        if not is_onnx(context.build):
+        if not building.is_onnx(context.build):
             return self.skip(f"backend '{config.backend}' has no choice of datatype")
         if not facts.weight_bytes.get("FP32"):
             return self.skip("the model has no weights in FP32")
@@ -65,23 +60,23 @@ class Half(Pass):
     def _on_gpu(self, config: ModelConfig) -> Proposals:
         """Return FP16, BF16 and TF32. The first two are equally fast: FP16 is finer, BF16
         has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
-        is_turned = has_images(config) and config.max_batch_size > 0
+        is_turned = building.has_images(config) and config.max_batch_size > 0
         last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
-        return [
-            Step(self.name, {"datatype": "fp16", **last}),
-            Step(self.name, {"datatype": "bf16", **last}),
-            Step(self.name, {"datatype": "tf32"}),
-        ]
+        halves = [Step(self.name, {"datatype": name, **last}) for name in ("fp16", "bf16")]
+        return [*halves, Step(self.name, {"datatype": "tf32"})]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         if config.backend not in OPTIONS:
-            write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)
+            from onnxruntime.transformers.float16 import convert_float_to_float16
+
+            model = onnx_model.read(parent.artifact)
+            building.write_onnx(parent, convert_float_to_float16(model, keep_io_types=True), target)
             return
-        options = {**config.options, OPTIONS[config.backend]: step.settings["datatype"]}
-        if "memory_format" in step.settings:
-            options["penstock.memory_format"] = step.settings["memory_format"]
-        folders.write(parent, tolerating(replace(config, options=options), TOLERANCE), target)
+        names = {"datatype": OPTIONS[config.backend], "memory_format": "penstock.memory_format"}
+        options = {names[key]: text for key, text in step.settings.items()}
+        config = building.tolerating(building.with_options(config, options), TOLERANCE)
+        folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend in READ_BACK:
@@ -96,10 +91,3 @@ class Half(Pass):
         if half <= stayed:
             return [f"{stayed} bytes of weights are still FP32, only {half} are FP16"]
         return []
-
-
-def _in_fp16(model: ModelProto) -> ModelProto:
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
-    return converted

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from penstock.config import CPU
-from penstock.optimizer import folders, shapes
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.config import CPU, ModelConfig
+from penstock.optimizer import shapes
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.plan import Plan
 from penstock.optimizer.shapes import WORTH, Ranking
 
 MAX_STEPS = 3
@@ -23,7 +22,9 @@ class Instances(Pass):
             return self.skip("there is one core")
         now = config.num_instances, shapes.threads_of(config, num_cores)
         others = [pair for pair in shapes.arrangements(config, num_cores) if pair != now]
-        rates = self._rates(context)
+        ranking = Ranking(context)
+        # Simulated with the current batching.
+        rates = {pair: ranking.now(table) for pair, table in context.times.items()}
         best = max(rates.values(), default=0.0)
         found: Proposals = []
         # Unmeasured settings come before those that are known to be slower.
@@ -36,10 +37,9 @@ class Instances(Pass):
                 found.append(step)
         return found
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
         num_instances, num_threads = int(step.settings["instances"]), int(step.settings["threads"])
-        config = shapes.with_instances(parent.config, num_instances, num_threads)
-        folders.write(parent, config, target)
+        return shapes.with_instances(config, num_instances, num_threads)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.built.get("device", CPU) != CPU:
@@ -51,8 +51,3 @@ class Instances(Pass):
             if key.lower() == option and value != asked:
                 return [f"asked for {asked} threads, the runtime has {value}"]
         return []
-
-    def _rates(self, context: PassContext) -> dict[tuple[int, int], float]:
-        """Return simulated rates with the current batching, by (instances, threads)."""
-        ranking = Ranking(context)
-        return {pair: ranking.now(table) for pair, table in context.times.items()}

@@ -6,16 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import penstock.optimizer.passes.building as building
 from penstock.optimizer import onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import (
-    check_quantised,
-    quiet_log,
-    reason_not_to_quantise,
-    tolerating,
-    without_slow_fusion,
-    write_onnx,
-)
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -38,7 +31,7 @@ class Int8Dynamic(Pass):
         step = Step(self.name, {"weights": "per-channel", **few_bits})
         # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = "Attention" in facts.operators and not facts.quantised
-        if (reason := reason_not_to_quantise(context)) and not is_lone_attention:
+        if (reason := building.reason_not_to_quantise(context)) and not is_lone_attention:
             return self.skip(reason)
         if context.build.config.backend != "onnxruntime":
             return self.skip("only ONNX Runtime has operators with ranges by batch")
@@ -49,18 +42,16 @@ class Int8Dynamic(Pass):
             # Reported as eight times slower: onnxruntime#6732.
             return self.skip("ranges by batch make convolutions slower than floats", step)
         if few_bits and not context.plan.is_exhaustive:
-            reason = "the processor has no instructions for INT8 products (VNNI, AMX)"
-            return self.skip(reason, step)
+            return self.skip(building.NO_INT8, step)
         return [step]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        ready = onnx_model.prepared(onnx_model.read(parent.artifact))
-        model = _quantised(ready, step)
-        config = without_slow_fusion(tolerating(parent.config, TOLERANCE))
-        write_onnx(parent, model, target, config)
+        model = _quantised(onnx_model.prepared(onnx_model.read(parent.artifact)), step)
+        config = building.without_slow_fusion(building.tolerating(parent.config, TOLERANCE))
+        building.write_onnx(parent, model, target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        return check_quantised(before, after)
+        return building.check_quantised(before, after)
 
 
 def _quantised(ready: ModelProto, step: Step) -> ModelProto:
@@ -69,12 +60,8 @@ def _quantised(ready: ModelProto, step: Step) -> ModelProto:
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
 
     weights = onnx_model.constants(ready.graph)
-    chosen = [
-        node.name
-        for node in ready.graph.node
-        if node.op_type in OPERATORS
-        and (node.op_type == "Attention" or onnx_model.can_gain(node, weights))
-    ]
+    nodes = [node for node in ready.graph.node if node.op_type in OPERATORS]
+    chosen = [n.name for n in nodes if n.op_type == "Attention" or onnx_model.can_gain(n, weights)]
     quantizer = ONNXQuantizer(
         ready,
         per_channel=step.settings.get("weights") == "per-channel",
@@ -90,7 +77,7 @@ def _quantised(ready: ModelProto, step: Step) -> ModelProto:
         # ONNX cannot infer types behind a fused operator.
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": TensorProto.FLOAT},
     )
-    with quiet_log():
+    with building.quiet_log():
         quantizer.quantize_model()
     model: ModelProto = quantizer.model.model
     return model

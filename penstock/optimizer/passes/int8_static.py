@@ -13,30 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+import penstock.optimizer.passes.building as building
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
+from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.numerics import Answers
-from penstock.optimizer.passes import (
-    Build,
-    BuildContext,
-    Facts,
-    LayeredPass,
-    PassContext,
-    Proposals,
-    Step,
-)
-from penstock.optimizer.passes.building import (
-    FLOATS_TO_BYTES,
-    LEFT_OUT,
-    check_quantised,
-    fold_shapes,
-    quiet_log,
-    reason_not_to_quantise,
-    with_floats_kept,
-    without_slow_fusion,
-    write_onnx,
-)
+from penstock.optimizer.passes import BuildContext, Facts, LayeredPass, PassContext, Proposals
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -77,18 +60,14 @@ class Int8Static(LayeredPass):
     changes_answers = True
 
     def propose(self, context: PassContext) -> Proposals:
-        is_exhaustive = context.plan.is_exhaustive
         steps = self._steps(context)
-        if reason := reason_not_to_quantise(context):
+        if reason := building.reason_not_to_quantise(context):
             return self.skip(reason)
         if context.examples is None or not context.examples.split.calibration:
             return self.skip("there are no examples to calibrate with", steps[0])
-        if not context.machine.has_int8 and not is_exhaustive:
-            reason = (
-                "the processor has no instructions for INT8 products (VNNI, AMX), without which "
-                "they are hardly faster than floats"
-            )
-            return self.skip(reason, steps[0])
+        if not context.machine.has_int8 and not context.plan.is_exhaustive:
+            slow = "without which they are hardly faster than floats"
+            return self.skip(f"{building.NO_INT8}, {slow}", steps[0])
         return [*steps]
 
     def _steps(self, context: PassContext) -> list[Step]:
@@ -96,11 +75,8 @@ class Int8Static(LayeredPass):
         if not context.machine.has_int8:
             shared["range"] = "7 bits"
         weights = ("per-channel", "per-tensor") if context.plan.is_exhaustive else ("per-channel",)
-        return [
-            Step(self.name, {"calibrator": method, "weights": each, **shared})
-            for each in weights
-            for method in METHODS
-        ]
+        settings = [{"calibrator": name, "weights": each} for each in weights for name in METHODS]
+        return [Step(self.name, {**each, **shared}) for each in settings]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         if context.examples is None:
@@ -111,17 +87,17 @@ class Int8Static(LayeredPass):
         model = quantised(ready, known.ranges(scheme.method), scheme)
         config = parent.config
         if scheme.is_transformer:
-            config = without_slow_fusion(config)
+            config = building.without_slow_fusion(config)
         if scheme.keep:
-            config = with_floats_kept(config)
-        write_onnx(parent, model, target, config)
+            config = building.with_floats_kept(config)
+        building.write_onnx(parent, model, target, config)
         path = target / folders.VERSION / calibration.FILE
         # It may be a link to the parent's file.
         path.unlink(missing_ok=True)
         path.write_text(json.dumps(known.record(scheme.method), indent=1))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
+        return building.check_quantised(before, after, num_kept=len(scheme_of(step).keep))
 
     def fall_back(
         self,
@@ -168,7 +144,6 @@ def scheme_of(step: Step) -> Scheme:
 
 
 def with_kept(step: Step, keep: Sequence[str]) -> Step:
-    """Return the same step with these layers in float."""
     settings = {key: text for key, text in step.settings.items() if key != "keep"}
     if keep:
         settings["keep"] = SEPARATOR.join(keep)
@@ -179,12 +154,11 @@ def prepared(parent: Build) -> ModelProto:
     """Return the graph to quantise; layer names refer to this one."""
     model = onnx_model.read(parent.artifact)
     if onnx_model.opset(model) < MIN_OPSET:
-        raise BackendFailed(
-            f"operator set {onnx_model.opset(model)} has no scales by channel; expected at least "
-            f"{MIN_OPSET} (the pass onnx-graph converts it)"
-        )
+        expected = f"expected at least {MIN_OPSET} (the pass onnx-graph converts it)"
+        opset = onnx_model.opset(model)
+        raise BackendFailed(f"operator set {opset} has no scales by channel; {expected}")
     # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
-    return onnx_model.prepared(fold_shapes(model, parent.config))
+    return onnx_model.prepared(building.fold_shapes(model, parent.config))
 
 
 def calibrate(
@@ -200,13 +174,13 @@ def calibrate(
 
 
 def layers(ready: ModelProto) -> list[NodeProto]:
-    """Return the nodes that gain from INT8."""
     weights = onnx_model.constants(ready.graph)
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
 
 
 def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) -> ModelProto:
     """Return a copy of the graph with Q/DQ nodes, except around layers in `scheme.keep`."""
+    from onnx import TensorProto
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -218,6 +192,12 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
         name: TensorData(lowest=np.array(low, np.float32), highest=np.array(high, np.float32))
         for name, (low, high) in ranges.items()
     }
+    # ONNX cannot infer types behind a fused operator.
+    options: dict[str, object] = {"DefaultTensorType": TensorProto.FLOAT}
+    options |= {"MatMulConstBOnly": True, "WeightSymmetric": True}
+    if scheme.is_transformer:
+        # The next operator computes in float, so quantising the output would gain nothing.
+        options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
     quantizer = QDQQuantizer(
         copy.deepcopy(ready),
         per_channel=scheme.per_channel,
@@ -228,27 +208,12 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
         nodes_to_quantize=_to_quantise(ready, names - set(scheme.keep), scheme),
         nodes_to_exclude=[],
         op_types_to_quantize=list(scheme.operators),
-        extra_options=_library_options(scheme),
+        extra_options=options,
     )
-    with quiet_log():
+    with building.quiet_log():
         quantizer.quantize_model()
     model: ModelProto = quantizer.model.model
     return model
-
-
-def _library_options(scheme: Scheme) -> dict[str, object]:
-    from onnx import TensorProto
-
-    options: dict[str, object] = {
-        "MatMulConstBOnly": True,
-        "WeightSymmetric": True,
-        # ONNX cannot infer types behind a fused operator.
-        "DefaultTensorType": TensorProto.FLOAT,
-    }
-    if scheme.is_transformer:
-        # The next operator computes in float, so quantising the output would gain nothing.
-        options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
-    return options
 
 
 def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:
@@ -290,7 +255,7 @@ class LayerTrial:
         return replace(self, batches=[self.batches[index] for index in chosen])
 
     def _answers(self, model: ModelProto) -> Answers:
-        loaded = onnx_model.session(model, entries={LEFT_OUT: FLOATS_TO_BYTES})
+        loaded = onnx_model.session(model, entries={building.LEFT_OUT: building.FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
 
 

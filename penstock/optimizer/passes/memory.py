@@ -4,11 +4,10 @@ config.pbtxt, and is proposed only if the SLO limits memory or the search is exh
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.config import MIB, ModelConfig
-from penstock.optimizer import folders
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.plan import Plan
 from penstock.slo import Memory
 
 ARENA = "enable_mem_arena"
@@ -37,27 +36,16 @@ class LessMemory(Pass):
             found.append(Step(self.name, {"buffers": "small"}))
         return found or self.skip("everything is as small as it can be")
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        folders.write(parent, with_memory(parent.config, step), target)
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        if step.settings.get("arena") == "off":
+            # Memory patterns are plans for the arena.
+            return replace(config, options={**config.options, ARENA: "0", PATTERN: "0"})
+        slabs = min(config.memory.max_slabs, SMALL_SLABS)
+        spill = min(config.memory.spill_bytes, SMALL_SPILL)
+        return replace(config, memory=replace(config.memory, max_slabs=slabs, spill_bytes=spill))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        asked = "0" if step.settings.get("arena") == "off" else None
         found = after.built.get(ARENA)
-        if asked is not None and found != asked:
+        if step.settings.get("arena") == "off" and found != "0":
             return [f"asked for no arena, the runtime says {ARENA} {found}"]
         return []
-
-
-def with_memory(config: ModelConfig, step: Step) -> ModelConfig:
-    if step.settings.get("arena") == "off":
-        # Memory patterns are plans for the arena.
-        return replace(config, options={**config.options, ARENA: "0", PATTERN: "0"})
-    memory = config.memory
-    return replace(
-        config,
-        memory=replace(
-            memory,
-            max_slabs=min(memory.max_slabs, SMALL_SLABS),
-            spill_bytes=min(memory.spill_bytes, SMALL_SPILL),
-        ),
-    )

@@ -4,7 +4,6 @@ block folding into constants, and open a first dimension that is fixed at 1 for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +14,14 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed, first_line
 from penstock.optimizer import onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.optimizer.passes.building import is_onnx, with_options, write_onnx
 from penstock.repository.pbtxt import DEFAULT_MAX_BATCH
 from penstock.types import Array, TensorSpec
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+    from onnx import ModelProto
 
-# The first with everything that quantisation and fusion need; ONNX Runtime's own minimum for
-# per-channel scales is 13.
+# The first with all that quantisation and fusion need, and the least for per-channel scales.
 OPSET = 17
 MIN_OPSET = 13
 BATCH = "batch"
@@ -49,7 +47,9 @@ class OnnxGraph(Pass):
             settings["opset"] = str(OPSET)
         if onnx_model.has_weights_as_inputs(model.graph):
             settings["weights"] = "constant"
-        if _can_be_opened(build.config) and _is_fixed_at_one(model):
+        # Pre- and postprocessing functions expect one row with its leading 1.
+        can_be_opened = build.config.max_batch_size == 0 and not build.config.is_processed
+        if can_be_opened and _is_fixed_at_one(model):
             settings["batch"] = "dynamic"
         if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
@@ -73,19 +73,13 @@ class OnnxGraph(Pass):
             config = _batched(config)
             _check_rows(original, model)
         if step.settings.get("denormals") == "zero":
-            config = replace(config, options={**config.options, DENORMALS: "1"})
+            config = with_options(config, {DENORMALS: "1"})
         write_onnx(parent, onnx_model.optimised(model), target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if before.operators and not after.operators:
             return ["the graph that was written has no operators"]
         return []
-
-
-def _can_be_opened(config: ModelConfig) -> bool:
-    """Return whether the batch may be opened. Pre- and postprocessing functions expect one row with
-    its leading 1, and would have to change."""
-    return config.max_batch_size == 0 and not config.is_processed
 
 
 def _with_constant_weights(model: ModelProto) -> ModelProto:
@@ -104,10 +98,8 @@ def _converted(model: ModelProto, opset: int) -> ModelProto:
     try:
         return onnx.version_converter.convert_version(model, opset)
     except Exception as error:  # The converter raises RuntimeError and others.
-        raise BackendFailed(
-            f"operator set {onnx_model.opset(model)} cannot be converted to {opset}: "
-            f"{first_line(error)}"
-        ) from None
+        change = f"operator set {onnx_model.opset(model)} cannot be converted to {opset}"
+        raise BackendFailed(f"{change}: {first_line(error)}") from None
 
 
 def _is_fixed_at_one(model: ModelProto) -> bool:
@@ -119,6 +111,8 @@ def _is_fixed_at_one(model: ModelProto) -> bool:
 def _with_open_batch(model: ModelProto) -> ModelProto:
     """Make the first dimension of every input and output symbolic. Reshapes with a constant leading
     1 take that dimension from their input instead."""
+    from onnx import numpy_helper
+
     opened = copy.deepcopy(model)
     graph = opened.graph
     for value in (*onnx_model.true_inputs(graph), *graph.output):
@@ -130,23 +124,14 @@ def _with_open_batch(model: ModelProto) -> ModelProto:
         if not computed.intersection(node.input):
             continue
         computed.update(node.output)
-        if node.op_type == "Reshape" and node.input[0] in computed:
-            _open_reshape(graph, node, weights)
+        if node.op_type == "Reshape" and node.input[0] in computed and node.input[1] in weights:
+            sizes = numpy_helper.to_array(weights[node.input[1]]).copy()
+            if sizes.size and sizes[0] == 1:
+                # 0 in a Reshape copies the dimension of the input.
+                sizes[0] = 0
+                name = f"{node.output[0]}_open_shape"
+                node.input[1] = onnx_model.add_constant(graph, name, sizes)
     return opened
-
-
-def _open_reshape(graph: GraphProto, node: NodeProto, weights: Mapping[str, TensorProto]) -> None:
-    import onnx
-
-    shape = weights.get(node.input[1])
-    if shape is None:
-        return
-    sizes = onnx.numpy_helper.to_array(shape).copy()
-    if sizes.size and sizes[0] == 1:
-        # 0 in a Reshape copies the dimension of the input.
-        sizes[0] = 0
-        name = f"{node.output[0]}_open_shape"
-        node.input[1] = onnx_model.add_constant(graph, name, sizes)
 
 
 def _batched(config: ModelConfig) -> ModelConfig:
@@ -165,27 +150,22 @@ def _batched(config: ModelConfig) -> ModelConfig:
 def _check_rows(original: ModelProto, opened: ModelProto) -> None:
     """Raise BackendFailed unless rows alone and in a batch give the original's answers."""
     old, new = onnx_model.session(original), onnx_model.session(opened)
-    size = 16
-    feeds = [onnx_model.made_up(original.graph, 1, size, seed) for seed in range(NUM_TRIED_ROWS)]
+    feeds = [onnx_model.made_up(original.graph, 1, 16, seed) for seed in range(NUM_TRIED_ROWS)]
     expected = [onnx_model.run(old, each) for each in feeds]
     together = {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]}
     for rows, wanted in ((feeds[0], expected[:1]), (together, expected)):
-        answers = onnx_model.run(new, rows)
-        for name, answer in answers.items():
+        for name, answer in onnx_model.run(new, rows).items():
             _compare(name, answer, np.concatenate([each[name] for each in wanted]))
 
 
 def _compare(name: str, answer: Array, wanted: Array) -> None:
     if answer.shape != wanted.shape:
-        raise BackendFailed(
-            f"the model cannot be batched: output '{name}' of {len(wanted)} rows has the shape "
-            f"{list(answer.shape)}, expected {list(wanted.shape)}"
-        )
+        shapes = f"has the shape {list(answer.shape)}, expected {list(wanted.shape)}"
+        problem = f"output '{name}' of {len(wanted)} rows {shapes}"
+        raise BackendFailed(f"the model cannot be batched: {problem}")
     if not onnx_model.is_close(answer, wanted, TOLERANCE):
-        raise BackendFailed(
-            f"the model must not be batched: output '{name}' of a row changes when "
-            f"{len(wanted)} rows are computed together"
-        )
+        problem = f"of a row changes when {len(wanted)} rows are computed together"
+        raise BackendFailed(f"the model must not be batched: output '{name}' {problem}")
 
 
 def _denormal_share(model: ModelProto) -> float:

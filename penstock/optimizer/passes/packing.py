@@ -5,11 +5,11 @@ a model that cannot be packed fails with the reason."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.config import PACK, TOKENS, ModelConfig, Padding
-from penstock.optimizer import folders
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
+from penstock.optimizer.passes.building import with_options
+from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
 
@@ -34,12 +34,11 @@ class SequencePacking(Pass):
             return self.skip("on CPUs attention goes by way of the padded batch", step)
         return [step]
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        options = {**parent.config.options, PACK: step.settings["pack"]}
-        config = replace(parent.config, options=options)
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        config = with_options(config, {PACK: step.settings["pack"]})
         if "bucket" in step.settings:
             config = _with_one_bucket(config, int(step.settings["bucket"]))
-        folders.write(parent, config, target)
+        return config
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("pack", "nothing")
@@ -55,11 +54,8 @@ def _reason_against(config: ModelConfig) -> str:
         return "packed already"
     if "penstock.compile" in config.options:
         return "the model is compiled for its shapes"
-    masks = [
-        spec
-        for spec in config.model.inputs
-        if "mask" in spec.name.lower() and DATATYPES[spec.datatype].numpy.kind in "iub"
-    ]
+    integers = [s for s in config.model.inputs if DATATYPES[s.datatype].numpy.kind in "iub"]
+    masks = [spec for spec in integers if "mask" in spec.name.lower()]
     if len(masks) != 1 or config.max_batch_size == 0:
         return "no batches with one mask that says which positions are tokens"
     if not masks[0].is_fixed and not variable_axes(config.model):

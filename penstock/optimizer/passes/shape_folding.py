@@ -40,7 +40,8 @@ class ShapeFolding(Pass):
         build = context.build
         if not is_onnx(build):
             return self.skip("the model is not an ONNX file")
-        options = [Step(self.name)] if _has_fixed_size(build.config.model) else []
+        sizes = [size for spec in build.config.model.inputs for size in spec.shape]
+        options = [Step(self.name)] if any(size > 0 for size in sizes) else []
         if agreed := _agreed_sizes(context):
             options.append(Step(self.name, agreed))
         if not options:
@@ -69,14 +70,11 @@ class ShapeFolding(Pass):
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         """Compare counts after the runtime's optimisation where known, else those in the file."""
-        is_read = bool(before.optimised_operators and after.optimised_operators)
-        counts = [
-            num_shape_nodes(each.optimised_operators if is_read else each.operators)
-            for each in (before, after)
-        ]
-        if counts[1] < counts[0]:
-            return []
-        return [f"{counts[1]} operators compute shapes, as many as before"]
+        found = [before.optimised_operators, after.optimised_operators]
+        if not all(found):
+            found = [before.operators, after.operators]
+        was, became = map(num_shape_nodes, found)
+        return [f"{became} operators compute shapes, as many as before"] if became >= was else []
 
 
 def num_shape_nodes(operators: Mapping[str, int]) -> int:
@@ -85,24 +83,16 @@ def num_shape_nodes(operators: Mapping[str, int]) -> int:
 
 
 def narrowing(candidate: Candidate) -> str:
-    """Describe the sizes to which a candidate restricts inputs that the original leaves open; empty
-    if it accepts all that the original does."""
-    return ", ".join(
-        f"'{key.removeprefix(ACCEPTS)}' {size}"
-        for step in candidate.steps
-        if step.pass_name == ShapeFolding.name
-        for key, size in step.settings.items()
-    )
+    """Describe the sizes to which a candidate restricts inputs that the original leaves open."""
+    steps = [step.settings for step in candidate.steps if step.pass_name == ShapeFolding.name]
+    sizes = [each for settings in steps for each in settings.items()]
+    return ", ".join(f"'{key.removeprefix(ACCEPTS)}' {size}" for key, size in sizes)
 
 
 def _num_left(model: ModelProto) -> int:
     """Count the operators that compute shapes, after ONNX Runtime's own optimisation."""
     nodes = onnx_model.nodes(onnx_model.optimised(model).graph)
     return num_shape_nodes(Counter(node.op_type for node in nodes))
-
-
-def _has_fixed_size(config: ModelConfig) -> bool:
-    return any(size > 0 for spec in config.inputs for size in spec.shape)
 
 
 def _agreed_sizes(context: PassContext) -> dict[str, str]:
@@ -125,8 +115,6 @@ def _agreed_sizes(context: PassContext) -> dict[str, str]:
 
 
 def _accepting(config: ModelConfig, step: Step) -> ModelConfig:
-    """Return the configuration with the sizes that the step fixes."""
-
     def fixed(spec: TensorSpec) -> TensorSpec:
         size = step.settings.get(f"{ACCEPTS}{spec.name}")
         return spec if size is None else replace(spec, shape=tuple(map(int, size.split("x"))))

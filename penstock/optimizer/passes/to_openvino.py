@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from penstock.optimizer import folders
-from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
+from penstock.config import ModelConfig
+from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
+from penstock.optimizer.plan import Plan
 
-THREADS = {"intra_op_thread_count": "inference_num_threads"}
+THREADS = "intra_op_thread_count"
 
 
 class ToOpenVino(Pass):
@@ -32,22 +32,16 @@ class ToOpenVino(Pass):
             return self.skip(f"'{texts[0]}' is BYTES, which it does not take")
         return [Step(self.name, {"hint": "LATENCY"})]
 
-    def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
-        config = parent.config
-        options = {
-            new: config.options[old] for old, new in THREADS.items() if old in config.options
-        }
-        options["performance_hint"] = step.settings["hint"]
-        folders.write(parent, replace(config, backend="openvino", options=options), target)
+    def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
+        options = {"performance_hint": step.settings["hint"]}
+        if THREADS in config.options:
+            options["inference_num_threads"] = config.options[THREADS]
+        return replace(config, backend="openvino", options=options)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend != "openvino" or "openvino" not in after.built:
             return [f"runs on '{after.backend}', expected openvino"]
         # By default it lowers the precision where the processor supports that.
         asked = {"performance_hint": step.settings["hint"], "inference_precision_hint": "f32"}
-        found = {key: after.built.get(key, "nothing") for key in asked}
-        return [
-            f"{key} is {found[key]}, expected {wanted}"
-            for key, wanted in asked.items()
-            if found[key] != wanted
-        ]
+        found = [(key, after.built.get(key, "nothing"), wanted) for key, wanted in asked.items()]
+        return [f"{key} is {is_now}, expected {to}" for key, is_now, to in found if is_now != to]

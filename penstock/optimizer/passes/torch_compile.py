@@ -11,7 +11,7 @@ from penstock import units
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import has_images, write_options
+from penstock.optimizer.passes.building import has_images, with_options
 from penstock.repository import pt2_file
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -21,8 +21,7 @@ AHEAD, AUTOTUNE = "ahead", "max-autotune"
 # The GPU mode includes the backend's own CUDA graphs: without them compiled code is launch-bound,
 # and would lose to eager mode with graphs.
 USUAL, USUAL_ON_GPU = "default", "reduce-overhead"
-# One tries many kernels per matmul, the other compiles a whole library in C++. With less time than
-# MIN_BUDGET_S nothing else would get its turn.
+# Modes that take so long that with less time than MIN_BUDGET_S nothing else would get its turn.
 LONG_MODES = (AUTOTUNE, AHEAD)
 MIN_BUDGET_S = 900.0
 # Options of Python modules, which packages do not have.
@@ -75,13 +74,15 @@ class TorchCompile(Pass):
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
         if step.settings.get("mode") == AHEAD:
-            _build_package(parent, target, context)
+            version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
+            timeout_s = context.compile_timeout_s() or trials.LOAD_TIMEOUT_S
+            trials.compile_ahead(config.model, version / "model.pt2", timeout_s)
             options = {k: v for k, v in config.options.items() if k not in OF_MODULES}
             folders.write_config(target, replace(config, options=options, file=""))
             return
         added = {"mode": "penstock.compile", "memory_format": "penstock.memory_format"}
         options = {added[key]: text for key, text in step.settings.items()}
-        write_options(parent, options, target)
+        folders.write(parent, with_options(config, options), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         mode = step.settings.get("mode")
@@ -107,9 +108,3 @@ def _reason_against(context: PassContext, mode: str) -> str:
     if mode in LONG_MODES and plan.budget_s is not None and plan.budget_s < MIN_BUDGET_S:
         return f"compiles for minutes, and the budget is {units.duration(plan.budget_s)}"
     return ""
-
-
-def _build_package(parent: Build, target: Path, context: BuildContext) -> None:
-    version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
-    timeout_s = context.compile_timeout_s() or trials.LOAD_TIMEOUT_S
-    trials.compile_ahead(parent.config.model, version / "model.pt2", timeout_s)

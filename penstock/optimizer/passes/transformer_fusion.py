@@ -4,6 +4,7 @@ fusions are left to ONNX Runtime, which does them when it loads the model."""
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,11 +63,8 @@ class TransformerFusion(Pass):
         write_onnx(parent, model, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        made = {
-            name: count
-            for name in FUSED
-            if (count := after.operators.get(name, 0) - before.operators.get(name, 0)) > 0
-        }
+        made = Counter(after.operators) - Counter(before.operators)
+        made = Counter({name: made[name] for name in FUSED if name in made})
         if not made:
             return ["nothing was fused: no pattern fits this graph"]
         if not any(name in made for name in ATTENTION):
@@ -103,6 +101,5 @@ def _check_answers(original: ModelProto, fused: ModelProto) -> None:
         given = onnx_model.run(new, feeds)
         for name, wanted in onnx_model.run(old, feeds).items():
             if not onnx_model.is_close(given[name], wanted, TOLERANCE):
-                raise BackendFailed(
-                    f"output '{name}' is another one after fusion, for {num_rows} rows of {size}"
-                )
+                rows = f"{num_rows} rows of {size}"
+                raise BackendFailed(f"output '{name}' is another one after fusion, for {rows}")

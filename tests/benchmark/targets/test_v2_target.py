@@ -16,7 +16,7 @@ from penstock.config import HttpLimits
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.protocols.http import Exchange as ServerExchange
-from penstock.protocols.http import HttpServer
+from penstock.protocols.http_server import HttpServer
 from penstock.types import TensorSpec
 
 KEY = "0123456789abcdef"

@@ -12,10 +12,10 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_lossy, rate_of
-from penstock.optimizer.llm.text_time import TextTime
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, TermVerdict
+from penstock.optimizer.time_budget import TextTime
 from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 

@@ -13,8 +13,9 @@ from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
 from penstock.benchmark.stats import DurationHistogram, Interval
 from penstock.llm.text import of_folder
-from penstock.optimizer import served
+from penstock.optimizer import served, served_figures
 from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.endpoints import Servers
 from penstock.optimizer.llm import text_served
 from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import build_of, open_text_subject
@@ -78,9 +79,9 @@ def a_level(rate):
 
 def test_what_is_shown_is_the_highest_rate_that_was_kept():
     levels = [a_level(rate) for rate in (1.0, 2.0, 4.0, 2.8)]
-    assert served.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
+    assert served_figures.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
     none = Interval(float("nan"), float("nan"), 1.0)
-    assert served.shown_level(levels, none) is levels[0]
+    assert served_figures.shown_level(levels, none) is levels[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,15 @@ def prompts(build, tmp_path):
     return prompts
 
 
+def text_servers(prompts, file, *, is_alone):
+    return Servers(
+        lambda build: text_served.TextEndpoint(build, prompts, file, 20.0), is_alone=is_alone
+    )
+
+
 @pytest.fixture
 def servers(prompts, tmp_path):
-    found = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=False)
+    found = text_servers(prompts, tmp_path / "load.jsonl", is_alone=False)
     yield found
     found.close()
 
@@ -149,7 +156,7 @@ class TestServers:
         assert has_ended and found.max_rate is None
 
     def test_two_that_may_not_run_at_once_take_turns(self, build, prompts, tmp_path):
-        servers = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=True)
+        servers = text_servers(prompts, tmp_path / "load.jsonl", is_alone=True)
         other = build_of(build, Candidate((Step("x", {"max_num_seqs": "2"}),)), tmp_path / "smol")
         try:
             (first,) = servers.open([build], ())

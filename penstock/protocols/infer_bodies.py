@@ -1,0 +1,89 @@
+"""Bodies of inference messages with a new head: their encoding, and where their JSON ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.config import HttpLimits
+from penstock.errors import InvalidRequest, PenstockError, TooLarge
+from penstock.protocols.http import Exchange
+from penstock.protocols.http_errors import Refusal, WrongHead
+from penstock.protocols.infer_http import InferCall
+from penstock.wire import compression
+
+
+class InferBodies:
+    """Checks bodies, and inflates those that are compressed: then `infer` gets the call later, or
+    `refuse` its error."""
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        infer: Callable[[InferCall, Exchange], None],
+        refuse: Callable[[Exchange, object, Refusal], None],
+    ) -> None:
+        self._limits = limits
+        self._infer = infer
+        self._refuse = refuse
+        self._inflating: set[asyncio.Task[None]] = set()
+
+    def read(self, call: InferCall, exchange: Exchange) -> bool:
+        """Check a head that was not seen before. False if its body has to be inflated first."""
+        head = exchange.head
+        encoding = head.headers.get(b"content-encoding", b"identity").lower()
+        if encoding not in (b"identity", *compression.ENCODINGS):
+            text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
+            raise WrongHead(415, text)
+        if encoding != b"identity":
+            task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
+            self._inflating.add(task)
+            task.add_done_callback(self._inflating.discard)
+            return False
+        call.json_bytes = self._json_bytes(exchange)
+        head.note = call
+        return True
+
+    async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
+        """Inflate off the loop, because a few bytes may expand to many."""
+        packed, limit = exchange.body, self._limits.max_body_bytes
+        try:
+            exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
+            call.json_bytes = self._json_bytes(exchange)
+            self._infer(call, exchange)
+        except PenstockError as error:
+            exchange.body = packed
+            self._refuse(exchange, call, error)
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
+
+    def _json_bytes(self, exchange: Exchange) -> int | None:
+        """Return the length of the JSON part; None when it is the whole body."""
+        text = exchange.head.headers.get(b"inference-header-content-length")
+        size = len(exchange.body)
+        if text is None:
+            length = None
+        else:
+            if not text.isdigit() or len(text) > 18:
+                raise InvalidRequest(
+                    "Inference-Header-Content-Length must be a number of bytes, "
+                    f"got '{text.decode('latin-1')}'"
+                )
+            length = int(text)
+            if length > size:
+                raise InvalidRequest(
+                    f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
+                )
+        if (size if length is None else length) > self._limits.max_json_bytes:
+            raise too_much_json(self._limits, "send large tensors as binary data, or ")
+        return length
+
+    async def close(self) -> None:
+        for task in self._inflating:
+            task.cancel()
+        await asyncio.gather(*self._inflating, return_exceptions=True)
+
+
+def too_much_json(limits: HttpLimits, advice: str = "") -> TooLarge:
+    most = limits.max_json_bytes
+    return TooLarge(f"the JSON of a request may have {most} bytes; {advice}raise --max-json-bytes")

@@ -1,0 +1,32 @@
+"""Text answers that are sent at once, when all of their choices have ended."""
+
+from __future__ import annotations
+
+from penstock.protocols.text_answers import EVENTS, Answer, PartialChoice
+from penstock.wire.openai_forms import AnswerChoice
+
+
+class WholeAnswer(Answer):
+    def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
+        choice.text += new.text
+        choice.reason = new.reason
+        choice.logprobs += new.logprobs or ()
+
+    def end(self) -> None:
+        choices = [
+            AnswerChoice(
+                place, each.text, each.reason, each.logprobs if self._has_logprobs else None
+            )
+            for place, each in sorted(self.choices.items())
+        ]
+        self.reply(self.form.whole(choices, self.usage))
+
+    def reply(self, body: bytes) -> None:
+        self.exchange.reply_json(body)
+
+
+class OneEventAnswer(WholeAnswer):
+    """A whole answer in one event, for clients that read event streams."""
+
+    def reply(self, body: bytes) -> None:
+        self.exchange.reply(200, EVENTS, (b"data: " + body + b"\n\n",))

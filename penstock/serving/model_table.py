@@ -1,0 +1,100 @@
+"""The loaded models by name and version, as requests find them. The catalog changes the table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.errors import NotFound, NotReady, QuotaExceeded
+from penstock.repository.layout import listed
+from penstock.serving.quotas import Quotas
+from penstock.serving.served import Served
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """A requested model that could not be loaded, and why."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
+class ModelTable:
+    """Requests without a version go to the highest loaded one."""
+
+    def __init__(self) -> None:
+        # Quotas of API keys, shared by all models.
+        self.quotas = Quotas()
+        self._models: dict[str, dict[str, Served]] = {}
+        self._latest: dict[str, Served] = {}
+        self._failures: dict[str, LoadFailure] = {}
+        # Models that are loading: requests for them get NotReady, which clients retry.
+        self._awaited: set[str] = set()
+        self._is_closed = False
+
+    def __iter__(self) -> Iterator[Served]:
+        for versions in self._models.values():
+            yield from versions.values()
+
+    @property
+    def failures(self) -> list[LoadFailure]:
+        """Requested models that are not loaded."""
+        return [f for name, f in self._failures.items() if name not in self._models]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every requested model can answer."""
+        return not self.failures and all(model.is_ready for model in self)
+
+    def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
+        """Count a request of this key on arrival, whatever its outcome. QuotaExceeded if the key
+        sends too many; the model, if it exists, counts the refusal."""
+        if not self.quotas.is_active:
+            return
+        try:
+            self.quotas.check_rate(caller, received)
+        except QuotaExceeded as error:
+            with contextlib.suppress(NotFound, NotReady):
+                self.find(name, version).refused(error, received)
+            raise
+
+    def find(self, name: str, version: str = "") -> Served:
+        """Return a loaded version. NotReady if the model is loading or, with the reasons, if that
+        failed; NotFound if it was never requested."""
+        model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
+        if model is not None:
+            return model
+        if name not in self._models:
+            raise self._absence(name)
+        raise NotFound(
+            f"Request for unknown model: '{name}' version {version} is not found; "
+            f"loaded: {', '.join(self.versions(name))}"
+        )
+
+    def _absence(self, name: str) -> NotReady | NotFound:
+        """Return why a model is not loaded."""
+        if self._is_closed:
+            return NotReady("the server is shutting down")
+        if (failure := self._failures.get(name)) is not None:
+            return NotReady(f"model '{name}' could not be loaded: {'; '.join(failure.problems)}")
+        if name in self._awaited:
+            return NotReady(f"model '{name}' is loading")
+        loaded = listed(sorted(self._models))
+        return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
+
+    def find_all(self, name: str, version: str = "") -> list[Served]:
+        """Return the named version, all loaded versions of the model, or those of all models."""
+        if not name:
+            return list(self)
+        if version:
+            return [self.find(name, version)]
+        self.find(name)
+        return list(self._models[name].values())
+
+    def versions(self, name: str) -> list[str]:
+        return sorted(self._models.get(name, {}), key=int)
+
+    def failure(self, name: str) -> LoadFailure | None:
+        """Return why the last load of this model failed; None if it did not."""
+        return self._failures.get(name)

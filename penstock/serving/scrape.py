@@ -1,0 +1,283 @@
+"""A Prometheus scrape: metrics of models, and the use of processes, the machine and its GPUs.
+
+The use is read at the scrape, metrics are counted before. The text is written here because
+Triton's counters do not end in `_total`, which client libraries require.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import attrgetter
+
+import psutil
+
+import penstock
+from penstock.serving.metrics import PHASES, WAITS, Histogram, Labels, ModelMetrics
+from penstock.serving.served import ModelProcess
+from penstock.system.devices import GpuUse, Watch
+
+# Rows of a batch.
+BATCH_BUCKETS = tuple(1 << power for power in range(11))
+Sample = tuple[Labels, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeLines:
+    """One metric, as lines of a scrape."""
+
+    name: str
+    text: str
+    kind: str
+    lines: Sequence[str]
+
+    @classmethod
+    def of(cls, name: str, text: str, kind: str, samples: Iterable[Sample]) -> ScrapeLines:
+        """Unknown values, None, are left out."""
+        known = [(labels, value) for labels, value in samples if value is not None]
+        return cls(name, text, kind, [f"{name}{label_text(labels)} {v}" for labels, v in known])
+
+    @classmethod
+    def of_histograms(
+        cls, name: str, text: str, histograms: Iterable[tuple[Labels, Histogram]]
+    ) -> ScrapeLines:
+        lines: list[str] = []
+        for labels, each in histograms:
+            totals = list(accumulate(each.counts))
+            lines += [
+                f"{name}_bucket{label_text({**labels, 'le': bound})} {total}"
+                for bound, total in zip((*map(str, each.bounds), "+Inf"), totals, strict=True)
+            ]
+            lines.append(f"{name}_sum{label_text(labels)} {each.total!r}")
+            lines.append(f"{name}_count{label_text(labels)} {totals[-1]}")
+        return cls(name, text, "histogram", lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Metrics and live state of a model, and the processes whose GPU memory is shown."""
+
+    metrics: ModelMetrics
+    num_pending: int
+    num_ready: int
+    processes: Sequence[ModelProcess] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """Use of one process. Its `process` label: core, worker, grpc_front or http_front."""
+
+    labels: Labels
+    resident_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Use of machine and processes; `cpu_utilization` of all cores since the last scrape."""
+
+    cpu_utilization: float
+    memory_total_bytes: int
+    memory_used_bytes: int
+    processes: Sequence[ProcessUse] = ()
+    gpus: Sequence[GpuUse] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontUse:
+    """A front process. `front` numbers it if there are several; `num_connections` None: unknown."""
+
+    protocol: str
+    num_restarts: int
+    front: str = ""
+    num_connections: int | None = None
+    # In the log.
+    name: str = ""
+    # 0 while no process runs.
+    pid: int = 0
+
+    @property
+    def labels(self) -> Labels:
+        return {"protocol": self.protocol, **({"front": self.front} if self.front else {})}
+
+
+LabelledModel = tuple[Labels, Pending]
+# Metrics of each model: name, help, type and attribute of `Pending`.
+NUMBERS = (
+    ("nv_inference_request_success", "Requests answered", "counter", "metrics.num_success"),
+    ("nv_inference_count", "Inferences (rows) done", "counter", "metrics.num_inferences"),
+    ("nv_inference_exec_count", "Batches executed", "counter", "metrics.num_executions"),
+    ("penstock_worker_restarts", "Workers started again", "counter", "metrics.num_restarts"),
+    ("penstock_padded_bytes", "Padded inputs, with the padding", "counter", "metrics.padded_bytes"),
+    ("penstock_padding_bytes", "Padding of padded inputs", "counter", "metrics.padding_bytes"),
+    ("nv_inference_pending_request_count", "Requests that are queued", "gauge", "num_pending"),
+    ("penstock_ready_instances", "Instances that can run a batch", "gauge", "num_ready"),
+    ("nv_model_load_duration_secs", "Seconds the model took to load", "gauge", "metrics.load_s"),
+)
+# The same for tables of counters, with their label.
+TABLES = (
+    ("nv_inference_request_failure", "Requests failed", "num_failures", "reason"),
+    ("penstock_rejections", "Requests refused before they ran", "num_refused", "reason"),
+    ("penstock_worker_deaths", "Workers that died while serving", "num_deaths", "cause"),
+)
+# Metrics of each GPU: Triton's names, units and types; attribute of `GpuUse`.
+GPU_METRICS = (
+    ("nv_gpu_utilization", "GPU utilization (0 to 1)", "gauge", "utilization"),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU", "gauge", "memory_total_bytes"),
+    ("nv_gpu_memory_used_bytes", "GPU memory in use", "gauge", "memory_used_bytes"),
+    ("nv_gpu_power_usage", "Watts that the GPU draws", "gauge", "power_watts"),
+    ("nv_gpu_power_limit", "Watts that the GPU may draw", "gauge", "power_limit_watts"),
+    ("nv_energy_consumption", "Joules since the start", "counter", "energy_joules"),
+)
+
+
+def expose(
+    models: Iterable[Pending], host: HostUse | None = None, fronts: Sequence[FrontUse] = ()
+) -> bytes:
+    """Render the text of a scrape."""
+    items = [(model.metrics.labels, model) for model in models]
+    optional = [*_optional(items), *_fronts(fronts), *([] if host is None else _host(host))]
+    families = [*_of_every_model(items), *(family for family in optional if family.lines)]
+    text, version = "The version that runs; always 1", {"version": penstock.__version__}
+    families.append(ScrapeLines.of("penstock_build_info", text, "gauge", [(version, 1)]))
+    return "".join(
+        f"{line}\n"
+        for family in families
+        for line in (
+            f"# HELP {family.name} {family.text}",
+            f"# TYPE {family.name} {family.kind}",
+            *family.lines,
+        )
+    ).encode()
+
+
+def _of_every_model(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    """Yield the families that are shown even if no model is loaded."""
+    for name, text, kind, attribute in NUMBERS:
+        read = attrgetter(attribute)
+        yield ScrapeLines.of(name, text, kind, [(labels, read(item)) for labels, item in items])
+    for name, text, attribute, label in TABLES:
+        samples = [
+            ({**labels, label: value}, count)
+            for labels, item in items
+            for value, count in getattr(item.metrics, attribute).items()
+        ]
+        yield ScrapeLines.of(name, f"{text}, by {label}", "counter", samples)
+    for phase in PHASES:
+        totals = [(labels, round(i.metrics.phases[phase].total * 1e6)) for labels, i in items]
+        text = f"Microseconds in {phase}, all requests"
+        yield ScrapeLines.of(f"nv_inference_{phase}_duration_us", text, "counter", totals)
+    for phase in (*PHASES, *WAITS):
+        spans = [(labels, item.metrics.phases[phase]) for labels, item in items]
+        text = f"Seconds in {phase}, answered requests"
+        yield ScrapeLines.of_histograms(f"penstock_{phase}_seconds", text, spans)
+    sizes = [(labels, _batch_sizes(item.metrics)) for labels, item in items]
+    yield ScrapeLines.of_histograms("penstock_batch_size", "Rows of each executed batch", sizes)
+
+
+def _batch_sizes(metrics: ModelMetrics) -> Histogram:
+    found = Histogram(BATCH_BUCKETS)
+    for size, count in metrics.batch_sizes.items():
+        found.add(size, count)
+    return found
+
+
+def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    """Yield families that only some models have: with a token budget, or with their own."""
+    tokens = [(labels, item.metrics.batch_tokens) for labels, item in items]
+    tokens = [(labels, found) for labels, found in tokens if found.total]
+    text = "Tokens of each executed batch"
+    yield ScrapeLines.of_histograms("penstock_batch_tokens", text, tokens)
+    memory = [
+        ({**labels, "instance": str(each.index), "device": each.device}, each.gpu_memory_bytes)
+        for labels, item in items
+        for each in item.processes
+        if each.gpu_memory_bytes
+    ]
+    text = "GPU memory that an instance took for loading and warming up"
+    yield ScrapeLines.of("penstock_instance_gpu_memory_bytes", text, "gauge", memory)
+    # A family that several models share is written once.
+    shared: dict[str, ScrapeLines] = {}
+    for _, item in items:
+        for family in item.metrics.others():
+            known = shared.setdefault(family.name, replace(family, lines=()))
+            shared[family.name] = replace(known, lines=[*known.lines, *family.lines])
+    yield from shared.values()
+
+
+def _fronts(fronts: Sequence[FrontUse]) -> Iterator[ScrapeLines]:
+    restarts = [(front.labels, front.num_restarts) for front in fronts]
+    text = "Protocol processes started again after a death"
+    yield ScrapeLines.of("penstock_front_restarts", text, "counter", restarts)
+    counts = [(each.labels, each.num_connections) for each in fronts]
+    text = "Clients connected to each protocol process"
+    yield ScrapeLines.of("penstock_front_connections", text, "gauge", counts)
+
+
+def _host(host: HostUse) -> Iterator[ScrapeLines]:
+    for name, text, value in (
+        ("nv_cpu_utilization", "Share of all cores in use (0 to 1)", f"{host.cpu_utilization:.6f}"),
+        ("nv_cpu_memory_total_bytes", "Memory of the machine", str(host.memory_total_bytes)),
+        ("nv_cpu_memory_used_bytes", "Memory in use", str(host.memory_used_bytes)),
+    ):
+        yield ScrapeLines(name, text, "gauge", [f"{name} {value}"])
+    resident = [(each.labels, each.resident_bytes) for each in host.processes]
+    text = "Resident memory of each process; shared pages count in each"
+    yield ScrapeLines.of("penstock_process_resident_bytes", text, "gauge", resident)
+    cpu = [(each.labels, f"{each.cpu_s:.2f}") for each in host.processes]
+    text = "CPU time of each process, user and system"
+    yield ScrapeLines.of("penstock_process_cpu_seconds", text, "counter", cpu)
+    for name, text, kind, attribute in GPU_METRICS:
+        values = [({"gpu_uuid": gpu.uuid}, getattr(gpu, attribute)) for gpu in host.gpus]
+        yield ScrapeLines.of(name, text, kind, values)
+
+
+def label_text(labels: Labels) -> str:
+    return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class ProcessUsage:
+    """Reads resource use. Utilisation is since the last `read`, so use one per server."""
+
+    def __init__(self, gpus: Watch | None = None) -> None:
+        self._gpus = gpus or Watch()
+        psutil.cpu_percent(None)
+
+    def begin(self) -> None:
+        """Start counting the GPUs' energy. Opens their driver: not for the event loop."""
+        self._gpus.uses()
+
+    def read(self, members: Iterable[tuple[int, Labels]] = ()) -> HostUse:
+        """Read the use of this process and of `members`; one that has just exited is left out."""
+        processes = []
+        for pid, labels in ((os.getpid(), {"process": "core"}), *members):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    times, resident_bytes = process.cpu_times(), process.memory_info().rss
+                processes.append(ProcessUse(labels, resident_bytes, times.user + times.system))
+        memory = psutil.virtual_memory()
+        return HostUse(
+            cpu_utilization=psutil.cpu_percent(None) / 100,
+            memory_total_bytes=memory.total,
+            memory_used_bytes=memory.total - memory.available,
+            processes=processes,
+            gpus=self._gpus.uses(),
+        )
+
+
+def cpu_s(pids: Iterable[int]) -> dict[int, float]:
+    """Return CPU time so far, user and system; without processes that have exited."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            found[pid] = times.user + times.system
+    return found
